@@ -4,10 +4,10 @@ Handwritten digits and `small_cnn`, so that it takes minutes on a CPU: `python b
 its default keywords, and nothing was searched. The epoch is the one with the best validation accuracy, the
 temperature is fitted on the validation split, and all numbers are of the 797 test images, one for each seed.
 
-    enough    all 800 training images, 15 epochs: nearly every answer is right
-    by_heart  40 images, 60 epochs, no weight decay: often wrong, and plain cross-entropy is too sure (the recipe of
-              `make demo`, whose settings were chosen so that it is)
-    noise     800 images, 30 % of the training labels wrong: networks learn to be less sure than clean labels allow
+    enough    all 800 training images, 15 epochs: nearly every prediction is correct
+    by_heart  40 images, 60 epochs, no weight decay: low accuracy, and plain cross-entropy is over-confident (the recipe
+              of `make demo`, whose settings were chosen for this)
+    noise     800 images, 30 % of the training labels wrong: networks become under-confident on clean labels
 
 The numbers are written to benchmarks/choosing.json, and `scripts/pages` makes the tables of them.
 """

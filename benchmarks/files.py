@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def drawn(rows: int, classes: int) -> Predictions:
-    """Make predictions that are twice too sure."""
+    """Draw predictions whose best temperature is 0.5."""
     make = torch.Generator().manual_seed(0)
     logits = torch.randn(rows, classes, generator=make)
     labels = torch.multinomial((2 * logits).softmax(1), 1, generator=make)[:, 0]

@@ -32,7 +32,7 @@ import torch
 
 import fedlas
 from fedlas import metrics
-from fedlas.metrics.catalogue import all_metrics
+from fedlas.metrics.registry import all_metrics
 from fedlas.predictions import Predictions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -224,15 +224,15 @@ def evaluations(most: int, patience: float) -> Iterator[Point]:
         made = given(n, classes)
         report = fedlas.evaluate(made, intervals=False)
         folder = tempfile.mkdtemp()
-        return lambda: fedlas.save_page(Path(folder) / "p.html", {"m": fedlas.Model(predictions=made, report=report)})
+        return lambda: fedlas.save_page({"m": fedlas.Model(predictions=made, report=report)}, Path(folder) / "p.html")
 
-    def judge(n: int, classes: int, **options: Any) -> Call:
+    def evaluation(n: int, classes: int, **options: Any) -> Call:
         made = given(n, classes)
         return lambda: fedlas.evaluate(made, **options)
 
     calls: dict[str, Callable[..., Call]] = {
-        "evaluate": judge,
-        "evaluate, no intervals": partial(judge, intervals=False),
+        "evaluate": evaluation,
+        "evaluate, no intervals": partial(evaluation, intervals=False),
         "report page": page,
     }
     for name, one in calls.items():
@@ -355,7 +355,7 @@ def draw(points: list[Point], kind: str, against: str, path: Path) -> None:
 
 
 def main() -> int:
-    """Measure, draw and print; the exit status says whether anything grows faster than it may."""
+    """Measure, draw and print; the exit status is 1 if anything grows faster than its limit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="*", default=["loss", "metric", "stream", "evaluate", "training"])
     parser.add_argument("--most", type=int, default=10_000_000, help="samples of metrics and evaluation")

@@ -61,12 +61,12 @@ class Data:
 
 
 def installed(name: str) -> bool:
-    """Say whether a package can be imported."""
+    """Return whether a package can be imported."""
     return importlib.util.find_spec(name) is not None
 
 
 def make_data(rows: int, classes: int) -> Data:
-    """Draw logits, and labels that are right about three times in four."""
+    """Draw logits, and labels that agree with about three of four predictions."""
     random = torch.Generator().manual_seed(0)
     labels = torch.randint(classes, (rows,), generator=random)
     logits = torch.randn(rows, classes, generator=random)
@@ -91,7 +91,7 @@ def candidates(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
     yield from errors(data)
     yield from scores(data)
     yield from detection(data)
-    yield from repairs(data)
+    yield from calibration(data)
     yield from plain_numpy(data)
 
 
@@ -227,13 +227,16 @@ def scores(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
 
 
 def detection(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
-    """List what tells foreign samples apart: half the samples against the other half."""
+    """Yield the metrics of OOD detection, with half of the samples as ID and the other half as OOD."""
     half = len(data.confidence) // 2
-    known, foreign = torch.from_numpy(-data.confidence[:half]), torch.from_numpy(-data.confidence[half:] + 0.05)
-    scores, truth = torch.cat([known, foreign]), torch.cat([torch.zeros(half), torch.ones(len(foreign))]).long()
-    auroc: dict[str, Candidate] = {"fedlas": lambda: ood.auroc(known, foreign)}
-    aupr: dict[str, Candidate] = {"fedlas": lambda: ood.aupr(known, foreign)}
-    fpr: dict[str, Candidate] = {"fedlas": lambda: ood.fpr_at_tpr(known, foreign)}
+    id_scores, ood_scores = torch.from_numpy(-data.confidence[:half]), torch.from_numpy(-data.confidence[half:] + 0.05)
+    scores, truth = (
+        torch.cat([id_scores, ood_scores]),
+        torch.cat([torch.zeros(half), torch.ones(len(ood_scores))]).long(),
+    )
+    auroc: dict[str, Candidate] = {"fedlas": lambda: ood.auroc(id_scores, ood_scores)}
+    aupr: dict[str, Candidate] = {"fedlas": lambda: ood.aupr(id_scores, ood_scores)}
+    fpr: dict[str, Candidate] = {"fedlas": lambda: ood.fpr_at_tpr(id_scores, ood_scores)}
     if installed("sklearn"):
         from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
 
@@ -250,8 +253,8 @@ def detection(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
     yield "fpr_at_tpr, with interval", fpr
 
 
-def repairs(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
-    """List fits of the temperature, and the whole record at once."""
+def calibration(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
+    """Yield fits of the temperature, and the complete evaluation."""
     logits, labels = data.logits, data.labels
     found: dict[str, Candidate] = {"fedlas": lambda: posthoc.Temperature().fit(logits, labels).temperature}
     if installed("probmetrics"):
@@ -266,13 +269,13 @@ def repairs(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
     def evaluated(**options: Any) -> Candidate:
         return lambda: evaluation.evaluate(Predictions(logits, labels), **options)["ece"]
 
-    repair = posthoc.Temperature().fit(logits[:5000], labels[:5000])
+    temperature = posthoc.Temperature().fit(logits[:5000], labels[:5000])
     yield (
         "evaluate",
         {
             "fedlas": evaluated(),
             "without intervals": evaluated(intervals=False),
-            "with temperature": evaluated(posthoc=[repair]),
+            "with temperature": evaluated(posthoc=[temperature]),
             "the softmax alone": lambda: logits.softmax(1)[0, 0],
         },
     )

@@ -289,7 +289,7 @@ def ladder(options: argparse.Namespace, data: str, model: str, rows: int) -> dic
     found: dict[str, Any] = {"model": model, "batch_size": rows, "images_per_second": {}, "machine": name_of(device)}
     speeds = found["images_per_second"]
 
-    def told(rung: str, loss: str, speed: float) -> None:
+    def log(rung: str, loss: str, speed: float) -> None:
         speeds[f"{rung} {loss}".strip()] = speed
         base = speeds.get("reference")
         print(f"{model} b{rows}  {rung:10} {loss:12} {speed:10,.0f} images/s" + _ratio(speed, base), flush=True)
@@ -300,7 +300,7 @@ def ladder(options: argparse.Namespace, data: str, model: str, rows: int) -> dic
     if "reference" in options.rungs:
         with backend_flags(recipe(data, model, rows, "ce", "resident"), device):
             dataset = CATALOG.build(data, **({"root": options.data_root} if options.data_root else {}))
-            told("reference", "", reference(dataset, model, rows, device, options.epochs))
+            log("reference", "", reference(dataset, model, rows, device, options.epochs))
     for rung in [one for one in RUNGS if one in options.rungs]:
         with backend_flags(recipe(data, model, rows, "ce", rung), device), on_stream(device):
             session = Session(recipe(data, model, rows, "ce", rung), device, options.data_root)
@@ -308,16 +308,16 @@ def ladder(options: argparse.Namespace, data: str, model: str, rows: int) -> dic
                 enable_cudnn_benchmark()  # as `fit` does
             steps(session, WARM_STEPS)
             if rung == "graph":
-                found |= top(options, session, told)
+                found |= top(options, session, log)
             else:
-                told(rung, "ce", statistics.median(epoch(session, n) for n in range(options.epochs)))
+                log(rung, "ce", statistics.median(epoch(session, n) for n in range(options.epochs)))
         del session
         gc.collect()
         torch.cuda.empty_cache() if device.type == "cuda" else None
     return found | roofline(model, max(speeds.values(), default=0.0), found["machine"])
 
 
-def top(options: argparse.Namespace, session: Session, told: Callable[[str, str, float], None]) -> dict[str, Any]:
+def top(options: argparse.Namespace, session: Session, log: Callable[[str, str, float], None]) -> dict[str, Any]:
     """Measure the last rung: losses that take turns, and a validation pass."""
     sessions = {"ce": session}
     for loss in options.losses.split(","):
@@ -332,7 +332,7 @@ def top(options: argparse.Namespace, session: Session, told: Callable[[str, str,
     ]
     medians = {loss: statistics.median(one[loss] for one in rounds) for loss in sessions}
     for loss, speed in medians.items():
-        told("graph", loss, speed)
+        log("graph", loss, speed)
     ratios = {loss: statistics.median(one[loss] / one["ce"] for one in rounds) for loss in sessions if loss != "ce"}
     seconds = validation_seconds(session)
     print(f"{session.recipe.model}  of plain CE: {', '.join(f'{k} {v:.3f}' for k, v in ratios.items())}; ", end="")

@@ -1,13 +1,14 @@
-"""What mkdocs is told beside mkdocs.yml: the order of pages, and what becomes of links that leave docs/.
+"""Hooks of mkdocs: the order of pages, README.md and CONTRIBUTING.md as pages, and links that leave docs/.
 
-The order is that of the links in docs/index.md, under its headings. A page that is not linked there stands at the end
-of the section whose pages lie in its folder, or of a last one, so nothing is lost when a page is added.
+Pages are ordered like the links in docs/index.md, under its headings. A page that is not linked there comes at the end
+of the section with the pages of its folder, or of a last section.
 
-README.md and CONTRIBUTING.md are pages of the site, too. Links to other files of the repository lead nowhere on a site
-that is read alone, and become plain text.
+A link to another file of the repository becomes plain text, because the site is read on its own; if the file does not
+exist, the build warns, which is an error with `--strict`.
 """
 
 import inspect
+import logging
 import posixpath
 import re
 import sys
@@ -20,34 +21,35 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from pymdownx.slugs import slugify
 
-HOUSE = Path(__file__).parents[1]
-sys.path.insert(0, str(HOUSE / "src"))  # the API reference documents this checkout
-GUESTS = {"README.md": "readme.md", "CONTRIBUTING.md": "contributing.md"}  # of the repository, and what the site has
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "src"))  # the API reference documents this checkout
+REPOSITORY_PAGES = {"README.md": "readme.md", "CONTRIBUTING.md": "contributing.md"}  # file: page of the site
 START, REST = "Start", "More"
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]\n]*)\]\((?P<target>[^)\s]+)\)")
 HEADING = re.compile(r"^## (?P<title>.+)$")
 API = re.compile(r"^<!-- api: (?P<package>[\w.]+) -->$", re.MULTILINE)
+log = logging.getLogger("mkdocs.hooks")
 FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Name anchors as GitHub does, so that a link to one works in both places; put pages in order."""
+    """Name anchors as GitHub does, so that links to them work in both places; order the pages."""
     config.mdx_configs.setdefault("toc", {})["slugify"] = slugify(case="lower")
     docs = Path(config.docs_dir)
     pages = sorted(path.relative_to(docs).as_posix() for path in docs.rglob("*.md"))
-    config.nav = ordered([*pages, *GUESTS.values()], (docs / "index.md").read_text(encoding="utf-8"))
+    config.nav = ordered([*pages, *REPOSITORY_PAGES.values()], (docs / "index.md").read_text(encoding="utf-8"))
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Let the guests in."""
-    for source, page in GUESTS.items():
-        files.append(File.generated(config, page, content=(HOUSE / source).read_text(encoding="utf-8")))
+    """Add the pages whose files are not in docs/."""
+    for source, page in REPOSITORY_PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead links to where their targets are on the site."""
+    """Rewrite the links of a page for the site, and add the API reference."""
     return relinked(with_api(markdown), page.file.src_uri)
 
 
@@ -108,17 +110,17 @@ def ordered(pages: list[str], index: str) -> list[Any]:
 
 
 def page_of(target: str, folder: str) -> str | None:
-    """Say which page of the site a path means that is written in a folder of the repository; None if there is none."""
+    """Return the page of the site that a path, relative to a folder of the repository, refers to, or None."""
     path = posixpath.normpath(posixpath.join(folder, target))
-    if path in GUESTS:
-        return GUESTS[path]
+    if path in REPOSITORY_PAGES:
+        return REPOSITORY_PAGES[path]
     return path.removeprefix("docs/") if path.startswith("docs/") else None
 
 
 def relinked(markdown: str, page: str) -> str:
-    """Lead the links of a page to the site; those that leave it become text. Code stays as it is."""
-    guest = next((source for source, name in GUESTS.items() if name == page), None)
-    folder = "." if guest else posixpath.dirname(f"docs/{page}")
+    """Point the links of a page to pages of the site; other links become text. Code is not changed."""
+    file = next((source for source, name in REPOSITORY_PAGES.items() if name == page), None)
+    folder = "." if file else posixpath.dirname(f"docs/{page}")
 
     def replaced(link: re.Match[str]) -> str:
         path, sharp, anchor = link["target"].partition("#")
@@ -126,6 +128,8 @@ def relinked(markdown: str, page: str) -> str:
             return link[0]
         aim = page_of(path, folder)
         if aim is None:
+            if not (ROOT / folder / path).exists():
+                log.warning("%s: the link %s leads to no file of the repository", page, link["target"])
             return link["text"]
         return (
             f"{link['image']}[{link['text']}]({posixpath.relpath(aim, posixpath.dirname(page) or '.')}{sharp}{anchor})"

@@ -1,4 +1,4 @@
-"""A web server of our own, for as long as a test takes."""
+"""A local web server for the duration of a test."""
 
 import http.server
 import threading

@@ -85,7 +85,7 @@ def test_one_file_may_hold_two_entries(folder):
     assert list(catalog(folder).entries) == ["ant", "bee"]
 
 
-def test_imported_unfinished_and_foreign_classes_are_no_entries(folder):
+def test_imported_abstract_and_unrelated_classes_are_not_listed(folder):
     add(folder, "ant", "Ant", 'name = "ant"')
     (folder / "rest.py").write_text(
         textwrap.dedent("""

@@ -113,7 +113,7 @@ def test_a_report_as_a_frame_a_tabular_and_a_figure():
     plt = pytest.importorskip("matplotlib.pyplot")
     report = evaluate(Predictions(4 * PROBS, TRUTH, split="a_b"), posthoc="histogram_binning", resamples=20)
     frame = report.to_frame()
-    row = frame[(frame.state == "as given") & (frame.metric == "ece")].iloc[0]
+    row = frame[(frame.state == "uncalibrated") & (frame.metric == "ece")].iloc[0]
     assert row.value == float(report["ece"])
     assert (row.low, row.high) == (report["ece"].interval.low, report["ece"].interval.high)
     assert len(frame) == sum(len(state.results) for state in report.states)
@@ -122,7 +122,7 @@ def test_a_report_as_a_frame_a_tabular_and_a_figure():
     assert r"histogram\_binning" in text
     assert report["ece"].to_latex() in text
     figure = report.plot()
-    assert [panel.get_title().partition(":")[0] for panel in figure.axes] == ["as given", "histogram_binning"]
+    assert [panel.get_title().partition(":")[0] for panel in figure.axes] == ["uncalibrated", "histogram_binning"]
     bins = report.before.bins["width"]
     heights = [bar.get_height() for bar in figure.axes[0].patches]
     assert heights == pytest.approx(bins.accuracy[bins.counts > 0].tolist())

@@ -15,6 +15,7 @@ import torch
 
 import fedlas
 from fedlas import evaluation, metrics, ood, posthoc
+from fedlas.comparison import compare_models
 from fedlas.evaluation import Report, evaluate
 from fedlas.metrics.result import Result
 from fedlas.predictions import Predictions, TopLabelPredictions
@@ -22,7 +23,7 @@ from fedlas.report.html import report_page
 
 
 def predictions(n: int = 900, classes: int = 7, seed: int = 0, scale: float = 3.0, split: str = "val") -> Predictions:
-    """What a model that is too sure says, and labels drawn from what it should say."""
+    """Logits of an over-confident model, and labels drawn from the calibrated probabilities."""
     random = torch.Generator().manual_seed(seed)
     logits = 1.5 * torch.randn(n, classes, generator=random)
     labels = torch.multinomial(logits.softmax(1), 1, generator=random)[:, 0]
@@ -79,18 +80,25 @@ def test_every_number_is_that_of_the_metric_alone(name: str, dtype: torch.dtype)
     assert set(found.details) == set(wanted.details)
 
 
-def test_the_record_holds_every_metric_that_there_is():
+def test_a_report_contains_every_metric():
     assert set(evaluate(predictions(), intervals=False).before.results) == set(ALONE)
 
 
 @pytest.mark.usefixtures("in_small_parts")
-@pytest.mark.parametrize("name", ["accuracy", "ece", "aece", "signed_ece", "nll", "brier"])
+@pytest.mark.parametrize("name", ["accuracy", "ece", "aece", "signed_ece", "classwise_ece", "nll", "brier"])
 def test_intervals_are_those_of_the_bootstrap(name: str):
     given = predictions()
     found = evaluate(given, resamples=500, level=0.9, seed=3)[name]
     wanted = metrics.bootstrap(ALONE[name], given, resamples=500, level=0.9, seed=3)
     assert found.interval == wanted.interval
     assert found.details.get("noise_floor") == wanted.details.get("noise_floor")
+
+
+def test_class_wise_ece_of_too_many_probabilities_has_no_interval(monkeypatch: pytest.MonkeyPatch):
+    given = predictions(300)
+    assert evaluate(given, resamples=50)["classwise_ece"].interval is not None
+    monkeypatch.setattr("fedlas.metrics.evaluation_accumulator.MAX_PROBS", given.logits.numel() - 1)
+    assert evaluate(given, resamples=50)["classwise_ece"].interval is None
 
 
 def test_over_and_under_add_up_and_have_intervals():
@@ -124,7 +132,7 @@ def test_a_calibrator_of_other_classes_is_refused_and_its_names_stay_in_files(tm
 
 
 @pytest.mark.usefixtures("in_small_parts")
-def test_states_keep_the_pairs_of_their_samples_but_not_in_files():
+def test_states_keep_the_pairs_of_their_samples_also_in_files():
     given, val = predictions(), predictions(500, seed=1, split="other")
     report = evaluate(given, posthoc="temperature", calibration=val, intervals=False)
     after = posthoc.Temperature().fit(val).transform(given)
@@ -132,7 +140,27 @@ def test_states_keep_the_pairs_of_their_samples_but_not_in_files():
         assert torch.equal(state.pairs.confidence, wanted.confidence)
         assert torch.equal(state.pairs.correct, wanted.correct)
         assert state.pairs.about.n == len(given)
-    assert Report.from_dict(report.to_dict()).before.pairs is None
+    again = Report.from_dict(json.loads(report.to_json()))
+    for state, wanted in zip(again.states, report.states, strict=True):
+        for name in ("confidence", "correct", "log_uncertainty"):
+            assert torch.equal(getattr(state.pairs, name), getattr(wanted.pairs, name))
+        assert state.pairs.about == wanted.pairs.about
+    assert Report.from_dict(report.to_dict(samples=False)).before.pairs is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"confidence": None}, "no confidence"),
+        ({"confidence": {"dtype": "float32", "base64": "AABAQAAAQEA="}, "log_uncertainty": None}, "length"),
+        ({"correct": {"dtype": "object", "base64": ""}}, "type.*object"),
+    ],
+)
+def test_pairs_of_an_untrusted_report_are_checked(change, message):
+    made = evaluate(predictions(), intervals=False).to_dict()
+    made["states"][0]["pairs"] |= change
+    with pytest.raises(ValueError, match=message):
+        Report.from_dict(made)
 
 
 def test_calibration_data_is_what_names_are_fitted_on():
@@ -145,7 +173,7 @@ def test_calibration_data_is_what_names_are_fitted_on():
 
 
 @pytest.mark.usefixtures("in_small_parts")
-def test_without_calibration_data_no_sample_is_judged_by_who_knew_its_label():
+def test_without_calibration_data_calibrators_are_cross_fitted():
     """Random labels cannot be predicted; a calibrator that saw them would seem to."""
     given = predictions(600)
     random = torch.Generator().manual_seed(5)
@@ -164,26 +192,26 @@ def test_cross_fitting_finds_the_right_temperature():
     assert state["ece"] < 0.03
 
 
-def test_several_calibrators_of_one_kind_keep_apart():
+def test_several_calibrators_of_one_class_have_separate_results():
     options = [posthoc.Temperature(), posthoc.Temperature(objective="ece", search="grid"), "vector_scaling"]
     report = evaluate(predictions(), posthoc=options, calibration=predictions(seed=1, split="other"), intervals=False)
     assert list(report.after) == ["temperature", "temperature 2", "vector_scaling"]
     assert options[0].fitted is None  # what is given is left alone
 
 
-def test_judging_where_it_was_fitted_warns():
+def test_evaluating_on_the_fitting_samples_warns():
     given = predictions()
     for options in (
         {"posthoc": [posthoc.Temperature().fit(given)]},
         {"posthoc": ["temperature"], "calibration": given},
         {"posthoc": ["temperature"], "calibration": predictions(seed=1)},
     ):
-        with pytest.warns(UserWarning, match=r"temperature.*fitted") as told:
+        with pytest.warns(UserWarning, match=r"temperature.*fitted") as warned:
             evaluate(given, intervals=False, **options)
-        assert "None" not in str(told[0].message)
+        assert "None" not in str(warned[0].message)
 
 
-def judged_after(given, other):
+def evaluate_after(given, other):
     return evaluate(given, posthoc=["temperature"], calibration=other, intervals=False).after["temperature"]
 
 
@@ -192,7 +220,7 @@ def unnamed(given, **rest):
 
 
 @pytest.mark.parametrize("what", ["copy", "other order", "part", "more"])
-def test_calibrating_on_copies_of_what_is_judged_warns(what):
+def test_calibrating_on_copies_of_evaluated_samples_warns(what):
     """Files of the same content under another name were not noticed."""
     given, more = unnamed(predictions(200)), predictions(100, seed=1)
     order = torch.randperm(200)
@@ -204,23 +232,23 @@ def test_calibrating_on_copies_of_what_is_judged_warns(what):
     }[what]
     leaked = {"copy": 200, "other order": 200, "part": 50, "more": 30}[what]
     with pytest.warns(UserWarning, match=f"temperature.*{'' if leaked == 200 else leaked}.*samples"):
-        state = judged_after(given, other)
+        state = evaluate_after(given, other)
     assert state.leaked == leaked
     assert type(state).from_dict(state.to_dict()).leaked == leaked
 
 
 @pytest.mark.parametrize("word", ["ids", "index"])
-def test_names_tell_which_samples_are_judged_too(word):
+def test_ids_detect_samples_that_are_evaluated_too(word):
     given = predictions(200)
     names = [f"image {i}" for i in range(300)] if word == "ids" else torch.arange(300)
     rounded = Predictions.from_probs(given.probs.double().round(decimals=4), given.labels)
-    judged = unnamed(given, **{word: names[:200]})
+    evaluated = unnamed(given, **{word: names[:200]})
     other = unnamed(rounded[150:], **{word: names[150:200]})
     with pytest.warns(UserWarning, match=r"temperature.*50.*samples"):
-        assert judged_after(judged, other).leaked == 50
+        assert evaluate_after(evaluated, other).leaked == 50
     # Two splits whose samples are both counted from zero have no sample in common.
-    assert judged_after(judged, unnamed(predictions(200, seed=1), **{word: names[:200]})).leaked == 0
-    assert judged_after(judged, unnamed(predictions(100, seed=2), **{word: names[200:]})).leaked == 0
+    assert evaluate_after(evaluated, unnamed(predictions(200, seed=1), **{word: names[:200]})).leaked == 0
+    assert evaluate_after(evaluated, unnamed(predictions(100, seed=2), **{word: names[200:]})).leaked == 0
 
 
 @pytest.mark.parametrize(
@@ -239,7 +267,7 @@ def test_names_tell_which_samples_are_judged_too(word):
         ({"class_names": [1, 2, 3]}, "class_names.*1"),
     ],
 )
-def test_a_report_of_a_stranger_is_refused_when_it_is_read(tmp_path, change, message):
+def test_an_invalid_report_file_raises(tmp_path, change, message):
     """It was read, and failed where it should be put into words."""
     made = evaluate(predictions(), posthoc=["temperature"], intervals=False).to_dict()
     state = made["states"][1]
@@ -261,14 +289,14 @@ def test_rows_that_are_equal_by_chance_are_other_samples():
     make = torch.Generator().manual_seed(0)
     shares = [(torch.rand(400, generator=make) * 20).round() / 20 for _ in range(2)]
     labels = [(torch.rand(400, generator=make) < 0.8 * share + 0.1).long() for share in shares]
-    judged, other = (Predictions.from_probs(share, label) for share, label in zip(shares, labels, strict=True))
-    assert judged_after(judged, other).leaked == 0
+    evaluated, other = (Predictions.from_probs(share, label) for share, label in zip(shares, labels, strict=True))
+    assert evaluate_after(evaluated, other).leaked == 0
 
 
 @pytest.mark.usefixtures("in_small_parts")
-def test_foreign_data_is_told_apart_as_on_its_own():
-    given, foreign = predictions(), predictions(400, seed=2, scale=1.0)
-    unlabelled = Predictions(foreign.logits, features=foreign.features)
+def test_ood_detection_equals_detect():
+    given, shifted = predictions(), predictions(400, seed=2, scale=1.0)
+    unlabelled = Predictions(shifted.logits, features=shifted.features)
     train = torch.rand(50, 5)
     report = evaluate(given, ood={"a": unlabelled}, train_features=train, posthoc=["temperature"], resamples=100)
     wanted = ood.detect(given, {"a": unlabelled}, train_features=train)
@@ -278,7 +306,7 @@ def test_foreign_data_is_told_apart_as_on_its_own():
     assert scores["entropy"].auroc.n == 1300
 
 
-def test_logits_alone_are_enough_for_foreign_data():
+def test_ood_data_needs_logits_only():
     given = predictions()
     report = evaluate(given, ood={"noise": torch.randn(50, 7), "other": np.zeros((20, 7))}, intervals=False)
     assert set(report.before.detection.sets) == {"noise", "other"}
@@ -316,7 +344,7 @@ def test_it_prints_a_table():
         "accuracy %",
         "ECE %",
         "NLL",
-        evaluation.AS_GIVEN,
+        evaluation.UNCALIBRATED,
         "temperature",
         "far",
         "AUROC",
@@ -357,7 +385,7 @@ def test_bad_input_is_explained():
         evaluate(given[:9], posthoc=["temperature"])
 
 
-def test_the_front_door_has_it():
+def test_evaluate_is_part_of_the_public_api():
     assert fedlas.evaluate is evaluate
     assert fedlas.Report is Report
 
@@ -366,7 +394,7 @@ def test_the_logits_are_read_once(monkeypatch: pytest.MonkeyPatch):
     """Every part is taken from the table once, however many calibrators there are."""
     given, val = predictions(), predictions(seed=1)
     monkeypatch.setattr("fedlas.predictions.AT_ONCE", 700)
-    repairs = [posthoc.build_calibrator(n).fit(val.logits, val.labels) for n in ("temperature", "vector_scaling")]
+    calibrators = [posthoc.build_calibrator(n).fit(val.logits, val.labels) for n in ("temperature", "vector_scaling")]
     taken: list[slice] = []
     plain = Predictions.__getitem__
 
@@ -380,13 +408,13 @@ def test_the_logits_are_read_once(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(Predictions, "__getitem__", watched)
     monkeypatch.setattr(Predictions, "probs", property(refuse_whole))
-    evaluate(given, posthoc=repairs, intervals=True, resamples=100)
+    evaluate(given, posthoc=calibrators, intervals=True, resamples=100)
     assert [(rows.start, rows.stop) for rows in taken] == [(100 * i, 100 * i + 100) for i in range(9)]
 
 
 @pytest.mark.parametrize("seeds", [8, pytest.param(30, marks=pytest.mark.campaign)])
-def test_cross_fitting_does_not_tell_foreign_data_apart_by_itself(seeds):
-    """Known and foreign samples of one kind: calibrators that differ between them would seem to separate them."""
+def test_cross_fitting_does_not_separate_ood_data_by_itself(seeds):
+    """ID and OOD samples from the same distribution: calibrators must not separate them."""
     held = []
     for seed in range(seeds):
         both = predictions(400, seed=seed)
@@ -417,7 +445,7 @@ def test_one_calibrator_needs_no_list_and_wrong_ones_are_explained():
         evaluate(given, intervals=False)["acuracy"]
 
 
-def test_samples_that_are_all_right_make_a_report_and_json():
+def test_all_correct_predictions_give_a_report_and_json():
     """A standard error of infinity stopped the JSON file and the page."""
     logits = torch.tensor([[2.0, 0.0], [0.0, 3.0]] * 20)
     with warnings.catch_warnings():
@@ -432,7 +460,34 @@ def test_samples_that_are_all_right_make_a_report_and_json():
 
 
 @pytest.mark.parametrize("options", [{"resamples": 1}, {"resamples": 0}, {"bins": 100_000}, {"bins": 0}, {"folds": 1}])
-def test_what_makes_no_sense_is_refused(options):
+def test_invalid_arguments_raise(options):
     name = next(iter(options))
     with pytest.raises(ValueError, match=f"{name}.*{options[name]}"):
         evaluate(Predictions(torch.randn(40, 2), [0, 1] * 20), posthoc="temperature", **options)
+
+
+def test_calibrated_predictions_are_those_that_are_evaluated():
+    given, val = predictions(), predictions(500, seed=1, split="other")
+    for options in ({"calibration": val}, {}):
+        report = evaluate(given, posthoc="temperature", intervals=False, **options)
+        after = fedlas.calibrate(given, posthoc="temperature", **options)
+        assert torch.equal(after.confidence, report.after["temperature"].pairs.confidence)
+        assert torch.equal(after.labels, given.labels)
+    fitted = posthoc.Temperature().fit(val)
+    assert torch.equal(fedlas.calibrate(given, posthoc=fitted).logits, fitted.transform(given).logits)
+    with pytest.raises(TypeError, match="posthoc"):
+        fedlas.calibrate(given, posthoc=3)
+
+
+def test_two_models_are_compared_from_arrays_files_and_predictions(tmp_path):
+    first, second = predictions(), predictions(scale=1.0)
+    expected = compare_models({"a": first, "b": second}, resamples=200)
+    found = fedlas.compare(first, second, resamples=200)
+    assert found == {one.metric: one.comparison for one in expected}
+    fedlas.write_predictions(first, tmp_path / "a.npz")
+    fedlas.write_predictions(second, tmp_path / "b.npz")
+    files = fedlas.compare(tmp_path / "a.npz", tmp_path / "b.npz", metrics=["ece"], resamples=200)
+    arrays = fedlas.compare(first.logits, second.logits, first.labels, logits=True, metrics=["ece"], resamples=200)
+    assert files["ece"].difference == arrays["ece"].difference == found["ece"].difference
+    with pytest.raises(ValueError, match="nosuch"):
+        fedlas.compare(first, second, metrics=["nosuch"])

@@ -52,7 +52,7 @@ def test_the_notebook_for_training_runs_from_top_to_bottom(run_notebook, capsys)
     module = run_notebook("calibration.ipynb")
     ce, ours = module.reports["ce"], module.reports["fedlas_ls"]
     assert min(ce["accuracy"], ours["accuracy"]) > 0.8
-    assert ce["signed_ece"].interval.low > 0, "nothing is left to calibrate: train on fewer images"
+    assert ce["signed_ece"].interval.low > 0, "the model is not over-confident: train on fewer images"
     assert ce.after["temperature"]["nll"] < ce["nll"]
     assert (module.folder / "reliability.png").read_bytes().startswith(b"\x89PNG")
     assert "<!doctype html>" in module.page.read_text(encoding="utf-8")

@@ -95,7 +95,7 @@ def test_probabilities_are_kept_as_given():
         ([[0.0, 1.0]], [0], {"index": [1, 2]}, "index.*2.*1"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_row(logits, labels, options, message):
+def test_invalid_values_raise_an_error_that_names_the_row(logits, labels, options, message):
     with pytest.raises(ValueError, match=message):
         Predictions(
             np.array(logits),
@@ -138,13 +138,13 @@ def test_as_tensor_does_not_copy():
     assert array[0] == 1
 
 
-def test_an_unknown_keyword_does_not_vanish() -> None:
+def test_an_unknown_keyword_raises() -> None:
     with pytest.raises(TypeError, match=r"'spilt'.*split"):
         Predictions(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), spilt="test")
 
 
 @pytest.mark.parametrize("rows", [slice(1, 2), torch.tensor([1]), torch.tensor([False, True])])
-def test_some_of_the_samples(rows):
+def test_selection_of_samples(rows):
     every = Predictions(LOGITS, LABELS, features=LOGITS, index=[7, 8], class_names=list("abc"), split="val")
     one = every[rows]
     assert len(one) == 1
@@ -158,13 +158,13 @@ def test_some_of_the_samples(rows):
     assert torch.equal(probs.given_probs, LOGITS.softmax(1)[1:])
 
 
-def test_a_number_is_not_some_of_the_samples():
+def test_indexing_by_an_integer_raises():
     with pytest.raises(TypeError, match=r"slice.*mask.*str"):
         inspect.unwrap(Predictions.__getitem__)(Predictions(LOGITS, LABELS), "a")
 
 
 @pytest.mark.parametrize("rows", [np.array([False, True]), np.array([1]), [1], slice(None, 0, -1)])
-def test_some_of_the_samples_by_numpy_and_lists(rows):
+def test_selection_by_numpy_arrays_and_lists(rows):
     assert torch.equal(Predictions(LOGITS, LABELS)[rows].logits, LOGITS[1:])
 
 
@@ -179,19 +179,19 @@ def test_arrays_that_torch_cannot_share_are_copied():
         assert np.allclose(as_tensor(given, "a").numpy(), np.asarray(given, dtype=np.float64))
 
 
-def test_hidden_and_ragged_values_are_refused():
+def test_masked_and_ragged_arrays_raise():
     with pytest.raises(TypeError, match=r"logits.*masked"):
         Predictions(np.ma.masked_array(LOGITS.numpy(), mask=LOGITS.numpy() > 2.5), LABELS)
     with pytest.raises(ValueError, match="logits"):
         Predictions([[1.0, 2.0], [1.0]], [0, 1])
 
 
-def test_a_row_that_is_no_distribution_says_what_it_sums_to():
+def test_a_row_that_is_not_a_distribution_raises_an_error_with_its_sum():
     with pytest.raises(ValueError, match=r"1\.5.*logits=.*normalize="):
         Predictions.from_probs([[0.5, 0.5], [0.75, 0.75]], [0, 1])
 
 
-def test_percentages_whose_rounding_adds_up_are_called_so():
+def test_rounded_percentages_are_detected():
     """Of a row that sums to 94 it was said that logits enter elsewhere."""
     rows = [[90.0, 1.0, 1.0, 1.0, 1.0], [95.0, 1.0, 1.0, 1.0, 0.0], [50.0, 48.0, 0.0, 0.0, 0.0]]
     with pytest.raises(ValueError, match=r"94.*percentages.*100"):
@@ -200,7 +200,7 @@ def test_percentages_whose_rounding_adds_up_are_called_so():
         Predictions.from_probs([[94.0, 0.0], [0.5, 0.5], [0.5, 0.5]], [0, 1, 1])
 
 
-def test_a_transposed_table_is_asked_about():
+def test_a_transposed_table_is_detected():
     """Of probabilities it was said that they look like percentages: 300 of them sum to about 100."""
     probs = torch.full((300, 3), 1 / 3)
     labels = torch.arange(300) % 3
@@ -216,7 +216,7 @@ def test_a_transposed_table_is_asked_about():
     assert len(Predictions.from_probs(probs[:3], labels[:3])) == 3  # as many rows as columns
 
 
-def test_numbers_up_to_one_are_no_percentages():
+def test_values_up_to_one_are_not_percentages():
     probs = torch.full((3, 300), 1 / 3)
     with pytest.raises(ValueError, match=r"100.*logits="):
         Predictions.from_probs(probs)
@@ -229,19 +229,19 @@ def test_numbers_up_to_one_are_no_percentages():
         Predictions.from_probs([[99.0, 0.5, 0.5], [0.2, 0.3, 0.5]])
 
 
-def test_soft_labels_that_are_no_distribution_are_not_taken_for_logits():
+def test_soft_labels_that_are_not_a_distribution_raise():
     with pytest.raises(ValueError, match=r"labels.*row 0((?!logits).)*1\.5((?!logits).)*$"):
         Predictions(torch.zeros(1, 2), [[0.75, 0.75]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_probabilities_given_as_logits_are_doubted(dtype):
+def test_probabilities_passed_as_logits_warn(dtype):
     probs = torch.randn(50, 7, generator=torch.Generator().manual_seed(0)).softmax(1).to(dtype)
     with pytest.warns(UserWarning, match="from_probs"):
         Predictions(probs, torch.zeros(50, dtype=torch.int64))
 
 
-def test_logits_that_are_distributions_here_and_there_are_not_doubted():
+def test_logits_with_some_rows_that_are_distributions_do_not_warn():
     probs = torch.randn(50, 7, generator=torch.Generator().manual_seed(0)).softmax(1)
     last = probs.clone()
     last[-1] += 0.1
@@ -271,7 +271,7 @@ def test_a_probability_of_zero_has_a_logit_where_small_numbers_are_flushed(dtype
     assert [one.details["floored"] for one in found] == [1, 1]
 
 
-def test_two_classes_of_one_name_are_refused_at_once():
+def test_duplicate_class_names_raise():
     """They were taken, and refused when the work was done and should be saved."""
     for make in (Predictions, Predictions.from_probs):
         with pytest.raises(ValueError, match=r"name.*'a'"):
@@ -304,7 +304,7 @@ def test_rounding_to_decimals_is_detected(dtype, decimals):
     assert float(loss) == pytest.approx(-float(rounded.logits.double().gather(1, labels[:, None]).mean()), rel=1e-5)
 
 
-def test_other_tables_are_not_taken_for_rounded_ones():
+def test_unrounded_tables_have_no_decimals():
     make = torch.Generator().manual_seed(0)
     scores = torch.randn(300, 5, generator=make)
     votes = torch.multinomial(torch.ones(300, 5), 7, replacement=True, generator=make)

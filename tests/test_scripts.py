@@ -44,7 +44,7 @@ def test_fragments_become_a_release_above_the_older_ones(checkout):
 
 
 @pytest.mark.parametrize(("name", "text"), [("+words.nonsense.md", "Text."), ("+words.added.md", "\n")])
-def test_a_fragment_of_no_kind_or_without_words_is_refused(checkout, name, text):
+def test_a_fragment_of_no_kind_or_without_words_raises(checkout, name, text):
     (checkout / "changelog.d" / name).write_text(text)
     result = run([checkout / "scripts" / "changelog", "--check"])
     assert result.returncode == 1
@@ -121,6 +121,7 @@ def machine(tmp_path):
         echo "$@" >> asked
         case "$1 $2" in
           -c*) exit "$(cat too_old)" ;;
+          "-m pip") [ "$3" != show ] || exit "$(cat no_torch)" ;;
           "-m venv") mkdir -p .venv/bin && cp python .venv/bin/python ;;
           --version*) echo Python 3.9.1 ;;
         esac
@@ -130,6 +131,7 @@ def machine(tmp_path):
     for file in ["python", "scripts/browser"]:
         (tmp_path / file).chmod(0o755)
     (tmp_path / "too_old").write_text("0")
+    (tmp_path / "no_torch").write_text("1")
     return tmp_path
 
 
@@ -148,8 +150,21 @@ def test_the_second_setup_installs_nothing(machine):
     assert (machine / "asked").read_text() == asked
 
 
+@pytest.mark.parametrize("torch_installed", [False, True])
+def test_the_demo_installs_its_own_extra_and_keeps_an_installed_torch(machine, torch_installed):
+    (machine / "no_torch").write_text(str(int(not torch_installed)))
+    run(["make", "demo", "PYTHON=./python"], cwd=machine)  # fails later: there is no command `fedlas`
+    (line,) = re.findall("^-m pip install.*demo]$", (machine / "asked").read_text(), re.MULTILINE)
+    assert ("-c constraints.txt" in line) != torch_installed
+
+
+def test_the_demo_installs_nothing_after_the_full_setup(machine):
+    assert setup(machine).returncode == 0
+    run(["make", "demo", "PYTHON=./python"], cwd=machine)
+    assert "[demo]" not in (machine / "asked").read_text()
+
+
 def test_only_the_tests_install_a_browser(machine):
-    """`make setup` and `make demo` installed one by the system's package manager."""
     (machine / "scripts" / "check").write_text("#!/bin/sh\necho check >> asked\n")
     (machine / "scripts" / "check").chmod(0o755)
     assert run(["make", "test", "PYTHON=./python"], cwd=machine).returncode == 0

@@ -12,7 +12,7 @@ from fedlas import metrics
 from fedlas.io import read_predictions, same_predictions, write_predictions
 from fedlas.ood.scores import score_of
 from fedlas.predictions import Predictions, TopLabelPredictions
-from fedlas.report.answers import judge_files
+from fedlas.report.evaluation_result import evaluate_files
 from fedlas.report.html import report_page
 
 
@@ -46,7 +46,7 @@ def test_a_column_of_correctness_replaces_labels_and_predictions(tmp_path, given
     found = read_predictions(tmp_path / "p.csv")
     assert torch.equal(found.correct, given.correct)
     assert (found.num_classes, found.given_labels, found.prediction) == (0, None, None)
-    answer = judge_files([tmp_path / "p.csv"], resamples=50)
+    answer = evaluate_files([tmp_path / "p.csv"], resamples=50)
     assert "classes" not in " ".join(answer.lines())
     assert '<section id="classes"' not in report_page(answer.models, resamples=50)
     (tmp_path / "p.csv").write_text(f"confidence,correct\n{rows}0.5,perhaps\n")
@@ -54,7 +54,7 @@ def test_a_column_of_correctness_replaces_labels_and_predictions(tmp_path, given
         read_predictions(tmp_path / "p.csv")
 
 
-def test_what_contradicts_itself_is_refused():
+def test_what_contradicts_itself_raises():
     with pytest.raises(ValueError, match=r"correct.*row 1"):
         TopLabelPredictions([0.5, 0.6], [True, True], labels=[0, 1], prediction=[0, 0])
     with pytest.raises(ValueError, match="correct"):

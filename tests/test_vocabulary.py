@@ -78,7 +78,7 @@ def test_a_private_term_is_used_no_more_often(text, term):
 
 
 def test_a_made_up_line_is_counted():
-    line = "Judged: ForeignSet, local_crews, LocalCrew of our\n    own; too_sure. Say whether strangers told it apart."
+    line = "Judged: OODSet, local_crews, LocalCrew of our\n    own; too_sure. Say whether strangers told it apart."
     ordinary = "<foreignObject> foreach, judgement, gradient descent, make bench, benchmark, house numbers, world_size"
     counted = {term: count(pattern, line) for term, (pattern, _) in TERMS.items() if count(pattern, line)}
     assert counted == {

@@ -1,4 +1,4 @@
-"""Make neural classifiers say what they know: calibration losses, metrics and repairs.
+"""Calibrated classification: losses, metrics, post-hoc calibration, evaluation and reports.
 
 The names below are loaded when they are first used, so that `import fedlas` costs little more than `import torch`.
 """
@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from fedlas import posthoc as posthoc
     from fedlas import report as report
     from fedlas import training as training
+    from fedlas.comparison import compare as compare
     from fedlas.data import build_data as build_data
     from fedlas.data import list_data as list_data
     from fedlas.evaluation import Report as Report
+    from fedlas.evaluation import calibrate as calibrate
     from fedlas.evaluation import evaluate as evaluate
     from fedlas.io import read_predictions as read_predictions
     from fedlas.io import write_predictions as write_predictions
@@ -38,10 +40,10 @@ if TYPE_CHECKING:
     from fedlas.posthoc import load_calibrator as load_calibrator
     from fedlas.predictions import Predictions as Predictions
     from fedlas.predictions import TopLabelPredictions as TopLabelPredictions
-    from fedlas.report.answers import judge_files as judge_files
+    from fedlas.report.evaluation_result import evaluate_files as evaluate_files
     from fedlas.report.figures import save_figures as save_figures
     from fedlas.report.html import save_page as save_page
-    from fedlas.report.subjects import Model as Model
+    from fedlas.report.model import Model as Model
     from fedlas.training import Recipe as Recipe
     from fedlas.training import fit as fit
     from fedlas.training import fit_many as fit_many
@@ -50,11 +52,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Where each name lives; a room itself lives nowhere else.
+# The module of each name; None for a package of fedlas.
 _HOMES = {
     "AdaptiveSmoothing": "fedlas.losses",
     "GateHistory": "fedlas.losses",
-    "Model": "fedlas.report.subjects",
+    "Model": "fedlas.report.model",
     "Output": "fedlas.models.base",
     "Predictions": "fedlas.predictions",
     "Recipe": "fedlas.training",
@@ -66,12 +68,14 @@ _HOMES = {
     "build_data": "fedlas.data",
     "build_loss": "fedlas.losses",
     "build_model": "fedlas.models",
+    "calibrate": "fedlas.evaluation",
     "checks": "fedlas.losses",
+    "compare": "fedlas.comparison",
     "data": None,
     "evaluate": "fedlas.evaluation",
+    "evaluate_files": "fedlas.report.evaluation_result",
     "fit": "fedlas.training",
     "fit_many": "fedlas.training",
-    "judge_files": "fedlas.report.answers",
     "list_calibrators": "fedlas.posthoc",
     "list_data": "fedlas.data",
     "list_losses": "fedlas.losses",

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from fedlas.errors import UserError, short_list
-from fedlas.predictions import AnyPredictions, Array, Predictions, TopLabelPredictions, as_tensor, slices_of
+from fedlas.predictions import AnyPredictions, Array, Predictions, as_tensor, slices_of
 
 SAMPLE_NAMES = ("ids", "index")  # fields that identify samples, the more reliable first
 SPLIT_PREFIXES = ("train", "val", "test")
@@ -85,7 +85,7 @@ def check_same_samples(first: AnyPredictions | Array, second: AnyPredictions | A
 
 def _check_classes(first: AnyPredictions, second: AnyPredictions) -> None:
     """Raise if two models have different classes."""
-    if isinstance(first, TopLabelPredictions) or isinstance(second, TopLabelPredictions):
+    if not (first.has_all_classes and second.has_all_classes):
         return  # their file names only the classes that occur
     ours, theirs = first.class_names, second.class_names
     if ours is not None and theirs is not None and ours != theirs and sorted(ours) == sorted(theirs):
@@ -138,13 +138,13 @@ def _label_names(first: AnyPredictions, second: AnyPredictions) -> tuple[tuple[s
     Top-label predictions number the classes that occur in their file. Numbers that occur there are class numbers if the
     other model has all classes and none of them has such a name.
     """
-    top = isinstance(first, TopLabelPredictions), isinstance(second, TopLabelPredictions)
-    if not any(top):
+    complete = first.has_all_classes, second.has_all_classes
+    if all(complete):
         return None
     ours, theirs = (one.class_names or tuple(map(str, range(one.num_classes))) for one in (first, second))
-    if top == (True, False) and _are_class_numbers(ours, theirs):
+    if complete == (False, True) and _are_class_numbers(ours, theirs):
         theirs = tuple(map(str, range(len(theirs))))
-    if top == (False, True) and _are_class_numbers(theirs, ours):
+    if complete == (True, False) and _are_class_numbers(theirs, ours):
         ours = tuple(map(str, range(len(ours))))
     return ours, theirs
 

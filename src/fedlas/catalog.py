@@ -1,7 +1,7 @@
-"""A folder is a catalogue: each file in it may define entries, and no list of them is kept by hand.
+"""Registries that are built by scanning a package: a new file registers its classes without further edits.
 
-An entry is a concrete class that derives from the folder's abstract base, is defined in a file of the folder, and has
-a class attribute `name`. Adding an entry is adding a file; nothing else changes.
+An entry is a concrete class that derives from the base class of the package, is defined in a module of the package, and
+has a class attribute `name`.
 """
 
 import difflib
@@ -17,17 +17,17 @@ from typing import Any, Generic, TypeVar, Union, get_args, get_origin
 from fedlas.errors import UserError, UserTypeError
 
 Entry = TypeVar("Entry")
-# What a keyword of a plain type takes, in words; NumPy's numbers are such numbers too.
+# Types of keywords that are checked, with their description; NumPy numbers are accepted too.
 PLAIN: dict[Any, tuple[type, str]] = {
     bool: (bool, "true or false"),
-    int: (numbers.Integral, "a whole number"),
+    int: (numbers.Integral, "an integer"),
     float: (numbers.Real, "a number"),
     str: (str, "text"),
 }
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """End an error message about an unknown word: the closest known one, if any is close, and all of them."""
+    """Return the end of an error message about an unknown name: the closest known name, if any, and all names."""
     plain = {name.lower().replace("-", "_"): name for name in known}
     close = difflib.get_close_matches(word.lower().replace("-", "_"), plain, n=1, cutoff=0.5)
     hint = f"did you mean {plain[close[0]]!r}? " if close else ""
@@ -35,29 +35,31 @@ def nearest(word: str, known: list[str]) -> str:
 
 
 def keywords(cls: type) -> list[str]:
-    """Name every keyword that a class can be built with, those of its bases included."""
+    """Return the names of all keywords of the constructor, including those of base classes."""
     return list(_annotations(cls))
 
 
 def _annotations(cls: type) -> dict[str, tuple[Any, bool]]:
-    """Give the type of every keyword, and whether nothing can be built without it."""
-    found: dict[str, tuple[Any, bool]] = {}
+    """Return the type of each keyword, and whether it is required."""
+    annotations: dict[str, tuple[Any, bool]] = {}
     for ancestor in cls.__mro__:
         if "__init__" not in vars(ancestor):
             continue
         parameters = list(inspect.signature(vars(ancestor)["__init__"]).parameters.values())[1:]
         rest = [p.annotation for p in parameters if p.kind is p.VAR_KEYWORD]
         own = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        found |= {p.name: (p.annotation, p.default is p.empty) for p in own if p.name not in found}
+        annotations |= {p.name: (p.annotation, p.default is p.empty) for p in own if p.name not in annotations}
         named = [dictionary for annotation in rest for dictionary in get_args(annotation)]  # Unpack[SomeTypedDict]
-        found |= {n: (kind, False) for one in named for n, kind in one.__annotations__.items() if n not in found}
+        annotations |= {
+            n: (kind, False) for one in named for n, kind in one.__annotations__.items() if n not in annotations
+        }
         if named or not rest:
             break
-    return found
+    return annotations
 
 
 def _wrong_type(value: object, kind: Any) -> str | None:
-    """Say in words what a keyword takes, if that is plain and the value is something else."""
+    """Return a description of the expected type if the value does not have it; None if it does or is not checked."""
     kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     if not all(one in PLAIN or one is types.NoneType for one in kinds):
         return None
@@ -70,17 +72,17 @@ def _wrong_type(value: object, kind: Any) -> str | None:
 
 
 def summary(cls: type) -> str:
-    """Give the first line of what a class says about itself."""
+    """Return the first line of the docstring of a class."""
     return (cls.__doc__ or "").split("\n", 1)[0]
 
 
 class Catalog(Generic[Entry]):
-    """The entries of one folder, found by importing its files.
+    """The classes in the modules of a package that derive from a base class.
 
     Args:
-        package: the folder's dotted name.
-        base: the abstract class that every entry derives from.
-        kind: what an entry is called in error messages.
+        package: name of the package.
+        base: abstract base class of the entries.
+        kind: name of an entry in error messages.
     """
 
     def __init__(self, package: str, base: type[Entry], kind: str) -> None:
@@ -90,32 +92,32 @@ class Catalog(Generic[Entry]):
 
     @cached_property
     def entries(self) -> dict[str, type[Entry]]:
-        """Every entry by its name, in the order of names."""
-        found: dict[str, type[Entry]] = {}
+        """All entries by name, sorted."""
+        entries: dict[str, type[Entry]] = {}
         for cls in self._classes():
             name: str = getattr(cls, "name", "")
             if not name:
                 raise UserTypeError(f"{cls.__module__}.{cls.__name__} has no `name`; every {self.kind} needs one")
-            if name in found:
+            if name in entries:
                 raise UserTypeError(
-                    f"two files call their {self.kind} {name!r}: {found[name].__module__}, {cls.__module__}"
+                    f"two files call their {self.kind} {name!r}: {entries[name].__module__}, {cls.__module__}"
                 )
-            found[name] = cls
-        return dict(sorted(found.items()))
+            entries[name] = cls
+        return dict(sorted(entries.items()))
 
     def find(self, name: str) -> type[Entry]:
-        """Look an entry up by name."""
+        """Return an entry by its name; raise with the closest name if there is none."""
         if name not in self.entries:
             raise UserError(f"no {self.kind} is called {name!r}; {nearest(str(name), list(self.entries))}")
         return self.entries[name]
 
     def build(self, name: str, **options: object) -> Entry:
-        """Build an entry, with errors that name the keywords it takes."""
+        """Build an entry; raise with the known keywords if one is unknown."""
         self.check(name, **options)
         return self.find(name)(**options)
 
     def check(self, name: str, **options: object) -> None:
-        """Refuse keywords that an entry does not take, or not of that type, and what lacks one that it needs."""
+        """Raise if a keyword is unknown, has the wrong type, or is missing."""
         known = _annotations(self.find(name))
         for option, value in options.items():
             if option not in known:
@@ -130,7 +132,7 @@ class Catalog(Generic[Entry]):
                 raise UserTypeError(f"{self.kind} {name!r} needs {option!r}: {option}=...")
 
     def class_called(self, name: str) -> type[Entry]:
-        """Look an entry up by the name of its class, for a room's `__getattr__`."""
+        """Return an entry by the name of its class, for the `__getattr__` of a package."""
         for cls in self.entries.values() if not name.startswith("_") else ():
             if cls.__name__ == name:
                 return cls

@@ -1,4 +1,4 @@
-"""Packages that only some functions need: imported when they are, and named with the command that installs them."""
+"""Import optional packages when they are needed; if one is missing, the error names the command that installs it."""
 
 import importlib
 from typing import Any
@@ -7,7 +7,7 @@ from fedlas.errors import MissingPackageError
 
 
 def optional_module(name: str, extra: str = "report") -> Any:
-    """Import a package that only some functions need, or say how to install it."""
+    """Import an optional package; raise an error with the install command if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -15,7 +15,7 @@ def optional_module(name: str, extra: str = "report") -> Any:
 
 
 def needed(name: str, extra: str, error: ImportError) -> str:
-    """Say which package is needed and how to install it; also where it is there, and one is missing that it needs."""
+    """Return the message for a missing package, or for a missing dependency of an installed one."""
     package, missing = name.partition(".")[0], (error.name or name).partition(".")[0]
     why = "" if missing == package else f", which needs {missing},"
     return f"{package}{why} is needed for this: pip install 'fedlas[{extra}]'"

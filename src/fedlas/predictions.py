@@ -135,6 +135,8 @@ class Predictions:
         columns: the columns of the file that predictions were read from; None if they were made of arrays.
     """
 
+    has_all_classes = True  # whether the probabilities of all classes are known
+
     given_logits: Float[Tensor, "n classes"] | None
     given_labels: Labels | None
     features: Float[Tensor, "n width"] | None
@@ -354,6 +356,8 @@ class TopLabelPredictions:
         paths: the image file of each sample.
         metadata: further columns by name, with one value per sample.
     """
+
+    has_all_classes = False  # whether the probabilities of all classes are known
 
     confidence: Float[Tensor, " n"]
     correct: Bool[Tensor, " n"]
@@ -587,7 +591,7 @@ def check_every_class(given: AnyPredictions, name: str, other: AnyPredictions, o
         others: the name of these.
     """
     for predictions, label in ((given, name), (other, others)):
-        if isinstance(predictions, TopLabelPredictions):
+        if not predictions.has_all_classes:
             needed = "the logits or probabilities of every class are needed"
             raise UserError(f"{label}: only the top confidence of each sample is known; {needed}")
 

@@ -1,11 +1,11 @@
-"""What all processes of a distributed run hold together; in a process that runs alone everything here is the identity.
+"""Collective operations across the processes (ranks) of a distributed run; the identity for a single process.
 
-Nothing is changed in place, so every function can be traced by `torch.compile` with `fullgraph=True` and captured in a
+The functions are not in-place, so they can be traced by `torch.compile` with `fullgraph=True` and captured in a
 CUDA graph. All ranks must call the same functions in the same order.
 
-On a GPU, with NCCL, these are torch's functional collectives. Over gloo those abort the process now and then
-(`tests/faults/collectives.py`), so what lies on the CPU goes through the plain ones; what is traced there finds them in
-operators of our own.
+On a GPU, with NCCL, these are the functional collectives of torch. With gloo those sometimes abort the process
+(`tests/faults/collectives.py`), so tensors on the CPU use the plain collectives, wrapped in custom operators for
+`torch.compile`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -19,17 +19,17 @@ from fedlas.errors import UserError
 if TYPE_CHECKING or dist.is_available():
     from torch.distributed import _functional_collectives as functional
 
-    # torch 2.15 has the same function under a new name and warns of the old one.
+    # Renamed in torch 2.15, which warns of the old name.
     _gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 
 
 def count() -> int:
-    """Count the processes of the run."""
+    """Return the number of processes."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def total(x: Tensor) -> Tensor:
-    """Sum a tensor over all ranks; no gradient crosses ranks."""
+    """Return the sum of a tensor over all ranks, without gradient."""
     if count() == 1:
         return x
     if x.device.type == "cpu":
@@ -40,7 +40,7 @@ def total(x: Tensor) -> Tensor:
 
 
 def stacked(x: Tensor) -> Tensor:
-    """Stack the tensors of all ranks along a new first dimension; no gradient crosses ranks."""
+    """Stack the tensors of all ranks along a new first dimension, without gradient."""
     if count() == 1:
         return x.unsqueeze(0)
     if x.device.type == "cpu":
@@ -51,23 +51,25 @@ def stacked(x: Tensor) -> Tensor:
 
 
 def joined(x: Tensor) -> Tensor:
-    """Join the rows of all ranks, rank 0 first; the gradient of every rank's loss finds its way back.
+    """Concatenate the rows of all ranks, rank 0 first; gradients of the losses of all ranks are propagated back.
 
-    Every rank must hold equally many rows. On the CPU that is checked, unless it is compiled; elsewhere a look at the
-    numbers would make the host wait.
+    All ranks must have the same number of rows. This is checked on the CPU, unless compiled; on other devices the check
+    would need a host synchronisation.
     """
     if count() == 1:
         return x
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         rows = stacked(torch.tensor(len(x))).tolist()
         if len(set(rows)) > 1:
-            raise UserError(f"ranks hold {rows} samples, but their batch is joined: give each rank equally many")
+            raise UserError(
+                f"ranks have {rows} samples, but their batches are concatenated: they must have the same number"
+            )
     result: Tensor = _Join.apply(x)
     return result
 
 
 def own(x: Tensor) -> Tensor:
-    """Cut this rank's rows out of joined rows."""
+    """Return the rows of this rank from concatenated rows."""
     if count() == 1:
         return x
     rows = x.shape[0] // count()
@@ -75,9 +77,9 @@ def own(x: Tensor) -> Tensor:
 
 
 def replicated(x: Tensor) -> Tensor:
-    """Use a parameter that every rank holds a copy of: its gradient becomes the mean over ranks.
+    """Return a parameter that is replicated on all ranks, whose gradient is averaged over ranks.
 
-    DistributedDataParallel does the same for the parameters it wraps, and the mean of equal gradients changes nothing.
+    DistributedDataParallel does the same for its parameters; the mean of equal gradients has no effect.
     """
     if count() == 1:
         return x
@@ -97,7 +99,7 @@ def _plain_stacked(x: Tensor, world: int) -> Tensor:
     return torch.stack(held)
 
 
-# The same, as Dynamo takes them: as they are, without a look inside.
+# Custom operators, which Dynamo does not trace into.
 _total_op = torch.library.custom_op("fedlas::total", _plain_total, mutates_args=(), device_types="cpu")
 _stacked_op = torch.library.custom_op("fedlas::stacked", _plain_stacked, mutates_args=(), device_types="cpu")
 

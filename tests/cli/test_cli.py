@@ -10,9 +10,11 @@ import time
 import tomllib
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import fedlas
@@ -23,8 +25,8 @@ SMALL = ("epochs=2", "batch_size=50", "data_options.train_samples=200", "model_o
 SHORT = tuple(word for change in SMALL for word in ("--set", change))
 
 
-def call(*words: str) -> Result:
-    return CliRunner().invoke(app, list(words))
+def call(*words: str, **options: Any) -> Result:
+    return CliRunner().invoke(app, list(words), **options)
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +99,27 @@ def test_errors_are_one_line(tmp_path, monkeypatch, words, message):
     assert "Traceback" not in done.output
 
 
+def test_quiet_leaves_results_and_verbose_adds_details(tmp_path):
+    words = ["reproduce", "sota", "--dry-run", "--data", "digits", "--protocol", "small", "--ledger", str(tmp_path)]
+    normal, quiet = call(*words), call("--quiet", *words)
+    assert normal.stdout == quiet.stdout
+    assert re.search(r"small protocol: \d+ runs", normal.stderr)
+    assert quiet.stderr == ""
+    assert call("--quiet", "--verbose", *words).exit_code == 2
+    verbose = call("--verbose", "predict", str(tmp_path / "nowhere"), "--data", "digits")
+    assert isinstance(verbose.exception, (ValueError, OSError)), "the traceback is shown"
+    call("list", "losses")  # sets the level back
+
+
+def test_every_help_ends_in_an_example():
+    for command in ("", *get_command(app).commands, "calibrate fit", "calibrate apply"):
+        words = command.split()
+        shown = call(*words, "--help", env={"NO_COLOR": "1", "FORCE_COLOR": "1", "TERMINAL_WIDTH": "200"})
+        assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", shown.stdout), "NO_COLOR turns colours off"
+        text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", shown.stdout).split())
+        assert f"Example: fedlas {command}".strip() in text[-120:]
+
+
 def test_the_version_is_told():
     done = call("--version")
     assert (done.exit_code, done.stdout) == (0, f"fedlas {fedlas.__version__}\n")
@@ -150,7 +173,7 @@ def test_a_run_folder_is_judged_with_all_that_lies_in_it(run, tmp_path):
     before, after = found["models"]["again-0.5"]["report"]["states"]
     assert list(before["detection"]["sets"]) == ["far"]
     assert [fit["n"] for fit in after["fits"]] == [len(Run(run).predictions("best-val"))]
-    assert {one["difference"] for one in found["compared"]} == {0}
+    assert {one["difference"] for one in found["comparisons"]} == {0}
     data = json.loads(re.search(r'id="page-data">(.*?)</script>', page.read_text(), re.DOTALL)[1])
     assert data["models"][0]["training"]["gate"]
     assert "fedlas_ls" in page.read_text()

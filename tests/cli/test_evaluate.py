@@ -21,12 +21,12 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from fedlas.cli import app, main
-from fedlas.cli.endings import one_line_errors
+from fedlas.cli.errors import one_line_errors
 from fedlas.cli.terminal import progress
 from fedlas.evaluation import Report, evaluate
 from fedlas.io import read_predictions, write_predictions
 from fedlas.metrics import nll
-from fedlas.metrics.catalogue import all_metrics
+from fedlas.metrics.registry import all_metrics
 from fedlas.ood import detect
 from fedlas.posthoc import build_calibrator, load_calibrator
 from fedlas.posthoc.base import DoubtfulFit
@@ -53,9 +53,7 @@ def files(tmp_path):
 
 
 def test_an_answer_for_people(files):
-    done = call(
-        "evaluate", files / "test.csv", "--calibrate-on", files / "val.csv", "--ood", f"far={files / 'far.npz'}"
-    )
+    done = call("evaluate", files / "test.csv", "--calibration", files / "val.csv", "--ood", f"far={files / 'far.npz'}")
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("test: over-confident by ")
     for word in ("accuracy %", "ECE %", "U-ECE %", "temperature", "AUROC %", " fitted on 400 samples"):
@@ -154,7 +152,7 @@ def test_files_and_exit_code_do_not_depend_on_a_closed_pipe(files):
 
 @pytest.mark.parametrize(("left", "code"), [(True, 141), (False, 1)])
 def test_a_reader_that_leaves_is_no_error(monkeypatch, capsys, left, code):
-    monkeypatch.setattr("fedlas.cli.endings.reader_left", lambda: left)
+    monkeypatch.setattr("fedlas.cli.errors.reader_left", lambda: left)
     with pytest.raises(typer.Exit) as ended, one_line_errors():
         raise BrokenPipeError("a pipe broke")
     assert (ended.value.exit_code, capsys.readouterr().err.count("\n")) == (code, int(not left))
@@ -239,7 +237,7 @@ def test_progress_shows_any_name(monkeypatch):
 @pytest.mark.parametrize("method", ["temperature", "isotonic"])
 def test_fit_on_one_file_and_recalibrate_another(files, method):
     kept = files / "calibrator.safetensors"
-    done = call("calibrate", "fit", files / "val.csv", "--method", method, "--out", kept)
+    done = call("calibrate", "fit", files / "val.csv", "--posthoc", method, "--out", kept)
     assert done.exit_code == 0, done.output
     for ending in (".csv", ".npz"):
         done = call("calibrate", "apply", kept, files / "test.csv", "--out", files / f"fixed{ending}", "--probs")
@@ -253,7 +251,7 @@ def test_fit_on_one_file_and_recalibrate_another(files, method):
 
 
 def test_a_calibrator_with_a_keyword_and_one_that_is_none(files):
-    words = ("calibrate", "fit", files / "val.csv", "--out", files / "c.safetensors", "--method", "histogram_binning")
+    words = ("calibrate", "fit", files / "val.csv", "--out", files / "c.safetensors", "--posthoc", "histogram_binning")
     assert call(*words, "--set", "bins=4").exit_code == 0
     done = call(*words, "--set", "binz=4")
     assert (done.exit_code, "binz" in done.stderr) == (1, True)
@@ -314,7 +312,7 @@ def test_every_file_of_foreign_data_moves_the_progress(files, monkeypatch):
     def told():
         yield lambda word, share: seen.append((word, share))
 
-    for commands in ("answers", "repairs"):
+    for commands in ("evaluation", "calibrate"):
         monkeypatch.setattr(f"fedlas.cli.{commands}.progress", told)
     assert call("ood", files / "test.csv", f"far={files / 'far.npz'}").exit_code == 0
     kept = files / "c.safetensors"
@@ -363,7 +361,7 @@ def test_nothing_of_another_kind_is_written_over(files):
 
 
 def test_what_the_same_command_wrote_is_written_again(files):
-    """`test_places.py` has the other kinds of files."""
+    """`test_output_paths.py` has the other kinds of files."""
     for words in (
         ["calibrate", "fit", files / "val.csv", "--out", files / "c.safetensors"],
         ["evaluate", files / "test.csv", "--posthoc", "", "--html", files / "page.html"],
@@ -416,7 +414,7 @@ def test_a_process_with_a_closed_output_is_no_traceback(files):
 def test_a_calibrator_that_cannot_be_kept_is_one_line(files, monkeypatch):
     calibrator = build_calibrator("probmetrics", method="svs")
     monkeypatch.setattr(type(calibrator), "fit", lambda self, given: self)
-    words = ("calibrate", "fit", files / "val.csv", "--method", "probmetrics:svs", "--out", files / "c.safetensors")
+    words = ("calibrate", "fit", files / "val.csv", "--posthoc", "probmetrics:svs", "--out", files / "c.safetensors")
     done = call(*words)
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
     assert "pickle" in done.stderr
@@ -547,7 +545,7 @@ def test_a_link_to_itself_is_an_error_in_one_line(tmp_path):
 def test_a_copy_of_the_evaluated_file_is_noticed(files):
     (files / "copy.csv").write_bytes((files / "test.csv").read_bytes())
     with pytest.warns(UserWarning, match=r"temperature.* fitted .*samples"):
-        done = call("evaluate", files / "test.csv", "--calibrate-on", files / "copy.csv", "--json", files / "a.json")
+        done = call("evaluate", files / "test.csv", "--calibration", files / "copy.csv", "--json", files / "a.json")
     assert done.exit_code == 0, done.output
     assert re.search("fitted .*400 samples.* 400 ", done.stdout)
     said = json.loads((files / "a.json").read_text())["models"]["test"]
@@ -623,9 +621,9 @@ def test_a_file_of_top_predictions_is_refused_where_every_class_is_needed(files,
     assert call("calibrate", "fit", good, "--out", kept).exit_code == 0
     cases = {
         ("calibrate", "apply", kept, top, "--out", files / "x.safetensors"): "",
-        ("evaluate", good, "--calibrate-on", top): f"{top}: ",
+        ("evaluate", good, "--calibration", top): f"{top}: ",
         ("evaluate", good, "--ood", f"x={top}"): f"{top}: ",
-        ("evaluate", top, "--calibrate-on", good): "predictions: ",
+        ("evaluate", top, "--calibration", good): "predictions: ",
     }
     for words, which in (cases | ({("ood", good, f"x={top}"): "x: "} if len(names) == 3 else {})).items():
         done = call(*words)
@@ -639,4 +637,4 @@ def test_an_interval_that_needs_an_explanation_has_a_footnote(tmp_path):
     probs, labels = torch.tensor([[0.9, 0.1]]).repeat(100, 1), torch.zeros(100, dtype=torch.long)
     write_predictions(Predictions.from_probs(probs, labels), tmp_path / "given.safetensors")
     shown = call("evaluate", tmp_path / "given.safetensors", "--posthoc", "").stdout
-    assert re.search(r"^NLL \(as given\): .*3\.6 %", shown, re.MULTILINE)
+    assert re.search(r"^NLL \(uncalibrated\): .*3\.6 %", shown, re.MULTILINE)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import fedlas
 from fedlas.cli import app
-from fedlas.cli.endings import plain_warning
+from fedlas.cli.errors import format_warning
 from fedlas.cli.terminal import progress
 from fedlas.io import read_predictions, write_predictions
 from fedlas.io.atomic import write_atomic
@@ -63,7 +63,9 @@ def test_a_file_name_may_be_as_long_as_the_file_system_allows(tmp_path):
 
 
 def test_a_name_that_is_too_long_is_refused_before_the_work(file, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedlas.report.answers.judge_files", lambda *_, **__: pytest.fail("files were read"))
+    monkeypatch.setattr(
+        "fedlas.report.evaluation_result.evaluate_files", lambda *_, **__: pytest.fail("files were read")
+    )
     refused(("evaluate", file, "--json", tmp_path / ("n" * 300)), "n" * 300)
 
 
@@ -72,7 +74,7 @@ def test_file_names_do_not_reach_the_terminal_as_escapes(file, tmp_path, monkeyp
     done = call("evaluate", odd, "--fail-if", "ece>0", "--resamples", "50", "--posthoc", "")
     assert done.exit_code == 3
     assert "\x1b" not in done.output
-    assert "\x1b" not in plain_warning(f"{odd}: doubtful", UserWarning)
+    assert "\x1b" not in format_warning(f"{odd}: doubtful", UserWarning)
     stream = io.StringIO()
     stream.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr("sys.stderr", stream)
@@ -128,7 +130,7 @@ def test_a_calibrator_is_replaced_only_when_asked_to(file, tmp_path):
     before = out.read_bytes()
     other = write_predictions(read_predictions(file)[:30], tmp_path / "other.csv")
     refused(("calibrate", "fit", other, "--out", out), out, "--overwrite")
-    again = ("calibrate", "fit", file, "--out", out, "--method", "vector_scaling")
+    again = ("calibrate", "fit", file, "--out", out, "--posthoc", "vector_scaling")
     refused(again, out, "--overwrite")
     assert out.read_bytes() == before
     assert call(*again, "--overwrite").exit_code == 0

@@ -116,7 +116,7 @@ def test_soft_labels_compile(name: str) -> None:
 @pytest.mark.campaign
 @pytest.mark.filterwarnings("ignore::UserWarning")  # inductor's own, different in each version
 @pytest.mark.parametrize("classes", [5, 7])
-def test_generated_code_tells_the_label_from_the_class_below_it(classes: int) -> None:
+def test_compiled_dual_focal_excludes_the_label(classes: int) -> None:
     """Inductor computes a probability twice with another last digit; dual_focal must not take p_t for p_j."""
     loss = fedlas.build_loss("dual_focal", num_classes=classes, reduction="none")
     logits, labels = 3 * torch.randn(1024, classes), torch.randint(0, classes, (1024,))

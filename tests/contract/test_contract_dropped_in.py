@@ -19,7 +19,7 @@ NEW = '''
 from fedlas.losses.base import AbstractLoss
 
 class Evenness(AbstractLoss):
-    """Cross-entropy plus a price on uneven probabilities."""
+    """Cross-entropy plus a penalty on uneven probabilities."""
     name = "dropped_in"
     citation = "Nobody, On Evenness, 2026."
     def terms(self, batch):
@@ -27,19 +27,19 @@ class Evenness(AbstractLoss):
 '''
 # What is wrong with a careless loss, and the test that must find it
 FOUND_BY = {
-    "clips": "test_the_classification_term_of_huge_logits_is_their_gap",
+    "clips": "test_the_classification_term_of_huge_logits_is_their_difference",
     "overflows": "test_huge_logits_are_finite",
-    "leaks": "test_ignored_samples_are_as_if_cut_out",
+    "leaks": "test_ignored_samples_equal_removed_samples",
     "weighs": "test_regularisers_have_no_class_weight",
     "averages": "test_reductions_are_sums_and_means_over_samples",
     "hardens": "test_a_soft_label_averages_the_loss_over_the_classes",
-    "lies": "test_slopes_are_those_of_finite_differences",
+    "lies": "test_gradients_equal_finite_differences",
     "rounds": "test_low_precision_is_computed_in_float32",
-    "forgets": "test_a_copy_goes_on_as_the_original_would",
+    "forgets": "test_a_copy_continues_like_the_original",
     "replaces": "test_training_changes_all_of_the_state_in_place",
     "peeks": "test_evaluation_changes_nothing",
     "mumbles": "test_a_summary_and_a_citation",
-    "stumbles": "test_nothing_but_logits_and_labels_is_asked_for_without_need",
+    "stumbles": "test_optional_inputs_are_not_required",
 }
 CARELESS = '''
 """Losses that each break the contract in one way: L = mean_i CE_i and something. Source: made up for a test."""
@@ -167,12 +167,12 @@ def names(report, outcome, loss):
     return set(re.findall(rf"^{outcome} \S*::(\w+)\[{loss}\b", report, re.MULTILINE))
 
 
-def test_a_new_file_is_held_to_the_whole_contract(report):
+def test_a_new_loss_file_is_tested_by_the_whole_contract(report):
     assert not names(report, "FAILED", "dropped_in"), report[-5000:]
     assert not names(report, "ERROR", "dropped_in"), report[-5000:]
     assert len(names(report, "PASSED", "dropped_in")) > 40, report[-5000:]
 
 
 @pytest.mark.parametrize("name", FOUND_BY)
-def test_a_careless_loss_is_found_out(report, name):
+def test_an_incorrect_loss_fails_the_contract(report, name):
     assert names(report, "FAILED", f"careless_{name}") == {FOUND_BY[name]}, report[-5000:]

@@ -95,7 +95,7 @@ def unnamed(call, wrong, inputs):
 
 
 @every_loss
-def test_wrong_inputs_are_named(case):
+def test_wrong_inputs_raise(case):
     loss = case.build()
     assert not unnamed(loss, WRONG, batch())
     assert not unnamed(loss.parts, WRONG, batch())
@@ -104,17 +104,17 @@ def test_wrong_inputs_are_named(case):
 
 
 @every(LOSSES, lambda case: not case.cls.takes_maps)
-def test_refused_maps_are_named(case):
+def test_unsupported_maps_raise(case):
     with pytest.raises(ValueError, match=rf"{case.record.name}.*maps.*\(6, 6, 2, 3\)"):
         case.build()(*batch(space=(2, 3)))
 
 
-def test_crl_refuses_maps():
+def test_crl_with_maps_raises():
     assert not fedlas.build_loss("crl", num_samples=1).takes_maps
 
 
 @every_loss
-def test_a_wrong_label_in_a_map_is_found(case):
+def test_a_wrong_label_in_a_map_raises(case):
     inputs = batch(space=(2, 3))
     inputs.labels[4, 1, 2] = CLASSES
     with pytest.raises(ValueError, match=rf"label {CLASSES} .*\[4, 1, 2\]|maps"):
@@ -122,20 +122,20 @@ def test_a_wrong_label_in_a_map_is_found(case):
 
 
 @every(LOSSES, lambda case: case.has(lambda loss: loss.needs_features))
-def test_missing_features_are_asked_for_by_name(case):
+def test_missing_features_raise(case):
     logits, labels, _, index = batch()
     with pytest.raises(ValueError, match=rf"{case.record.name}.*features.*WithFeatures"):
         case.build()(logits, labels, index=index)
 
 
 @every(LOSSES, lambda case: case.has(lambda loss: loss.needs_index))
-def test_a_missing_index_is_asked_for_by_name(case):
+def test_a_missing_index_raises(case):
     logits, labels, features, _ = batch()
     with pytest.raises(ValueError, match=rf"{case.record.name}.*index="):
         case.build()(logits, labels, features)
 
 
-def test_crl_asks_for_the_size_of_the_training_split():
+def test_crl_requires_num_samples():
     with pytest.raises(TypeError, match=r"crl.*num_samples="):
         fedlas.build_loss("crl", num_classes=3)
 
@@ -149,7 +149,7 @@ def test_an_evaluation_needs_no_index_and_takes_that_of_another_split(case):
 
 @pytest.mark.parametrize("wrong", [-1, SAMPLES])
 @every(LOSSES, lambda case: case.has(lambda loss: loss.index_limit is not None))
-def test_an_index_outside_of_the_training_split_is_named(case, wrong):
+def test_an_index_outside_of_the_training_split_raises(case, wrong):
     inputs = batch()
     inputs.index[2] = wrong
     with pytest.raises(ValueError, match=rf"index {wrong} .*\b2\b.*num_samples"):
@@ -157,7 +157,7 @@ def test_an_index_outside_of_the_training_split_is_named(case, wrong):
 
 
 @every_loss
-def test_a_refused_batch_leaves_no_trace(case):
+def test_an_invalid_batch_does_not_change_the_state(case):
     loss, twin = case.build(), case.build()
     inputs = batch()
     with pytest.raises(ValueError, match="label"):
@@ -168,7 +168,7 @@ def test_a_refused_batch_leaves_no_trace(case):
 
 
 @every_loss
-def test_labels_of_any_integer_type_are_taken(case):
+def test_labels_of_any_integer_type_are_accepted(case):
     inputs = batch()
     expected = run(case.build(), inputs)
     for dtype in (torch.uint8, torch.int8, torch.int32, torch.uint16):
@@ -183,20 +183,20 @@ def test_labels_of_any_integer_type_are_taken(case):
 
 
 @every_loss
-def test_a_misspelt_name_is_answered_with_the_nearest(case):
+def test_a_misspelt_name_raises_with_the_nearest(case):
     name = case.record.name
     with pytest.raises(ValueError, match=rf"'{name}x'.*'{name}'.*\b{name}\b"):
         fedlas.build_loss(f"{name}x")
 
 
-def test_a_name_like_no_other_is_answered_with_all():
+def test_an_unknown_name_raises_with_all_names():
     with pytest.raises(ValueError, match="'zzzzzzzzzz'") as error:
         fedlas.build_loss("zzzzzzzzzz")
     assert all(case.record.name in str(error.value) for case in LOSSES)
 
 
 @every_loss
-def test_an_unknown_keyword_is_answered_with_the_nearest(case):
+def test_an_unknown_keyword_raises_with_the_nearest(case):
     name = case.record.name
     with pytest.raises(TypeError, match=rf"'{name}'.*'num_clases'.*'num_classes'") as error:
         case.build(num_clases=3)
@@ -204,7 +204,7 @@ def test_an_unknown_keyword_is_answered_with_the_nearest(case):
 
 
 @every_loss
-def test_every_listed_keyword_is_taken(case):
+def test_every_listed_keyword_is_accepted(case):
     samples = {int: 1, float: 0.5}
     for keyword, kind in keyword_types(case.record).items():
         value = next(iter(choices(kind)), samples.get(kind))
@@ -214,7 +214,7 @@ def test_every_listed_keyword_is_taken(case):
 
 @pytest.mark.usefixtures("unchecked")
 @every_loss
-def test_no_number_is_no_hyperparameter(case):
+def test_non_numeric_hyperparameters_raise(case):
     numbers = [name for name, kind in keyword_types(case.record).items() if is_number(kind) and name != "ignore_index"]
     assert "num_classes" in numbers
     for keyword in numbers:
@@ -224,7 +224,7 @@ def test_no_number_is_no_hyperparameter(case):
 
 @pytest.mark.usefixtures("unchecked")
 @every_loss
-def test_an_unknown_word_is_answered_with_the_known_ones(case):
+def test_an_unknown_choice_raises_with_the_known_ones(case):
     words = {name: choices(kind) for name, kind in keyword_types(case.record).items()}
     words = {name: known for name, known in words.items() if known and all(isinstance(word, str) for word in known)}
     assert "reduction" in words
@@ -277,14 +277,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "options", "limits"), REFUSED, ids=[f"{n}-{next(iter(o))}" for n, o, _ in REFUSED])
-def test_a_hyperparameter_out_of_range_is_named(name, options, limits):
+def test_a_hyperparameter_out_of_range_raises(name, options, limits):
     keyword, value = list(options.items())[-1]
     with pytest.raises(ValueError, match=rf"\b{keyword}\b.*{limits}.*{value}"):
         fedlas.build_loss(name, num_classes=CLASSES, **options)
 
 
 @every_loss
-def test_common_keywords_out_of_range_are_named(case):
+def test_common_keywords_out_of_range_raise(case):
     for too_few in (0, 1):
         with pytest.raises(ValueError, match=rf"num_classes.*2.*{too_few}"):
             case.build(num_classes=too_few)
@@ -296,7 +296,7 @@ def test_common_keywords_out_of_range_are_named(case):
         case.build(weight=torch.ones(CLASSES, 1))
 
 
-def test_weights_that_are_no_numbers_are_named():
+def test_non_numeric_weights_raise():
     """As they come from a command line, past the checks of types that tests have."""
     for given in ("1,1,2", ["a", "b"], {"a": 1}):
         with pytest.raises(ValueError, match=rf"weight.*{re.escape(repr(given))}"):
@@ -304,13 +304,13 @@ def test_weights_that_are_no_numbers_are_named():
 
 
 @every_loss
-def test_weights_of_another_width_than_the_logits_are_named(case):
+def test_weights_of_another_length_raise(case):
     with pytest.raises(ValueError, match=rf"{case.record.name}.*3 classes.*logits.*{CLASSES}"):
         case.build(num_classes=3, weight=[1.0, 2.0, 3.0])(*batch())
 
 
 @every_loss
-def test_a_batch_of_one_row_may_not_lack_its_dimension(case):
+def test_logits_without_a_batch_dimension_raise(case):
     logits, labels, features, index = (tensor[0] for tensor in batch())
     with pytest.raises(ValueError, match=r"logits.*\(N, C\)"):
         case.build()(logits, labels, features, index)

@@ -81,7 +81,7 @@ def test_one_hot_labels_are_hard_labels(case):
 
 
 @every(LOSSES, lambda case: not case.cls.takes_soft_labels)
-def test_refused_soft_labels_are_named(case):
+def test_unsupported_soft_labels_raise(case):
     with pytest.raises(ValueError, match=rf"{case.record.name}.*soft labels"):
         case.build()(*batch(soft=True))
 
@@ -90,7 +90,7 @@ def test_losses_that_pair_classes_or_count_correct_predictions_take_hard_labels_
     assert {"cpc", "crl"} <= {case.record.name for case in LOSSES if not case.cls.takes_soft_labels}
 
 
-def test_mmce_takes_the_share_of_the_prediction_as_its_correctness():
+def test_mmce_uses_the_soft_label_of_the_prediction_as_correctness():
     inputs = batch(soft=True)
     found, logits = parts(fedlas.build_loss("mmce", lambda_=1.5), inputs)
     confidence, prediction = logits.softmax(1).max(1)
@@ -207,7 +207,7 @@ def with_garbage(inputs, ignore_index):
 
 
 @every_exact_case
-def test_ignored_samples_are_as_if_cut_out(case):
+def test_ignored_samples_equal_removed_samples(case):
     inputs = batch()
     for reduction, weight, ignore_index in [("mean", None, -100), ("mean", WEIGHT, 255), ("sum", None, 255),
                                             ("none", WEIGHT, -100)]:  # fmt: skip
@@ -242,7 +242,7 @@ def test_a_class_can_be_the_ignored_one(case):
 
 
 @every(CASES, lambda case: case.random)  # of the others, more is asked above
-def test_garbage_in_ignored_samples_harms_nothing(case):
+def test_nan_in_ignored_samples_has_no_effect(case):
     loss = case.trained()
     outcome = run(loss, with_garbage(batch(), -100)[0])
     for tensor in [outcome.value, outcome.by_logits, *outcome.by_parameters, *state(loss).values()]:
@@ -269,7 +269,7 @@ def takes_nothing(case, kind):
 
 
 @every_case
-def test_nothing_to_learn_from_is_zero(case):
+def test_a_batch_without_valid_samples_is_zero(case):
     every_option = ({}, {"weight": WEIGHT}, {"reduction": "sum"}, {"reduction": "none"})
     for kind, options in itertools.product([kind for kind in NOTHING if takes_nothing(case, kind)], every_option):
         inputs, loss = NOTHING[kind], case.trained(**options)
@@ -283,7 +283,7 @@ def test_nothing_to_learn_from_is_zero(case):
 
 
 @every(LOSSES, lambda case: case.cls.takes_soft_labels)
-def test_ignoring_has_no_meaning_for_soft_labels(case):
+def test_ignore_index_with_soft_labels_raises(case):
     with pytest.raises(ValueError, match=r"ignore_index.*soft labels"):
         case.build(ignore_index=2)(*batch(soft=True))
 

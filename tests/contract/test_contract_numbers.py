@@ -92,7 +92,7 @@ def test_adafocal_is_finite_with_negative_exponents():
             assert_all_finite(loss, extremes(dtype, labels))
 
 
-def test_mmce_takes_no_root_of_a_negative_number():
+def test_mmce_clamps_the_square_root_at_zero():
     """One right and two wrong at the confidence 2/3: the published square root is of -3e-7."""
     logits = torch.tensor([4.0, 1.0, 1.0], dtype=torch.float64).log().repeat(3, 1).requires_grad_()
     value = fedlas.build_loss("mmce", variant="w")(logits, torch.tensor([0, 1, 2]))
@@ -100,7 +100,7 @@ def test_mmce_takes_no_root_of_a_negative_number():
 
 
 @every_loss
-def test_huge_logits_mean_the_same_in_single_precision(case):
+def test_huge_logits_are_exact_in_float32(case):
     for labels in LABELS:
         single, double = extremes(torch.float32, labels), extremes(torch.float64, labels)
         assert_close(case.build()(*single).double(), case.build()(*double), 1e-5)
@@ -113,7 +113,7 @@ def test_huge_logits_mean_the_same_in_single_precision(case):
 
 
 @every_loss
-def test_the_classification_term_of_huge_logits_is_their_gap(case):
+def test_the_classification_term_of_huge_logits_is_their_difference(case):
     """A loss that clips probabilities would stay finite by forgetting how wrong it is."""
     logits = torch.zeros(SIZE, CLASSES, dtype=torch.float64)
     logits[:, 0] = 1e4
@@ -124,7 +124,7 @@ def test_the_classification_term_of_huge_logits_is_their_gap(case):
 
 
 @every(CASES, lambda case: case.has(lambda loss: loss.needs_features))
-def test_odd_features_harm_nothing(case):
+def test_extreme_features_are_finite(case):
     inputs = batch()
     for value in (0.0, 1e30, 1e-30, math.nan, math.inf):
         loss = case.trained()
@@ -163,7 +163,7 @@ class HeldConstants(TorchFunctionMode):
 
 
 @every(EXACT_CASES)
-def test_slopes_are_those_of_finite_differences(case):
+def test_gradients_equal_finite_differences(case):
     loss = case.trained(reduction="none").eval()
     for soft in (False, True) if case in LOSSES and case.cls.takes_soft_labels else (False,):
         inputs = batch(3, soft=soft)
@@ -178,7 +178,7 @@ def test_slopes_are_those_of_finite_differences(case):
 
 
 @every(EXACT_CASES, lambda case: case.has(lambda loss: list(loss.parameters())))
-def test_slopes_of_parameters_are_those_of_finite_differences(case):
+def test_parameter_gradients_equal_finite_differences(case):
     loss, inputs, constants = case.trained().eval(), batch(3), HeldConstants()
     names, parameters = zip(*loss.named_parameters(), strict=True)
 

@@ -106,7 +106,7 @@ places = st.one_of(st.sampled_from([0.0, 0.2, 0.5, 1.0]), st.floats(0, 1, allow_
 @example(points=[(0.5, 1.0)] * 4)
 @example(points=[])
 @settings(max_examples=100)
-def test_kernel_sums_are_two_loops(points):
+def test_kernel_sums_equal_two_loops(points):
     position = torch.tensor([a for a, _ in points], dtype=torch.float64).requires_grad_()
     weights = torch.tensor([w for _, w in points], dtype=torch.float64).requires_grad_()
     fast = kernel_sums(position, weights.unsqueeze(1)).squeeze(1)
@@ -144,7 +144,7 @@ def penalty_by_loops(confidence, correct, variant, double_normalise):
 @pytest.mark.parametrize("soft", [False, True], ids=["hard", "soft"])
 @given(inputs=batches())
 @few
-def test_mmce_is_two_loops(inputs, soft, variant, double_normalise):
+def test_mmce_equals_two_loops(inputs, soft, variant, double_normalise):
     if soft:
         inputs = inputs._replace(labels=batch(len(inputs.labels), soft=True).labels)
     loss = fedlas.build_loss("mmce", variant=variant, double_normalise=double_normalise, lambda_=1.5)
@@ -157,7 +157,7 @@ def test_mmce_is_two_loops(inputs, soft, variant, double_normalise):
     assert_close(float(loss.last_terms["kernel"]), expected, 1e-7)
 
 
-def test_mmce_takes_a_batch_that_no_matrix_of_pairs_would_fit():
+def test_mmce_needs_no_matrix_of_pairs():
     n = 200_000
     logits = torch.randn(n, 3)
     value = fedlas.build_loss("mmce")(logits, torch.randint(3, (n,)))

@@ -39,7 +39,7 @@ def assert_maps_are_rows(case, maps, reduction):
 
 
 @every(CASES, lambda case: case.cls.takes_maps)
-def test_maps_are_the_rows_they_consist_of(case):
+def test_maps_equal_flattened_rows(case):
     for reduction, space in [("mean", (3,)), ("none", (2, 3))]:
         maps = batch(space=space)
         maps.labels[0, 1] = -100
@@ -49,7 +49,7 @@ def test_maps_are_the_rows_they_consist_of(case):
 
 
 @every_loss
-def test_nothing_but_logits_and_labels_is_asked_for_without_need(case):
+def test_optional_inputs_are_not_required(case):
     loss = case.build()
     logits, labels, features, index = batch()
     assert isinstance(loss, nn.Module)
@@ -101,7 +101,7 @@ def test_expanded_inputs_are_read_and_not_written(case):
 
 
 @every_case
-def test_inputs_are_left_as_they_were(case):
+def test_inputs_are_not_modified(case):
     inputs, twin = batch(), batch()
     inputs.labels[1] = twin.labels[1] = -100
     run(case.trained(), inputs)

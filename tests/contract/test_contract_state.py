@@ -49,7 +49,7 @@ COPIES = {
 
 @pytest.mark.filterwarnings("ignore:crl counted")  # a batch between two epochs
 @every_case
-def test_a_copy_goes_on_as_the_original_would(case):
+def test_a_copy_continues_like_the_original(case):
     loss = train(case.build(weight=WEIGHT), epochs=1)
     kinds = COPIES if case in LOSSES else ("deepcopy", "state_dict")
     twins = [COPIES[kind](loss, case.build(weight=WEIGHT)) for kind in kinds]
@@ -122,7 +122,7 @@ def test_without_gradients_a_call_in_training_mode_is_an_evaluation(case):
 
 
 @every_case
-def test_a_double_loss_is_the_same_loss(case):
+def test_a_loss_in_float64_equals_float32(case):
     single, double = case.build(), case.build().to(torch.float64)
     assert all(parameter.dtype == torch.float64 for parameter in double.parameters())
     outcome, expected = run(double, batch()), run(single, batch())
@@ -148,7 +148,7 @@ def test_the_end_of_an_epoch_needs_what_the_loss_declares(case):
 
 
 @pytest.mark.filterwarnings("ignore:the loaded state")  # of their parts
-def test_the_state_of_another_loss_is_refused():
+def test_the_state_of_another_loss_raises():
     for name, other in [("focal", "ls"), ("fedlas_ls", "fedlas_mbls"), ("ce", "fedlas_ls"), ("fedlas_ls", "ce")]:
         loss, saved_state = (fedlas.build_loss(one, num_classes=3) for one in (name, other))
         with pytest.raises(RuntimeError, match=type(saved_state).__name__):
@@ -164,7 +164,7 @@ def test_the_state_of_another_loss_is_refused():
         ("adafocal", {"step": 0.5}),
     ],
 )
-def test_the_state_of_other_hyperparameters_is_warned_of(name, options):
+def test_the_state_of_other_hyperparameters_warns(name, options):
     """Also as a part of a larger module, and from a file; a format that keeps tensors alone says nothing."""
     keyword, value = next(iter(options.items()))
     keyword = keyword.removeprefix("gate_")
@@ -190,7 +190,7 @@ def test_gradients_of_single_samples_by_vmap(case):
 
 
 @every(LOSSES, lambda case: case.has(lambda loss: loss.state_dict() and not loss.needs_validation))
-def test_an_update_inside_a_transform_is_refused_with_the_remedy(case):
+def test_an_update_inside_a_transform_raises(case):
     loss = case.build()
     with pytest.raises(RuntimeError, match=r"loss\.eval\(\)"):
         torch.func.grad(lambda logits: loss(logits, *batch()[1:]))(batch().logits)

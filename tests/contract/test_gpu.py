@@ -46,7 +46,7 @@ def batch(step: int, device: str = "cuda") -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_eager_equals_the_cpu_and_never_waits(name: str) -> None:
+def test_eager_equals_the_cpu_without_synchronisation(name: str) -> None:
     here, there = build(name), build(name, "cpu")
     for step in range(2):
         ours, theirs = batch(step), batch(step, "cpu")
@@ -94,7 +94,7 @@ def test_inductor_and_graph_capture_equal_eager(name: str) -> None:
         torch.testing.assert_close(state, eager.state_dict()[key], rtol=1e-5, atol=1e-6)
 
 
-def test_values_are_checked_on_a_gpu_only_when_asked() -> None:
+def test_values_are_checked_on_a_gpu_only_on_request() -> None:
     data = batch(0)
     data["labels"][3] = CLASSES
     with fedlas.checks(True), pytest.raises(ValueError, match=rf"label {CLASSES} .*{CLASSES} classes"):

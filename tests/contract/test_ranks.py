@@ -149,7 +149,7 @@ def test_two_processes_equal_one(two_ranks: Any, name: str, mode: str) -> None:
             assert torch.equal(first[part][key], second[part][key]), f"{key} differs between ranks"
 
 
-def test_on_a_gpu_the_collectives_of_torch_are_taken() -> None:
+def test_gpu_tensors_use_the_collectives_of_torch() -> None:
     """On tensors without numbers, in a group without processes: the names of these functions, and their shapes."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -162,14 +162,14 @@ def test_on_a_gpu_the_collectives_of_torch_are_taken() -> None:
         dist.destroy_process_group()
 
 
-def test_nothing_waits_for_other_ranks_in_eval_mode(two_ranks: Any) -> None:
+def test_eval_mode_uses_no_collectives(two_ranks: Any) -> None:
     """Validation on rank 0 alone must not hang, and sees only its own samples."""
     for name, value in two_ranks(FAST)[0]["eval"].items():
         torch.testing.assert_close(value, evaluate(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_uneven_ranks_are_exact_or_refused(two_ranks: Any, name: str) -> None:
+def test_uneven_ranks_are_exact_or_raise(two_ranks: Any, name: str) -> None:
     """A loss that only needs sums takes any division of the batch; one that joins the batch says what it needs."""
     first, second = (results["uneven"][name] for results in two_ranks(FAST))
     if isinstance(first, str):

@@ -15,4 +15,4 @@ def no_network(monkeypatch, tmp_path):
 
     monkeypatch.setattr(urllib.request, "urlopen", only_here)
     monkeypatch.setenv("FEDLAS_DATA", str(tmp_path / "root"))
-    monkeypatch.setattr("fedlas.data.fashion_mnist.FashionMNIST.debian", str(tmp_path / "no-debian"))
+    monkeypatch.setattr("fedlas.data.fashion_mnist.FashionMNIST.folders", ("fashion-mnist", "FashionMNIST/raw"))

@@ -171,7 +171,7 @@ def test_evaluation_gives_the_index_of_the_data_set(name, tmp_path, monkeypatch)
         assert torch.equal(torch.cat([batch.labels for batch in seen]), split.labels)
 
 
-def test_foreign_images_pass_through_the_transform_at_home(name, tmp_path, monkeypatch):
+def test_ood_images_are_resized_to_the_transform_of_the_training_data(name, tmp_path, monkeypatch):
     """Grey or coloured, small or large: what a network sees has the size and constants it was trained with."""
     data = twins.build(name, tmp_path / "a", monkeypatch)
     split = data.split("test")

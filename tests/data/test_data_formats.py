@@ -80,7 +80,7 @@ def test_the_checksum_is_that_of_the_content(tmp_path, monkeypatch):
 @pytest.mark.parametrize("folder", ["FashionMNIST/raw", "debian"])
 def test_other_places_are_searched(tmp_path, monkeypatch, folder):
     data = twins.build("fashion_mnist", tmp_path, monkeypatch)
-    monkeypatch.setattr(type(data), "debian", str(tmp_path / "debian"))
+    monkeypatch.setattr(type(data), "folders", ("fashion-mnist", "FashionMNIST/raw", str(tmp_path / "debian")))
     (tmp_path / folder).parent.mkdir(exist_ok=True)
     (tmp_path / "fashion-mnist").rename(tmp_path / folder)
     assert len(data.split("test")) == 10 * twins.TEST
@@ -455,7 +455,7 @@ def test_selection_on_test_has_to_be_asked_for(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", ["cub200", "aircraft"])
-def test_photographs_are_cropped_as_published(name):
+def test_natural_images_are_cropped_as_in_the_paper(name):
     default = fedlas.build_data(name).transform
     assert (default.size, default.resize, default.pad, default.flip) == (384, 448, 0, True)
     assert default.mean == (0.485, 0.456, 0.406)

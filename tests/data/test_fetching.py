@@ -27,7 +27,7 @@ CONTENT = bytes(range(256)) * 2000
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Serves bytes, with ranges if wanted, and breaks off when told to."""
+    """Serve bytes, with ranges if enabled; close the connection early where `break_after` says so."""
 
     def do_GET(self):
         server = self.server
@@ -56,8 +56,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    told = {"files": {"/a.bin": CONTENT}, "asked": [], "break_after": [], "ranges": True, "lengths": True, "delay": 0.0}
-    with serving(Handler, **told) as made:
+    state = {
+        "files": {"/a.bin": CONTENT},
+        "asked": [],
+        "break_after": [],
+        "ranges": True,
+        "lengths": True,
+        "delay": 0.0,
+    }
+    with serving(Handler, **state) as made:
         yield made
 
 
@@ -84,12 +91,12 @@ def test_a_fetched_file_is_on_disk_before_it_gets_its_name(server, tmp_path, mon
 
 def test_a_file_is_fetched_with_progress_and_only_once(server, tmp_path, monkeypatch):
     monkeypatch.setattr(fetching, "BLOCK", 100_000)
-    told = []
+    calls = []
     for _ in range(2):
-        path = fetch(source(server), tmp_path / "new", progress=lambda *seen: told.append(seen))
+        path = fetch(source(server), tmp_path / "new", progress=lambda *seen: calls.append(seen))
     assert path.read_bytes() == CONTENT
-    assert [seen[1] for seen in told] == [100_000, 200_000, 300_000, 400_000, 500_000, 512_000]
-    assert {(seen[0], seen[2]) for seen in told} == {("a.bin", 512_000)}
+    assert [seen[1] for seen in calls] == [100_000, 200_000, 300_000, 400_000, 500_000, 512_000]
+    assert {(seen[0], seen[2]) for seen in calls} == {("a.bin", 512_000)}
     assert len(server.asked) == 1
     assert left_in(tmp_path / "new") == ["a.bin"]
 
@@ -123,9 +130,9 @@ def test_a_server_without_ranges_starts_over(server, tmp_path):
 
 def test_a_server_that_does_not_tell_the_length(server, tmp_path):
     server.lengths = False
-    told = []
-    assert fetch(source(server), tmp_path, progress=lambda *seen: told.append(seen[2])).read_bytes() == CONTENT
-    assert set(told) == {None}
+    calls = []
+    assert fetch(source(server), tmp_path, progress=lambda *seen: calls.append(seen[2])).read_bytes() == CONTENT
+    assert set(calls) == {None}
 
 
 def test_a_part_that_is_already_complete(server, tmp_path):
@@ -174,9 +181,8 @@ def test_what_may_come_without_tls_has_a_sha256(tmp_path, monkeypatch):
         asked.append(wanted)
         raise MissingFileError("not here")
 
-    monkeypatch.setattr("fedlas.data.base.fetch", note)
+    monkeypatch.setattr("fedlas.data.base.dataset.fetch", note)
     monkeypatch.setattr(fetching, "fetch", note)
-    monkeypatch.setattr(fedlas.data.FashionMNIST, "debian", str(tmp_path))
     for record in fedlas.list_data():
         if record.name not in {"digits", "folder"}:
             for part in ("train", "test"):
@@ -341,10 +347,10 @@ def test_a_data_set_comes_from_its_address(server, tmp_path, monkeypatch):
         {f"{folder.name}/{path.name}": path.read_bytes() for path in folder.iterdir()}
     )
     monkeypatch.setattr("fedlas.data.cifar10.CIFAR10.archive", source(server, "/cifar-10-binary.tar.gz"))
-    told = []
-    data = fedlas.build_data("cifar10", root=tmp_path / "root", progress=lambda *seen: told.append(seen))
+    calls = []
+    data = fedlas.build_data("cifar10", root=tmp_path / "root", progress=lambda *seen: calls.append(seen))
     assert len(data.split("test")) == 10 * twins.TEST
-    assert told[-1][1] == told[-1][2]
+    assert calls[-1][1] == calls[-1][2]
     assert left_in(tmp_path / "root") == ["cifar-10-batches-bin", "cifar-10-binary.tar.gz"]
 
 
@@ -360,7 +366,7 @@ def test_single_files_come_from_their_address(server, tmp_path, monkeypatch):
         sha256[name] = hashlib.sha256(packed).hexdigest()
     monkeypatch.setattr(cls, "files", files)
     monkeypatch.setattr(cls, "sha256", sha256)
-    monkeypatch.setattr("fedlas.data.mnist.ADDRESSES", (server.url,))
+    monkeypatch.setattr(cls, "addresses", (server.url,))
     data = fedlas.build_data("mnist", root=tmp_path / "root")
     assert len(data.split("test")) == 10 * twins.TEST
     assert left_in(tmp_path / "root" / "mnist") == ["t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"]

@@ -42,7 +42,7 @@ def test_classes_may_be_named_by_a_list_or_a_text(tmp_path, given):
 
 
 @pytest.mark.parametrize(("given", "why"), [("cat,dog,cat", "cat, dog, cat"), ("cat,,dog", "empty"), ("", "empty")])
-def test_classes_that_cannot_be_told_apart_are_refused(tmp_path, given, why):
+def test_empty_and_duplicate_class_names_are_refused(tmp_path, given, why):
     with pytest.raises(ValueError, match=f"class_names.*{why}"):
         fedlas.build_data("folder", path=tmp_path, class_names=given)
 
@@ -157,7 +157,7 @@ def test_a_table_in_another_encoding_is_named(tmp_path):
         fedlas.build_data("folder", path=path).split("all")
 
 
-def test_a_table_without_rows_is_not_told_about_directories(tmp_path):
+def test_an_empty_table_is_reported_as_a_table(tmp_path):
     with pytest.raises(DamagedFileError, match=r"list\.csv.*header"):
         fedlas.build_data("folder", path=table(tmp_path, "path,label\n")).split("all")
 

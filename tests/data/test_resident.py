@@ -225,8 +225,8 @@ def test_a_batch_compiles_as_one_graph_and_once(backend):
             torch.testing.assert_close(batch(index), data.batch(index), rtol=0, atol=1e-6)
 
 
-def test_foreign_images_are_resized():
-    """What is foreign is seen as the network's own images are: same size, same channels, same constants."""
+def test_ood_images_are_resized():
+    """OOD images get the size, channels and constants of the training images."""
     digits = fedlas.build_data("digits").split("test")
     seen = Resident(digits, CIFAR, train=False).batch(torch.arange(5))
     enlarged = v2.functional.resize(digits.images[:5].expand(-1, 3, -1, -1), [32, 32], antialias=True)

@@ -1,5 +1,6 @@
 """A small ledger that all tests of experiments read: four trainings of one epoch on digits."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from fedlas.experiments.base import Choice
 from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.planning import experiment_named
 from fedlas.experiments.reproduce import reproduce
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))  # for `reproduction_page`
 
 
 @pytest.fixture
@@ -35,7 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, choice: Choice) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     book = Ledger(folder / "results")
     with little_drawn():
-        list(reproduce(experiment_named("sota"), choice, ledger=book, runs=folder / "runs", told=lambda _: None))
+        list(reproduce(experiment_named("sota"), choice, ledger=book, runs=folder / "runs"))
     return folder
 
 

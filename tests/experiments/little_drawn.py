@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fedlas.experiments import kept
+from fedlas.experiments import stored_predictions
 from fedlas.experiments.ledger import SHOWN, Ledger, Line
 from fedlas.metrics.base import Resampling
 from fedlas.training import Recipe
@@ -19,7 +19,7 @@ from fedlas.training import Recipe
 def little_drawn() -> Iterator[None]:
     """Write intervals of few resamples into ledgers: how good they are is tested with the metrics."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept, "Resampling", partial(Resampling, resamples=100))
+        patch.setattr(stored_predictions, "Resampling", partial(Resampling, resamples=100))
         yield
 
 

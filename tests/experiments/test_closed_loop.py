@@ -18,10 +18,10 @@ from fedlas.experiments.closed_loop_design import (
     search_recipe,
     selected,
 )
-from fedlas.experiments.kept import kept_of, problems
 from fedlas.experiments.ledger import TEMPERATURE, V2, Ledger
-from fedlas.experiments.planning import experiment_named, planned
+from fedlas.experiments.planning import experiment_named, make_plan
 from fedlas.experiments.reproduce import reproduce
+from fedlas.experiments.stored_predictions import load_stored_predictions, problems
 from fedlas.metrics import nll
 from fedlas.posthoc import build_calibrator
 from fedlas.training.run_folder import run_in
@@ -38,7 +38,7 @@ def evaluated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("closed_loop")
     book = Ledger(folder / "results")
     two = {**CONFIGURATIONS, "closed_loop": (CONFIGURATIONS["closed_loop"][0], CONFIGURATIONS["closed_loop"][5])}
-    runs = reproduce(experiment_named("closed_loop"), CHOICE, ledger=book, runs=folder / "runs", told=lambda _: None)
+    runs = reproduce(experiment_named("closed_loop"), CHOICE, ledger=book, runs=folder / "runs")
     with pytest.MonkeyPatch.context() as patched, little_drawn():
         patched.setattr(closed_loop_design, "CONFIGURATIONS", two)
         with pytest.warns(UserWarning, match="milestones"):
@@ -47,7 +47,7 @@ def evaluated(tmp_path_factory):
 
 
 def test_each_method_has_six_configurations_and_no_test_predictions_in_the_search():
-    plan = planned(experiment_named("closed_loop"), Choice(), Ledger("nowhere"))
+    plan = make_plan(experiment_named("closed_loop"), Choice(), Ledger("nowhere"))
     assert len(plan.wanted) == 36
     assert {one.recipe.seed for one in plan.wanted} == {SEARCH_SEED}
     assert {one.recipe.splits for one in plan.wanted} == {("val",)}
@@ -121,7 +121,7 @@ def test_the_last_weights_are_evaluated_and_the_temperature_is_fitted_on_v2(eval
     expected = build_calibrator("temperature").fit(v2)
     assert line.posthoc["fitted_on"] == V2
     assert line.posthoc["temperature"] == pytest.approx(float(expected.learned["temperature"]), rel=1e-3)
-    raw = kept_of(book.find(line.recipe), book).predictions()
+    raw = load_stored_predictions(book.find(line.recipe), book).predictions()
     torch.testing.assert_close(raw.logits.float(), run.predictions("last-test").logits.float())
     assert len(line.curve[0]["loss_state"]["strengths"]) == len(line.curve[0]["loss_state"]["gaps"])
 

@@ -15,7 +15,7 @@ from fedlas.experiments import indicator
 from fedlas.experiments.base import Choice, Drawing
 from fedlas.experiments.indicator import Indicator
 from fedlas.experiments.ledger import Ledger
-from fedlas.experiments.reproduce import drawn
+from fedlas.experiments.reproduce import save_results
 from fedlas.io import write_predictions
 from fedlas.predictions import Predictions
 from fedlas.training import Run, RunError, fit, recipe_for
@@ -121,7 +121,7 @@ def test_figures_are_drawn_of_no_run_that_a_link_leads_to(tmp_path):
     (tmp_path / "runs" / wanted.recipe.name).symlink_to(tmp_path / "elsewhere")
     options = {"ledger": Ledger("nowhere"), "runs": tmp_path / "runs", "folder": tmp_path / "figures"}
     with pytest.raises(RunError, match="link"):
-        drawn(Indicator(), CHOICE, **options)
+        save_results(Indicator(), CHOICE, **options)
 
 
 def test_data_is_at_hand_only_if_it_need_not_be_fetched(monkeypatch, tmp_path):
@@ -129,7 +129,7 @@ def test_data_is_at_hand_only_if_it_need_not_be_fetched(monkeypatch, tmp_path):
     from fedlas.data.fashion_mnist import FashionMNIST
 
     monkeypatch.setenv("FEDLAS_DATA", str(tmp_path / "empty"))
-    monkeypatch.setattr(FashionMNIST, "debian", str(tmp_path / "not installed"))
+    monkeypatch.setattr(FashionMNIST, "folders", ("fashion-mnist",))
     monkeypatch.setattr(fetching, "_fetch_from_any", lambda source, *_: pytest.fail(f"{source.name} is fetched"))
     state = torch.get_rng_state()
     (one,) = Indicator().plan(Choice(), Ledger("nowhere"))

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from fedlas.cli import app
 from fedlas.evaluation import evaluate
-from fedlas.experiments.kept import Kept, kept_of, problems, record
 from fedlas.experiments.ledger import Ledger, Line, line_id
-from fedlas.experiments.planning import experiment_named, planned
+from fedlas.experiments.planning import experiment_named, make_plan
+from fedlas.experiments.stored_predictions import StoredPredictions, load_stored_predictions, problems, record
 from fedlas.io import write_predictions
 from fedlas.metrics import accuracy, ece, nll
 from fedlas.metrics.evaluation_accumulator import EvaluationAccumulator
@@ -204,7 +204,7 @@ def test_commands_refuse_an_invalid_line_in_one_line(copy):
 def test_predictions_of_a_line_that_are_damaged_are_named_with_its_line(copy, ledger, choice, damage):
     line = next(iter(ledger.lines.values()))
     path = Ledger(copy / "results").file_of(line)
-    content = {"cut off": path.read_bytes()[:-100], "other numbers": Kept.of(made(10)).pack()}.get(damage)
+    content = {"cut off": path.read_bytes()[:-100], "other numbers": StoredPredictions.of(made(10)).pack()}.get(damage)
     path.unlink() if content is None else path.write_bytes(content)
     done = CliRunner().invoke(app, ["compare", line.id, line.id, "--ledger", str(copy / "results")])
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.output
@@ -212,7 +212,7 @@ def test_predictions_of_a_line_that_are_damaged_are_named_with_its_line(copy, le
     assert re.search(what, done.stderr)
     book = Ledger(copy / "results")
     with pytest.raises(ValueError, match=what):
-        planned(experiment_named("sota"), choice, book)
+        make_plan(experiment_named("sota"), choice, book)
 
 
 def test_a_run_that_is_in_twice_is_named(copy):
@@ -270,9 +270,9 @@ def test_a_run_without_validation_logits_is_reported_to_have_no_line_after_scali
     assert sorted(line.method for line in book.lines.values()) == ["ce", "ce", "ls", "ls"]
     assert list(problems(book)) == []
     sota = experiment_named("sota")
-    plan = planned(sota, dataclasses.replace(choice, losses=("ce", "ls")), book)
+    plan = make_plan(sota, dataclasses.replace(choice, losses=("ce", "ls")), book)
     assert "4 runs, 4 in the ledger (4 without temperature scaling), 0 to train" in str(plan)
-    assert [one.recipe.loss for one in planned(sota, choice, book).missing] == ["ce", "ce"], "its row is in the table"
+    assert [one.recipe.loss for one in make_plan(sota, choice, book).missing] == ["ce", "ce"], "its row is in the table"
 
 
 def test_lines_with_a_file_each_stay_valid_until_the_run_is_recorded_again(copy):
@@ -286,12 +286,15 @@ def test_lines_with_a_file_each_stay_valid_until_the_run_is_recorded_again(copy)
     halves = whole.logits.numpy().astype(np.float16)
     stored = {None: {"logits": halves}, "temperature": columns | {"prediction": halves.argmax(1)}}
     for posthoc, arrays in stored.items():
-        kept, line = Kept({"labels": whole.labels.numpy(), **arrays}), Ledger(copy / "results").find(recipe, posthoc)
+        kept, line = (
+            StoredPredictions({"labels": whole.labels.numpy(), **arrays}),
+            Ledger(copy / "results").find(recipe, posthoc),
+        )
         content = kept.pack()
         about = {"file": f"predictions/{line.id}.npz", "sha256": hashlib.sha256(content).hexdigest()}
         book.add([dataclasses.replace(line, metrics=kept.metrics(), predictions=about)], content)
     assert list(problems(book)) == []
-    assert [kept_of(line, book).predictions() is None for line in book.lines.values()] == [False, True]
+    assert [load_stored_predictions(line, book).predictions() is None for line in book.lines.values()] == [False, True]
     fit(recipe.replace(ood=("digits",)), out=run.folder, resume=True)
     record(run, "small", book)
     assert len({line.predictions["file"] for line in book.lines.values()}) == 1
@@ -340,7 +343,7 @@ def test_stored_predictions_give_the_numbers_of_both_lines_again(classes, factor
     """Saturated confidences are 1 in float32: the ranking behind the AURC was one of ties."""
     given, validation, ood = (made(classes, n, seed) for seed, n in ((0, 400), (2, 300), (1, 50)))
     given, validation, ood = (Predictions(factor * one.logits, one.labels) for one in (given, validation, ood))
-    stored = Kept.unpack(Kept.of(given, {"far": ood}, validation).pack())
+    stored = StoredPredictions.unpack(StoredPredictions.of(given, {"far": ood}, validation).pack())
     exact = [Predictions(one.logits.double(), one.labels) for one in (given, validation)]
     report = evaluate(exact[0], posthoc=["temperature"], calibration=exact[1], ood={"far": ood}, intervals=False)
     for kept, whole in ((stored, report.before), (stored.scaled(), report.after["temperature"])):
@@ -373,36 +376,36 @@ def test_a_run_whose_temperature_has_no_optimum_has_no_line_after_scaling(copy):
 @pytest.mark.parametrize(("classes", "largest"), [(10, 900_000), (100, 4_000_000)])
 def test_a_file_is_small(classes, largest):
     ood = {"svhn": made(classes, 26_032, 2), "cifar": made(classes, 10_000, 3)}
-    assert len(Kept.of(made(classes, 10_000), ood, made(classes, 5_000, 1)).pack()) < largest
+    assert len(StoredPredictions.of(made(classes, 10_000), ood, made(classes, 5_000, 1)).pack()) < largest
 
 
 def test_storing_keeps_the_likeliest_class_and_large_logits():
     most = torch.finfo(torch.float32).max
     logits = torch.tensor([[1.0, 1.0 + 1e-6], [1.0 + 1e-6, 1.0], [1e6, -1e6], [-most, most]])
     given = Predictions(logits, torch.tensor([1, 0, 0, 1]))
-    kept = Kept.of(given).predictions()
+    kept = StoredPredictions.of(given).predictions()
     assert kept.prediction.tolist() == [1, 0, 0, 1]
     assert float(accuracy(kept)) == 1.0
     assert np.isfinite(float(nll(kept)))
 
 
 def test_equal_predictions_give_equal_bytes():
-    assert Kept.of(made(5)).pack() == Kept.of(made(5)).pack()
+    assert StoredPredictions.of(made(5)).pack() == StoredPredictions.of(made(5)).pack()
 
 
 def test_files_that_are_no_predictions_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"x\.npz.*damaged"):
-        Kept.unpack(b"PK nothing", "x.npz")
+        StoredPredictions.unpack(b"PK nothing", "x.npz")
     empty = tmp_path / "e.npz"
     np.savez(empty, a=np.ones(3))
     with pytest.raises(ValueError, match=r"x\.npz.*\ba\b"):
-        Kept.unpack(empty.read_bytes(), "x.npz")
+        StoredPredictions.unpack(empty.read_bytes(), "x.npz")
     hostile = tmp_path / "h.npz"
     np.savez(hostile, labels=np.array([{"a": 1}], dtype=object), logits=np.ones((1, 2)))
     with pytest.raises(ValueError, match=r"x\.npz.*Python objects"):
-        Kept.unpack(hostile.read_bytes(), "x.npz")
+        StoredPredictions.unpack(hostile.read_bytes(), "x.npz")
     bomb = tmp_path / "b.npz"
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as folder:
         folder.writestr("logits.npy", b"0" * (65 * 2**20))
     with pytest.raises(ValueError, match=r"x\.npz.*68,157,\d+ bytes"):
-        Kept.unpack(bomb.read_bytes(), "x.npz")
+        StoredPredictions.unpack(bomb.read_bytes(), "x.npz")

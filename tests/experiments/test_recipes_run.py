@@ -17,7 +17,7 @@ from fedlas.data import build_data
 from fedlas.data.base import AbstractDataset, Split
 from fedlas.experiments.base import Choice
 from fedlas.experiments.ledger import Ledger
-from fedlas.experiments.planning import CATALOG, experiment_named, planned
+from fedlas.experiments.planning import CATALOG, experiment_named, make_plan
 from fedlas.training import Recipe, RunError, recipe_for
 from fedlas.training import session as session_module
 from fedlas.training.session import Session
@@ -35,7 +35,7 @@ def recipes() -> dict[str, Recipe]:
             continue
         for protocol in ("paper", "official", "fast"):
             try:
-                plan = planned(experiment_named(name), Choice(seeds=(1,), protocol=protocol), Ledger("nowhere"))
+                plan = make_plan(experiment_named(name), Choice(seeds=(1,), protocol=protocol), Ledger("nowhere"))
             except ValueError:
                 continue
             wanted = {one.recipe.name: one.recipe.replace(ood=()) for one in plan.wanted}

@@ -11,18 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 from little_drawn import bare_ledger, bare_line
+from reproduction_page import results_tables
 from typer.testing import CliRunner
 
 from fedlas.catalog import keywords
 from fedlas.cli import app
+from fedlas.comparison import ModelRuns, compare_runs, comparison_notes
 from fedlas.experiments import paper
 from fedlas.experiments.base import Choice
-from fedlas.experiments.kept import Kept, kept_of
 from fedlas.experiments.ledger import Ledger, Line
-from fedlas.experiments.page import results_tables
-from fedlas.experiments.planning import CATALOG, experiment_named, planned
-from fedlas.experiments.reproduce import _Clock, drawn, reproduce
-from fedlas.experiments.versus import Side, lines_of, remarks, side, versus
+from fedlas.experiments.ledger_lookup import find_lines, find_runs
+from fedlas.experiments.planning import CATALOG, experiment_named, make_plan
+from fedlas.experiments.reproduce import _Clock, reproduce, save_results
+from fedlas.experiments.stored_predictions import StoredPredictions, load_stored_predictions
 from fedlas.io import write_predictions
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.metrics import accuracy, brier, nll, paired_bootstrap
@@ -124,7 +125,7 @@ def test_our_mean_accuracy_is_of_the_seeds_that_were_run_everywhere(tmp_path):
     values = {(place, seed): 0.7 + 0.01 * n for n, (place, seed) in enumerate(done)}
     recipes = {
         one: recipe_for(*one[0], "ls", protocol="paper", seed=one[1]).replace(
-            ood=experiment_named("sota").foreign(one[0][0], Choice())
+            ood=experiment_named("sota").ood_data(one[0][0], Choice())
         )
         for one in done
     }
@@ -148,7 +149,7 @@ def test_a_mean_accuracy_stands_in_no_table_of_other_places(part):
 
 
 def test_plans_have_the_published_recipes():
-    plan = planned(experiment_named("sota"), Choice(data=("cifar10",), models=("resnet50_cifar",)), Ledger("nowhere"))
+    plan = make_plan(experiment_named("sota"), Choice(data=("cifar10",), models=("resnet50_cifar",)), Ledger("nowhere"))
     assert len(plan.wanted) == len(plan.missing) == 45
     published = recipe_for("cifar10", "resnet50_cifar", "fedlas_ls", protocol="paper", seed=2)
     assert published in [one.recipe for one in plan.wanted]
@@ -160,7 +161,7 @@ def test_plans_have_the_published_recipes():
 def test_tables_that_share_runs_want_the_same_ones():
     nowhere, choice = Ledger("nowhere"), Choice(data=("cifar10",), protocol="fast")
     names = {
-        name: {one.recipe.name for one in planned(experiment_named(name), choice, nowhere).wanted}
+        name: {one.recipe.name for one in make_plan(experiment_named(name), choice, nowhere).wanted}
         for name in ("sota", "ood", "over_under", "gate_stability", "ablations")
     }
     assert names["ood"] <= names["sota"]
@@ -172,12 +173,12 @@ def test_tables_that_share_runs_want_the_same_ones():
 def test_only_data_that_the_official_code_preprocesses_differently_has_another_split():
     """CIFAR-10's test images are the same in both; CIFAR-100's, in-distribution or OOD, are not."""
     choice = Choice(data=("cifar10", "cifar100"), protocol="fast", losses=("ce",), seeds=(1,), split="test-published")
-    ten, hundred = planned(experiment_named("ood"), choice, Ledger("nowhere")).wanted
+    ten, hundred = make_plan(experiment_named("ood"), choice, Ledger("nowhere")).wanted
     assert (ten.split, ten.recipe.splits) == ("test", ("val", "test"))
     assert ten.recipe.ood == ("cifar100", "cifar100-published", "svhn")
     assert (hundred.split, hundred.recipe.splits) == ("test-published", ("val", "test", "test-published"))
     assert hundred.recipe.ood == ("cifar10", "svhn")
-    (official,) = planned(
+    (official,) = make_plan(
         experiment_named("sota"),
         replace(choice, data=("cifar100",), protocol="official", models=("resnet50_cifar",)),
         Ledger("nowhere"),
@@ -188,18 +189,18 @@ def test_only_data_that_the_official_code_preprocesses_differently_has_another_s
 
 
 def test_finished_runs_are_not_trained_again(trained, choice, ledger):
-    plan = planned(experiment_named("sota"), choice, ledger)
+    plan = make_plan(experiment_named("sota"), choice, ledger)
     assert len(plan.wanted) == 4
     assert not plan.missing
-    assert list(reproduce(experiment_named("sota"), choice, ledger=ledger, runs=trained / "runs", told=print)) == []
+    assert list(reproduce(experiment_named("sota"), choice, ledger=ledger, runs=trained / "runs")) == []
 
 
 def test_time_is_estimated_from_runs_that_are_alike(choice, ledger):
     more = Choice(**{**vars(choice), "seeds": (1, 2, 3)})
-    plan = planned(experiment_named("sota"), more, ledger)
+    plan = make_plan(experiment_named("sota"), more, ledger)
     assert len(plan.missing) == 2
     assert 0 < plan.minutes < 5
-    both = planned(experiment_named("sota"), replace(more, data=("digits", "cifar10"), models=("small_cnn",)), ledger)
+    both = make_plan(experiment_named("sota"), replace(more, data=("digits", "cifar10"), models=("small_cnn",)), ledger)
     assert both.minutes == pytest.approx(plan.minutes)
     assert both.unknown == len(both.missing) - len(plan.missing) > 0
     device = next(iter(ledger.lines.values())).environment["device_name"]
@@ -214,7 +215,7 @@ def test_an_estimate_names_its_device_if_there_is_one(choice, ledger, devices, n
     book = Ledger(ledger.folder)
     for name, line in ledger.lines.items():
         book.lines[name] = replace(line, environment={"device_name": devices[line.seed % len(devices)]})
-    text = str(planned(experiment_named("sota"), replace(choice, seeds=(1, 2, 3)), book))
+    text = str(make_plan(experiment_named("sota"), replace(choice, seeds=(1, 2, 3)), book))
     assert " min" in text
     assert ("NVIDIA H200" in text) == named
     assert "x86_64" not in text
@@ -232,7 +233,7 @@ def test_cells_hold_a_value_for_each_seed(choice, ledger):
 
 
 def test_only_trains_the_named_runs(choice, tmp_path):
-    plan = planned(experiment_named("sota"), choice, Ledger(tmp_path), "-ls-")
+    plan = make_plan(experiment_named("sota"), choice, Ledger(tmp_path), "-ls-")
     assert [one.recipe.loss for one in plan.missing] == ["ls", "ls"]
 
 
@@ -245,7 +246,7 @@ def test_a_limit_in_which_nothing_can_be_done_is_refused(choice, tmp_path):
         with pytest.raises(ValueError, match=f"limit_minutes.*{minutes:g}"):
             list(
                 reproduce(
-                    experiment_named("sota"), choice, ledger=Ledger(tmp_path), runs=tmp_path, told=print,
+                    experiment_named("sota"), choice, ledger=Ledger(tmp_path), runs=tmp_path,
                     limit_minutes=minutes,
                 )
             )  # fmt: skip
@@ -254,7 +255,7 @@ def test_a_limit_in_which_nothing_can_be_done_is_refused(choice, tmp_path):
 
 def test_a_name_that_no_run_has_is_answered_with_some_that_are_there(choice, tmp_path):
     with pytest.raises(ValueError, match=r"'zzzz'.* (digits-small_cnn-\S+, ){2}digits-\S+ .*\b1\b"):
-        planned(experiment_named("sota"), choice, Ledger(tmp_path), "zzzz")
+        make_plan(experiment_named("sota"), choice, Ledger(tmp_path), "zzzz")
 
 
 @pytest.mark.parametrize(
@@ -348,8 +349,8 @@ def test_a_control_waits_for_the_run_that_it_depends_on(tmp_path):
     changes = {"epochs": "1", "batch_size": "100", "model_options.width": "8"}
     choice = Choice(data=("digits",), losses=rows, seeds=(1,), protocol="small", changes=changes)
     experiment, book = experiment_named("ablations"), Ledger(tmp_path / "results")
-    assert len(planned(experiment, choice, book).wanted) == 1
-    tables = list(reproduce(experiment, choice, ledger=book, runs=tmp_path / "runs", told=lambda _: None))
+    assert len(make_plan(experiment, choice, book).wanted) == 1
+    tables = list(reproduce(experiment, choice, ledger=book, runs=tmp_path / "runs"))
     assert len(tables) == 1, "one between the two, and none of the end, which is the caller's"
     lines = {line.recipe.loss: line for line in book.lines.values()}
     ratio = lines["fedlas_ls"].curve[-1]["gate"]["alpha_ratio"]
@@ -362,7 +363,7 @@ def test_a_control_waits_for_the_run_that_it_depends_on(tmp_path):
 def test_every_recipe_of_every_experiment_is_a_good_one(name):
     for protocol in ("paper", "official", "fast"):
         try:
-            plan = planned(experiment_named(name), Choice(protocol=protocol, seeds=(1,)), Ledger("nowhere"))
+            plan = make_plan(experiment_named(name), Choice(protocol=protocol, seeds=(1,)), Ledger("nowhere"))
         except ValueError as error:
             assert protocol == "fast"
             assert "network" in str(error)  # noqa: PT017
@@ -374,7 +375,7 @@ def test_every_recipe_of_every_experiment_is_a_good_one(name):
 
 
 def test_tables_and_their_data_are_written(trained, choice, ledger, tmp_path):
-    paths = drawn(experiment_named("sota"), choice, ledger=ledger, runs=trained / "runs", folder=tmp_path)
+    paths = save_results(experiment_named("sota"), choice, ledger=ledger, runs=trained / "runs", folder=tmp_path)
     assert {path.suffix for path in paths} == {".md", ".tex", ".csv", ".html", ".txt"}
 
 
@@ -393,7 +394,7 @@ def test_the_command_shows_plan_and_table_and_starts_nothing(trained, tmp_path):
 
 @pytest.mark.parametrize("name", sorted(CATALOG.entries))
 def test_planned_runs_say_what_tells_them_apart(name):
-    plan = planned(experiment_named(name), Choice(seeds=(1, 2)), Ledger("nowhere"))
+    plan = make_plan(experiment_named(name), Choice(seeds=(1, 2)), Ledger("nowhere"))
     without_folders = [tuple(row[:-1]) for row in plan.rows()]
     assert len(set(without_folders)) == len(without_folders)
 
@@ -408,7 +409,7 @@ def test_the_plan_of_the_ablations_has_the_names_of_the_rows(tmp_path):
 
 def test_a_run_that_two_rows_share_has_both_their_names():
     choice = Choice(data=("cifar10",), losses=("ce", "ce+temperature"), seeds=(1,), protocol="fast")
-    (row,) = planned(experiment_named("sota"), choice, Ledger("nowhere")).rows()
+    (row,) = make_plan(experiment_named("sota"), choice, Ledger("nowhere")).rows()
     assert row[2] == "ce, ce+temperature"
     assert "temperature" in row[3]
 
@@ -423,7 +424,7 @@ def test_the_command_trains_what_is_missing(tmp_path, monkeypatch):
     title = experiment_named("sota").title
     assert shown.output.count(title) == shown.stdout.count(title) == 1, "the last table comes once"
     assert Path("made/sota-small.md").exists()
-    again = CliRunner().invoke(app, arguments)
+    again = CliRunner().invoke(app, [*arguments, "--overwrite"])
     assert re.search(r"small.*\b1 run\b.*\b1\b.*\b0\b", again.output)
 
 
@@ -461,13 +462,15 @@ def test_wrong_arguments_end_in_one_line(arguments, message, tmp_path, monkeypat
 
 
 def test_two_sides_are_paired_by_seed(trained, ledger):
-    found = versus(side("digits/ce", ledger), side("digits/small/ls", ledger), ("ece", "accuracy"))
-    assert set(found[0].pairs) == {1, 2}
+    found = compare_runs(find_runs("digits/ce", ledger), find_runs("digits/small/ls", ledger), ("ece", "accuracy"))
+    assert set(found[0].by_seed) == {1, 2}
     line = next(line for line in ledger.lines.values() if (line.method, line.seed) == ("ce", 2))
     other = next(line for line in ledger.lines.values() if (line.method, line.seed) == ("ls", 2))
-    direct = paired_bootstrap(ece, kept_of(line, ledger).predictions(), kept_of(other, ledger).predictions())
-    assert found[0].pairs[2] == direct
-    differences = [one.difference for one in found[0].pairs.values()]
+    direct = paired_bootstrap(
+        ece, load_stored_predictions(line, ledger).predictions(), load_stored_predictions(other, ledger).predictions()
+    )
+    assert found[0].by_seed[2] == direct
+    differences = [one.difference for one in found[0].by_seed.values()]
     assert found[0].difference == pytest.approx(sum(differences) / 2)
     assert found[0].standard_error == pytest.approx(abs(differences[0] - differences[1]) / 2)
     assert len(found[0].rows()) == 3
@@ -494,32 +497,32 @@ def test_the_same_predictions_on_both_sides_are_noted(tmp_path, monkeypatch, sec
 
 
 def test_seeds_that_are_the_same_on_both_sides_are_named(ledger):
-    ce, ls = (side(f"digits/{name}", ledger) for name in ("ce", "ls"))
-    assert remarks(ce, ls) == []
-    (note,) = remarks(ce, ce)
+    ce, ls = (find_runs(f"digits/{name}", ledger) for name in ("ce", "ls"))
+    assert comparison_notes(ce, ls) == []
+    (note,) = comparison_notes(ce, ce)
     assert "same predictions" in note
-    (note,) = remarks(ce, Side("mixed", {1: ls.runs[1], 2: ce.runs[2]}))
+    (note,) = comparison_notes(ce, ModelRuns("mixed", {1: ls.runs[1], 2: ce.runs[2]}))
     assert re.search(r"same predictions.*\b2\b", note)
 
 
 def test_seeds_that_only_one_side_has_are_named(ledger):
-    ce, ls = (side(f"digits/{name}", ledger) for name in ("ce", "ls"))
-    more = replace(ls, runs={**ls.runs, 7: ls.runs[1]}, recipes={**ls.recipes, 7: ls.recipes[1]})
-    for note, where in ((remarks(ce, more), "second"), (remarks(more, ce), "first")):
+    ce, ls = (find_runs(f"digits/{name}", ledger) for name in ("ce", "ls"))
+    more = replace(ls, runs={**ls.runs, 7: ls.runs[1]}, settings={**ls.settings, 7: ls.settings[1]})
+    for note, where in ((comparison_notes(ce, more), "second"), (comparison_notes(more, ce), "first")):
         assert len(note) == 1
         assert re.search(rf"\b{where}\b.*\b7\b", note[0])
 
 
 def test_fields_in_which_recipes_differ_are_named(ledger):
-    ce = side("digits/ce", ledger)
-    first = Side("a", {1: ce.runs[1]}, recipes={1: ce.recipes[1]})
-    other = ce.recipes[2].replace(epochs=9)
-    second = Side("b", {2: ce.runs[2]}, recipes={2: other})
-    notes = sorted(remarks(first, second))
+    ce = find_runs("digits/ce", ledger)
+    first = ModelRuns("a", {1: ce.runs[1]}, settings={1: ce.settings[1]})
+    other = {**ce.settings[2], "epochs": 9}
+    second = ModelRuns("b", {2: ce.runs[2]}, settings={2: other})
+    notes = sorted(comparison_notes(first, second))
     assert len(notes) == 2
-    assert re.search(rf"epochs.*\b{ce.recipes[1].epochs}\b.*\b9\b", notes[0])
+    assert re.search(rf"epochs.*\b{ce.settings[1]['epochs']}\b.*\b9\b", notes[0])
     assert re.search(r"seed.*\b1\b.*\b2\b", notes[1])
-    (one,) = versus(first, second, ["accuracy"], resamples=100)
+    (one,) = compare_runs(first, second, ["accuracy"], resamples=100)
     assert one.rows()[0][1] == "1, 2"
     assert [one.to_dict()["pairs"][0][word] for word in ("seed", "second_seed")] == [1, 2]
 
@@ -527,11 +530,11 @@ def test_fields_in_which_recipes_differ_are_named(ledger):
 def test_pairing_by_row_number_is_noted():
     given = Predictions(torch.randn(50, 3), torch.arange(50) % 3)
     other = Predictions(torch.randn(50, 3), torch.arange(50) % 3)
-    (note,) = remarks(Side("a", {None: given}), Side("b", {None: other}))
+    (note,) = comparison_notes(ModelRuns("a", {None: given}), ModelRuns("b", {None: other}))
     assert re.search(r"\bid\b.*\bindex\b", note)
     placed = [Predictions(one.logits, one.labels, index=torch.arange(50)) for one in (given, other)]
-    assert remarks(*(Side(name, {None: one}) for name, one in zip("ab", placed, strict=True))) == []
-    assert remarks(Side("a", {None: given}), Side("b", {None: placed[1]})) == [note]
+    assert comparison_notes(*(ModelRuns(name, {None: one}) for name, one in zip("ab", placed, strict=True))) == []
+    assert comparison_notes(ModelRuns("a", {None: given}), ModelRuns("b", {None: placed[1]})) == [note]
 
 
 @pytest.mark.parametrize(
@@ -555,8 +558,8 @@ def test_classes_that_differ_are_refused_by_the_command(tmp_path, monkeypatch, o
 def test_what_a_temperature_made_can_be_compared():
     """These lines are older: the ledger stores no logits of them."""
     kept = Ledger(Path(__file__).parents[2] / "results")
-    given = side("cifar10/fast/ce+temperature", kept)
-    written = {line.seed: line for line in lines_of(given.name, kept)}
+    given = find_runs("cifar10/fast/ce+temperature", kept)
+    written = {line.seed: line for line in find_lines(given.name, kept)}
     for seed, predictions in given.runs.items():
         assert float(ece(predictions)) == pytest.approx(written[seed].metrics["ece"][0], abs=1e-6)
 
@@ -571,30 +574,30 @@ def of_many_classes(seed: int) -> Predictions:
 
 def test_rows_of_many_classes_are_compared_by_their_largest_probabilities():
     whole = [of_many_classes(seed) for seed in (1, 2)]
-    sides = [Side(name, {1: Kept.of(one).tops()}) for name, one in zip("ab", whole, strict=True)]
-    found = {one.metric: one for one in versus(*sides)}
-    assert set(found) == {"accuracy", "ece"}
+    sides = [ModelRuns(name, {1: StoredPredictions.of(one).tops()}) for name, one in zip("ab", whole, strict=True)]
+    found = {one.metric: one for one in compare_runs(*sides)}
+    assert set(found) == {"accuracy", "ece", "aurc"}
     for name, metric in {"accuracy": accuracy, "ece": ece}.items():
         direct = paired_bootstrap(metric, *whole)
         assert found[name].difference == pytest.approx(direct.difference, abs=1e-6)
-        assert found[name].pairs[1].interval.low == pytest.approx(direct.interval.low, abs=1e-3)
-        assert found[name].pairs[1].better == direct.better
+        assert found[name].by_seed[1].interval.low == pytest.approx(direct.interval.low, abs=1e-3)
+        assert found[name].by_seed[1].better == direct.better
     with pytest.raises(ValueError, match=r"nll.*\ba\b.*accuracy, ece"):
-        versus(*sides, ("nll",))
+        compare_runs(*sides, ("nll",))
 
 
 def test_rows_of_many_classes_are_compared_by_what_is_kept_of_each_sample():
     """The ledger stores the loss and the squared error of each sample."""
     whole = [of_many_classes(seed) for seed in (1, 2)]
-    kept = [Kept.of(one) for one in whole]
-    sides = [Side(name, {1: one.tops()}, {1: one.of_each_sample()}) for name, one in zip("ab", kept, strict=True)]
-    assert [one.metric for one in versus(*sides)] == ["accuracy", "ece", "nll"]
-    for other in (sides[1], Side("b", {1: whole[1]})):  # also against predictions that are whole
-        for found, metric in zip(versus(sides[0], other, ("nll", "brier")), (nll, brier), strict=True):
+    kept = [StoredPredictions.of(one) for one in whole]
+    sides = [ModelRuns(name, {1: one.tops()}, {1: one.of_each_sample()}) for name, one in zip("ab", kept, strict=True)]
+    assert [one.metric for one in compare_runs(*sides)] == ["accuracy", "ece", "nll", "brier", "aurc"]
+    for other in (sides[1], ModelRuns("b", {1: whole[1]})):  # also against predictions that are whole
+        for found, metric in zip(compare_runs(sides[0], other, ("nll", "brier")), (nll, brier), strict=True):
             direct = paired_bootstrap(metric, *whole)
             assert found.difference == pytest.approx(direct.difference, abs=1e-6)
-            assert found.pairs[1].interval.low == pytest.approx(direct.interval.low, abs=1e-5)
-            assert found.pairs[1].better == direct.better
+            assert found.by_seed[1].interval.low == pytest.approx(direct.interval.low, abs=1e-5)
+            assert found.by_seed[1].better == direct.better
 
 
 def test_rows_of_a_protocol_are_not_mixed_with_its_variants():
@@ -603,9 +606,9 @@ def test_rows_of_a_protocol_are_not_mixed_with_its_variants():
     line = next(one for one in kept.lines.values() if one.method == "fedlas_ls" and one.seed == 1)
     other = replace(line.recipe, loss_options={**line.recipe.loss_options, "beta": 1.0})
     kept.lines["variant"] = replace(line, id="variant", recipe=other)
-    assert line in lines_of("cifar10/fast/fedlas_ls", kept)
-    assert "variant" not in {one.id for one in lines_of("cifar10/fast/fedlas_ls", kept)}
-    assert len(side("cifar10/fast/fedlas_ls", kept).runs) == 3
+    assert line in find_lines("cifar10/fast/fedlas_ls", kept)
+    assert "variant" not in {one.id for one in find_lines("cifar10/fast/fedlas_ls", kept)}
+    assert len(find_runs("cifar10/fast/fedlas_ls", kept).runs) == 3
 
 
 def test_half_the_alpha_is_half_of_the_protocols():
@@ -619,13 +622,13 @@ def test_rows_of_the_ablations_are_compared_by_name():
     kept = Ledger(Path(__file__).parents[2] / "results")
     for row, options in (("fedlas_ls gate=shuffled", {"gate": "shuffled"}), ("ls half", {"alpha": 0.025})):
         for text in (f"cifar10/{row}", f"cifar10/fast/{row}"):
-            lines = lines_of(text, kept)
+            lines = find_lines(text, kept)
             assert sorted(line.seed for line in lines) == [1, 2, 3]
             assert all(options.items() <= line.recipe.loss_options.items() for line in lines)
-    same = {line.seed: line.recipe for line in lines_of("cifar10/fast/ls same mean alpha", kept)}
+    same = {line.seed: line.recipe for line in find_lines("cifar10/fast/ls same mean alpha", kept)}
     assert {recipe.loss for recipe in same.values()} == {"ls"}
     assert len({recipe.loss_options["alpha"] for recipe in same.values()}) > 1, "each seed has its own mean"
-    assert lines_of("cifar100/fast/ls half", kept) == lines_of("cifar10/paper/ls half", kept) == []
+    assert find_lines("cifar100/fast/ls half", kept) == find_lines("cifar10/paper/ls half", kept) == []
 
 
 @pytest.mark.parametrize("name", ["sota", "over_under", "ood", "gate_stability"])
@@ -647,7 +650,7 @@ def test_rebuilt_ood_data_is_named():
 def test_ready_recipes_and_tables_agree():
     """What `fedlas list recipes` shows is what the tables train."""
     ready = {recipe.replace(seed=1) for protocol, recipe in list_recipes() if protocol == "fast"}
-    plan = planned(experiment_named("sota"), Choice(protocol="fast", seeds=(1,)), Ledger("nowhere"))
+    plan = make_plan(experiment_named("sota"), Choice(protocol="fast", seeds=(1,)), Ledger("nowhere"))
     assert {one.recipe for one in plan.wanted} <= ready
 
 

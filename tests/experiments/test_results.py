@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from little_drawn import bare_ledger, bare_line
+from reproduction_page import reproduction_page, results_tables
 
-from fedlas.experiments.kept import problems
 from fedlas.experiments.ledger import Ledger
-from fedlas.experiments.page import reproduction_page, results_tables
+from fedlas.experiments.stored_predictions import problems
 from fedlas.training import recipe_for
 
 ROOT = Path(__file__).parents[2]

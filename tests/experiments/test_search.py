@@ -15,15 +15,11 @@ SMALL = {"epochs": 1, "batch_size": 100, "data_options": {"train_samples": 200},
 RECIPE = recipe_for("digits", "small_cnn", "ls", **SMALL)
 
 
-def silent(_: str) -> None:
-    pass
-
-
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("search")
     ranges = [Range.parse("alpha=0.01:0.4:log")]
-    return folder, search(RECIPE, ranges, trials=3, folder=folder, seeds=(1, 2), told=silent)
+    return folder, search(RECIPE, ranges, trials=3, folder=folder, seeds=(1, 2))
 
 
 def test_the_test_split_is_never_looked_at(done):
@@ -40,7 +36,7 @@ def test_recipes_that_select_on_the_test_split_are_refused(tmp_path):
     """Their validation split is the test split."""
     official = recipe_for("cub200", loss="ls", protocol="official")
     with pytest.raises(ValueError, match=r"data_options\.selection=held_out"):
-        search(official, [Range.parse("alpha=0.01:0.4")], trials=1, folder=tmp_path, told=silent)
+        search(official, [Range.parse("alpha=0.01:0.4")], trials=1, folder=tmp_path)
 
 
 def test_everything_is_recorded(done):
@@ -60,7 +56,7 @@ def test_everything_is_recorded(done):
 def test_a_search_that_is_started_again_trains_nothing_twice(done):
     folder, found = done
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
-    again = search(RECIPE, found.ranges, trials=4, folder=folder, seeds=(1, 2), told=silent)
+    again = search(RECIPE, found.ranges, trials=4, folder=folder, seeds=(1, 2))
     assert again.trials[:3] == found.trials
     after = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
     assert {path: after[path] for path in before} == before
@@ -75,7 +71,7 @@ def test_the_chosen_values_can_be_tested_afterwards(done, tmp_path):
 
 def test_a_diverging_trial_is_no_choice(tmp_path):
     recipe = RECIPE.replace(lr=1e30)
-    found = search(recipe, [Range.parse("alpha=0.1,0.2")], trials=1, folder=tmp_path, told=silent)
+    found = search(recipe, [Range.parse("alpha=0.1,0.2")], trials=1, folder=tmp_path)
     assert found.trials[0].values == (None,)
     assert json.loads((tmp_path / "search.json").read_text())["best"] is None
     with pytest.raises(ValueError, match="diverged"):
@@ -126,12 +122,12 @@ def test_a_keyword_is_searched_once(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-def test_the_command_tells_what_to_set(tmp_path):
+def test_the_command_prints_the_settings_to_use(tmp_path):
     words = "search --data digits --loss ls --over alpha=0.05,0.1 --trials 1 --set epochs=1 --set model_options.width=8"
     arguments = [*words.split(), "--out", str(tmp_path)]
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     assert "--set loss_options.alpha=0." in shown.output
-    wrong = CliRunner().invoke(app, [*arguments, "--metric", "speed"])
+    wrong = CliRunner().invoke(app, [*arguments, "--overwrite", "--metric", "speed"])
     assert wrong.exit_code == 1
     assert "'speed'" in wrong.output

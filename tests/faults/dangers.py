@@ -1,4 +1,4 @@
-"""A search for what could run what a stranger wrote: whatever looks as if it loaded something has to be known.
+"""Search for calls that could execute untrusted content: each must be in the list of known ones.
 
 Names are resolved through imports. A module that unpickles, or runs code, may be imported where `ADMITTED` says so; a
 name with a word such as "load" in it has to be our own or one of `SAFE`, or to carry what `GUARDED` asks for; and a
@@ -47,7 +47,7 @@ SAFE = {
     "triton.language.load",
 }
 SAFE_METHODS = {"load_state_dict", "_load_from_state_dict"}  # takes what has been read already
-IMPORTERS = {"import_module", "optional_module", "_brought"}  # take the name of a module
+IMPORTERS = {"import_module", "optional_module", "_import_tracker"}  # take the name of a module
 # What single files may import, name or call.
 ADMITTED = {
     # the one unpickler, behind a checksum and with three names of its own; tests/data/test_data_formats.py attacks it
@@ -69,14 +69,14 @@ ADMITTED = {
     },
     # a type
     "io/npz.py": {"numpy.lib.npyio.NpzFile"},
-    # what our own processes tell each other
-    "experiments/crews.py": {
+    # messages between processes that the executor started
+    "experiments/executors/local.py": {
         "import multiprocessing.connection.Connection",
         "import multiprocessing.connection.wait",
         "multiprocessing.connection.Connection",
         "multiprocessing.connection.wait",
         "pipe.recv",
-        "place.pipe.recv",
+        "worker.pipe.recv",
     },
     "integrations/base.py": {"torch.distributed.all_gather_object"},
     "metrics/accumulators.py": {"torch.distributed.all_gather_object"},
@@ -91,7 +91,7 @@ ADMITTED = {
         "torch.hub.get_dir",
     },
     "models/timm.py": {"timm.create_model"},
-    # modules of our own, and optional packages
+    # modules of fedlas, and optional packages
     "__init__.py": {"import_module(home)"},
     "catalog.py": {
         "importlib.import_module(self.package)",
@@ -246,5 +246,5 @@ def of_ours(node: ast.expr) -> bool:
 
 
 def dangers(text: str, where: str) -> list[str]:
-    """Name what in a file could run what a stranger wrote, now or when it is called later."""
+    """Return the calls and references in a file that could execute untrusted content."""
     return Search(text, where).look()

@@ -30,7 +30,7 @@ from typing import Any
 from kill import LOSSES, STEPS, recipe_of
 from zygote import SHOWN, differences, ended, finish, fork, lines, parts, table, train_and_record, warm
 
-from fedlas.experiments import kept
+from fedlas.experiments import stored_predictions
 from fedlas.training import Recipe, Run
 
 ENOUGH = 64 * 2**20
@@ -258,7 +258,7 @@ def jumping(seed: int) -> None:
 
     time.time = lambda: now() + dice.uniform(-YEARS, YEARS)
     time.time_ns = lambda: now_ns() + int(dice.uniform(-YEARS, YEARS) * 1e9)
-    kept.datetime = Jumping
+    stored_predictions.datetime = Jumping
 
 
 FAULTS: dict[str, Callable[[Session, random.Random], Trial]] = {
@@ -290,8 +290,8 @@ def campaign(
             trial = FAULTS[name](session, dice)
             found.setdefault(name, []).append(trial)
             if shown:
-                told = (name, session.recipe.loss, trial.about, trial.said, *trial.wrong)
-                print(*told, sep=" | ", file=sys.stderr, flush=True)
+                message = (name, session.recipe.loss, trial.about, trial.said, *trial.wrong)
+                print(*message, sep=" | ", file=sys.stderr, flush=True)
             shutil.rmtree(place)
     return found
 
@@ -341,8 +341,8 @@ def main() -> int:
     print(f"seed {given.seed}, {time.monotonic() - began:.0f} s\n\n{table(rows(found))}")
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)
-        told = {name: [asdict(trial) for trial in trials] for name, trials in found.items()}
-        given.json.write_text(json.dumps(told, indent=1) + "\n")
+        message = {name: [asdict(trial) for trial in trials] for name, trials in found.items()}
+        given.json.write_text(json.dumps(message, indent=1) + "\n")
     wrong = wrongs(found, given.runs)
     print(*wrong, sep="\n", file=sys.stderr)
     return int(bool(wrong))

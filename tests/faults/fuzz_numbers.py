@@ -8,7 +8,7 @@
 Each target runs in a process of its own, first with hypothesis, then with atheris (the extra `fuzz`), which
 follows the branches of `fedlas` that an input reaches; without atheris random bytes take its place, and the table says
 so. Seeds are fixed. A target that is slower than `--seconds` allows stops there: the table has the number of
-executions that there really were. What is judged, and how, is in `number_cases.py` and `more_cases.py`.
+executions that there really were. The checks are in `number_cases.py` and `more_cases.py`.
 """
 
 import argparse
@@ -35,7 +35,7 @@ OFTEN = 5_000  # executions after which what came of them is written
 SLOW = {"bootstrap", "paired_bootstrap", "smooth_curve", "smooth_ece", "SmoothECE", "kde_ece"}  # milliseconds each
 
 
-class Tally:
+class Counts:
     """Counts what came of each execution, and keeps the first findings."""
 
     def __init__(self, target: Any, limit: int, seconds: float) -> None:
@@ -56,7 +56,7 @@ class Tally:
         self.engines[engine] += 1
         try:
             self.counts[self.target(content)] += 1
-        except Exception as error:  # of the library, or of the judge: neither may go unseen
+        except Exception as error:  # of the library or of the checks: both are reported
             self.counts["findings"] += 1
             if len(self.findings) < KEPT:
                 self.findings.setdefault(str(error)[:60], f"{type(error).__name__}: {error} <- {content.hex()}")
@@ -70,7 +70,7 @@ class Tally:
         }
 
 
-def by_hypothesis(tally: Tally, executions: int, number: int) -> None:
+def by_hypothesis(counts: Counts, executions: int, number: int) -> None:
     """Let hypothesis draw bytes, which it does with a liking for small and repeated ones."""
     from hypothesis import HealthCheck, Phase, given, seed, settings
     from hypothesis import strategies as st
@@ -85,17 +85,17 @@ def by_hypothesis(tally: Tally, executions: int, number: int) -> None:
     )
     @given(st.binary(max_size=LONGEST))
     def ask(content: bytes) -> None:
-        if not tally.full:
-            tally.ask(content, "hypothesis")
+        if not counts.full:
+            counts.ask(content, "hypothesis")
 
     ask()
 
 
-def by_chance(tally: Tally, number: int) -> None:
+def by_chance(counts: Counts, number: int) -> None:
     """Draw bytes from a seed."""
     source = random.Random(number)
-    while not tally.full:
-        tally.ask(source.randbytes(source.choice((8, 40, 120, LONGEST))), "random")
+    while not counts.full:
+        counts.ask(source.randbytes(source.choice((8, 40, 120, LONGEST))), "random")
 
 
 def one_target(name: str, executions: int, seconds: float, number: int, result: Path) -> None:
@@ -117,18 +117,18 @@ def one_target(name: str, executions: int, seconds: float, number: int, result: 
     gc.set_threshold(50_000, 20, 100)  # and those of one execution few
     target = next(one for one in more_cases.targets() if one.name == name)
     start = time.monotonic()
-    tally = Tally(target, executions, seconds)
-    by_hypothesis(tally, max(1, executions // 50), number)
+    counts = Counts(target, executions, seconds)
+    by_hypothesis(counts, max(1, executions // 50), number)
     if not guided:
-        by_chance(tally, number)
-        result.write_text(json.dumps(tally.record(time.monotonic() - start)))
+        by_chance(counts, number)
+        result.write_text(json.dumps(counts.record(time.monotonic() - start)))
         return
 
     def ask(content: bytes) -> None:
-        tally.ask(content, "atheris")
-        if tally.full or tally.asked % OFTEN == 0:
-            result.write_text(json.dumps(tally.record(time.monotonic() - start)))
-        if tally.full:
+        counts.ask(content, "atheris")
+        if counts.full or counts.asked % OFTEN == 0:
+            result.write_text(json.dumps(counts.record(time.monotonic() - start)))
+        if counts.full:
             sys.stdout.flush()
             atheris_done()
 
@@ -219,7 +219,7 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Run the campaign; the exit status says whether it found anything, or did not come to its end."""
+    """Run the campaign; return a non-zero exit status if it found anything or did not finish."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--target", nargs="*", help="names of targets, or loss, metric, stream, detection, score, interval"

@@ -27,8 +27,8 @@ from typing import Any
 
 from zygote import PHASES, SHOWN, differences, ended, finish, fork, lines, parts, table, train_and_record, warm
 
-from fedlas.experiments.kept import problems
 from fedlas.experiments.ledger import Ledger
+from fedlas.experiments.stored_predictions import problems
 from fedlas.training import Recipe, Run, recipe_for
 
 LOSSES = ("fedlas_ls", "ce", "adafocal", "crl")  # without a state, and with states of three kinds

@@ -42,7 +42,7 @@ def part(rank: int, store: str, way: str, delay: float) -> None:
 
 
 def aborted(way: str, delay: float) -> bool:
-    """Let two processes meet and part; say whether the first one was aborted."""
+    """Start and end a process group of two processes; return whether the first one was aborted."""
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, __file__, "--way", way, "--delay", str(delay), "--store", f"{folder}/store", "--rank"]
         pair = [subprocess.Popen([*words, str(rank)]) for rank in range(2)]

@@ -79,7 +79,7 @@ def modules(package: str) -> list[str]:
 
 
 def brings(extra: str, package: str) -> bool:
-    """Say whether an extra installs a package, itself or as something that it needs."""
+    """Return whether an extra installs a package, itself or as something that it needs."""
     own = extras().get(extra, set())
     return package in own or any(package in {normal(word) for word in requires(one) or ()} for one in own)
 
@@ -117,7 +117,7 @@ def onnx(folder: Path) -> None:
 def search(folder: Path) -> None:
     module = import_module("fedlas.experiments.search")
     ranges = [module.Range.parse("alpha=0.01:0.1")]
-    module.search(digits().replace(loss="ls"), ranges, trials=1, folder=folder, told=str)
+    module.search(digits().replace(loss="ls"), ranges, trials=1, folder=folder)
 
 
 def trainer(folder: Path) -> None:
@@ -131,7 +131,7 @@ def board(folder: Path) -> None:
 
 
 def cluster(folder: Path) -> None:
-    import_module("fedlas.experiments.launch").launched([digits()], folder=folder, how="ray")
+    import_module("fedlas.experiments.scheduler").train_recipes([digits()], folder=folder, executor="ray")
 
 
 def probmetrics(folder: Path) -> None:
@@ -148,7 +148,7 @@ DEEDS: dict[str, Callable[[Path], Any]] = {
     "typer": command_line,
     "rich": progress_bar,
     "matplotlib": lambda folder: fedlas.save_figures({"mine": some()}, folder, ("svg",), resamples=20),
-    "jinja2": lambda folder: fedlas.save_page(folder / "page.html", {"mine": some()}),
+    "jinja2": lambda folder: fedlas.save_page({"mine": some()}, folder / "page.html"),
     "pillow": lambda _: import_module("fedlas.report.thumbnails").picture_of(torch.rand(8, 8)),
     "pyarrow": lambda folder: fedlas.write_predictions(some(), folder / "p.parquet"),
     "probmetrics": probmetrics,
@@ -217,7 +217,7 @@ def _attempt(deed: Callable[[Path], Any]) -> str:
 
 
 def named(said: str, package: str) -> bool:
-    """Say whether an error names a package, and a command that installs it."""
+    """Return whether an error names a package, and a command that installs it."""
     names = {package, *modules(package)}
     by_name = any(re.search(rf"\b{re.escape(name)}\b", said) for name in names)
     commands = re.findall(r"pip install (?:-U )?'fedlas\[([a-z,]+)\]'", said)

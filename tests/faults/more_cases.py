@@ -1,4 +1,4 @@
-"""What else the campaign on numbers asks: detection of foreign data, intervals, comparisons, and means over images.
+"""More cases of the campaign on numbers: OOD detection, intervals, comparisons, and means over images.
 
 These take more than a table and its labels, so each has an input and a second answer of its own: pairs of scores are
 counted one by one with fractions, scores of logits and features are computed with 50 digits, values with intervals are
@@ -28,10 +28,10 @@ from number_cases import (
     Target,
     as_container,
     as_seen,
+    check_result,
     compare,
     compared,
     distributions,
-    judged,
     laid_out,
     legal_labels,
     metric_input,
@@ -88,28 +88,28 @@ def seen_scores(given: Any) -> list[Any] | None:
     return [value if math.isinf(value) else Fraction(value) for value in found.double().tolist()]
 
 
-def falling(known: list[Any], foreign: list[Any], positive: str) -> list[tuple[Any, int, int]]:
+def falling(id_scores: list[Any], ood_scores: list[Any], positive: str) -> list[tuple[Any, int, int]]:
     """Thresholds from the first on, with how many positives and negatives have just that score."""
-    hit, miss = (foreign, known) if positive == "ood" else (known, foreign)
-    order = sorted({*known, *foreign}, reverse=positive == "ood")
+    hit, miss = (ood_scores, id_scores) if positive == "ood" else (id_scores, ood_scores)
+    order = sorted({*id_scores, *ood_scores}, reverse=positive == "ood")
     return [(score, hit.count(score), miss.count(score)) for score in order]
 
 
-def auroc(known: list[Any], foreign: list[Any]) -> float:
-    right = sum(Fraction(x < y) + Fraction(int(x == y), 2) for x in known for y in foreign)
-    return float(right / (len(known) * len(foreign)))
+def auroc(id_scores: list[Any], ood_scores: list[Any]) -> float:
+    right = sum(Fraction(x < y) + Fraction(int(x == y), 2) for x in id_scores for y in ood_scores)
+    return float(right / (len(id_scores) * len(ood_scores)))
 
 
-def aupr(known: list[Any], foreign: list[Any], positive: str = "ood") -> float:
+def aupr(id_scores: list[Any], ood_scores: list[Any], positive: str = "ood") -> float:
     total, found, seen = Fraction(), 0, 0
-    for _, hits, misses in falling(known, foreign, positive):
+    for _, hits, misses in falling(id_scores, ood_scores, positive):
         found, seen = found + hits, seen + hits + misses
         total += Fraction(hits * found, seen)
     return float(total / found)
 
 
-def fpr_at_tpr(known: list[Any], foreign: list[Any], tpr: float = 0.95, positive: str = "ood") -> float:
-    rows = falling(known, foreign, positive)
+def fpr_at_tpr(id_scores: list[Any], ood_scores: list[Any], tpr: float = 0.95, positive: str = "ood") -> float:
+    rows = falling(id_scores, ood_scores, positive)
     hits, misses = sum(row[1] for row in rows), sum(row[2] for row in rows)
     found = wrong = 0
     for _, hit, miss in rows:
@@ -119,7 +119,7 @@ def fpr_at_tpr(known: list[Any], foreign: list[Any], tpr: float = 0.95, positive
     return float(Fraction(wrong, misses))
 
 
-def judge_detection(name: str, draw: Draw) -> str:
+def check_detection(name: str, draw: Draw) -> str:
     options: dict[str, Any] = {}
     legal = True
     if draw.byte() % 2:
@@ -134,7 +134,7 @@ def judge_detection(name: str, draw: Draw) -> str:
     given = score_list(draw), score_list(draw)
     seen = [seen_scores(one) for one in given]
     text = Shown(*given, options)
-    found = judged(name, lambda: getattr(ood, name)(*given, **options), legal and None not in seen, text)
+    found = check_result(name, lambda: getattr(ood, name)(*given, **options), legal and None not in seen, text)
     if found is None:
         return "refused"
     sound_interval(name, found.interval, text)
@@ -233,7 +233,7 @@ def seen_rows(given: Any, of_logits: bool) -> list[list[float]] | None:
     return found.double().tolist() if found.ndim == 2 else None
 
 
-def judge_score(name: str, draw: Draw) -> str:
+def check_score(name: str, draw: Draw) -> str:
     options = {}
     if draw.byte() % 2:
         options = {word: draw.pick(values) for word, values in SCORE_OPTIONS.get(name, NOTHING).items()}
@@ -241,7 +241,7 @@ def judge_score(name: str, draw: Draw) -> str:
     rows = seen_rows(given, name != "feature_norm")
     legal = rows is not None and all(LEGAL[word](value) for word, value in options.items())
     text = Shown(given, options)
-    found = judged(name, lambda: getattr(ood, name)(given, **options), legal, text)
+    found = check_result(name, lambda: getattr(ood, name)(given, **options), legal, text)
     if found is None or rows is None:
         return "refused"
     twin: Callable[..., Any] = globals()[name]
@@ -273,14 +273,14 @@ def knn(rows: list[list[float]], known: list[list[float]], k: int) -> list[Any]:
     return found
 
 
-def judge_knn(draw: Draw) -> str:
+def check_knn(draw: Draw) -> str:
     k = draw.pick((1, 2, 3, 0, -1, 50))
     width = draw.pick((2, 3, 1, None))
     features, known = any_table(draw, width), any_table(draw, width)
     rows, others = seen_rows(features, of_logits=False), seen_rows(known, of_logits=False)
     legal = rows is not None and others is not None and len(rows[0]) == len(others[0]) and 1 <= k <= len(others)
     text = Shown(features, known, k)
-    found = judged("knn", lambda: ood.knn(features, known, k), legal, text)
+    found = check_result("knn", lambda: ood.knn(features, known, k), legal, text)
     if found is None or rows is None or others is None:
         return "refused"
     # Distances come from |a|^2 - 2ab + |b|^2, whose root magnifies the last digit near zero.
@@ -303,7 +303,7 @@ def settings(draw: Draw) -> tuple[dict[str, Any], bool]:
     return found, legal_level(found.get("level", 0.95)) and found["resamples"] >= 20
 
 
-def judge_bootstrap(draw: Draw) -> str:
+def check_bootstrap(draw: Draw) -> str:
     name = draw.pick((*SUMS, "accuracy", *MEANS, *SUMS, *AREAS, *WITHOUT))
     metric, (options, legal) = getattr(metrics, name), settings(draw)
     if name in {*SUMS, "signed_ece"}:
@@ -312,7 +312,9 @@ def judge_bootstrap(draw: Draw) -> str:
     verdict, rows = verdict_on(scores, labels)
     verdict = False if not legal or name in {*AREAS, *WITHOUT} else verdict
     text = Shown(name, scores, labels, options)
-    found = judged(f"bootstrap of {name}", lambda: metrics.bootstrap(metric, scores, labels, **options), verdict, text)
+    found = check_result(
+        f"bootstrap of {name}", lambda: metrics.bootstrap(metric, scores, labels, **options), verdict, text
+    )
     if found is None or rows is None:
         return "refused" if found is None else "taken"
     results = found if isinstance(found, tuple) else (found,)
@@ -340,7 +342,7 @@ def wilson(share: float, n: int, interval: Interval, text: Shown) -> None:
             raise FindingError(f"accuracy: {end!r} is no end of Wilson's interval: {text}")
 
 
-def judge_pair(draw: Draw) -> str:
+def check_pair(draw: Draw) -> str:
     name = draw.pick(("ece", "aece", "accuracy", "nll", "brier", "mce"))
     metric, (options, legal) = getattr(metrics, name), settings(draw)
     first, labels = metric_input(draw)
@@ -354,7 +356,7 @@ def judge_pair(draw: Draw) -> str:
     verdict = False if not legal or name == "mce" or False in both else None if None in both else True
     text = Shown(name, first, second, labels, options)
     call = lambda: metrics.paired_bootstrap(metric, first, second, labels, **options)  # noqa: E731
-    found = judged(f"paired bootstrap of {name}", call, verdict, text)
+    found = check_result(f"paired bootstrap of {name}", call, verdict, text)
     if found is None or any(rows is None for _, rows in verdicts):
         return "refused" if found is None else "taken"
     sound_interval(name, found.interval, text, -math.inf, math.inf)
@@ -393,14 +395,16 @@ def maps_of(draw: Draw) -> tuple[Any, Any]:
     return faults[fault]() if fault in faults else (scores, truth)
 
 
-def judge_images(draw: Draw) -> str:
+def check_images(draw: Draw) -> str:
     name = draw.pick(("ece", "accuracy", "brier", "nll", "aurc", "aece", "mce"))
     metric = getattr(metrics, name)
     ignored = draw.pick((None, -100, 255, 0))
     scores, labels = maps_of(draw)
     verdict, images = verdict_on_images(scores, labels, ignored)
     text = Shown(name, scores, labels, ignored)
-    found = judged("per_image", lambda: metrics.per_image(metric, scores, labels, ignore_index=ignored), verdict, text)
+    found = check_result(
+        "per_image", lambda: metrics.per_image(metric, scores, labels, ignore_index=ignored), verdict, text
+    )
     if found is None or not images:
         return "refused" if found is None else "taken"
     oracle = exact_metrics.oracle_of(name)
@@ -440,8 +444,8 @@ def targets() -> list[Target]:
     """Everything that is fuzzed, here and in `number_cases`."""
     found = number_cases.targets()
     for name in ("auroc", "aupr", "fpr_at_tpr"):
-        found.append(Target(name, "detection", lambda draw, name=name: judge_detection(name, draw)))
+        found.append(Target(name, "detection", lambda draw, name=name: check_detection(name, draw)))
     for name in ("max_probability", "entropy", "max_logit", "energy", "generalised_entropy", "feature_norm"):
-        found.append(Target(name, "score", lambda draw, name=name: judge_score(name, draw)))
-    found += [Target("knn", "score", judge_knn), Target("bootstrap", "interval", judge_bootstrap)]
-    return [*found, Target("paired_bootstrap", "interval", judge_pair), Target("per_image", "metric", judge_images)]
+        found.append(Target(name, "score", lambda draw, name=name: check_score(name, draw)))
+    found += [Target("knn", "score", check_knn), Target("bootstrap", "interval", check_bootstrap)]
+    return [*found, Target("paired_bootstrap", "interval", check_pair), Target("per_image", "metric", check_images)]

@@ -31,12 +31,12 @@ TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / name) for name in ("", "training", "experiments")]
 
 from runs_of import log_without_times, prediction_bytes  # noqa: E402
-from test_launch import exists, holder  # noqa: E402
-from test_launch_ray import children, kill_raylet, parent, raylet  # noqa: E402
+from test_scheduler import exists, holder  # noqa: E402
+from test_scheduler_ray import children, kill_raylet, parent, raylet  # noqa: E402
 from zygote import lines, parts, table  # noqa: E402
 
-from fedlas.experiments.kept import problems  # noqa: E402
 from fedlas.experiments.ledger import Ledger  # noqa: E402
+from fedlas.experiments.stored_predictions import problems  # noqa: E402
 from fedlas.training import Run  # noqa: E402
 from waiting import until  # noqa: E402
 
@@ -57,7 +57,7 @@ class Place:
     def _started(self) -> subprocess.Popen[bytes]:
         words = {
             "--data": "digits", "--losses": ",".join(LOSSES), "--seeds": ",".join(map(str, SEEDS)),
-            "--protocol": "small", "--launch": "ray", "--address": self.cluster.address, "--device": "cpu",
+            "--protocol": "small", "--executor": "ray", "--address": self.cluster.address, "--device": "cpu",
             "--runs": str(self.folder / "runs"), "--ledger": str(self.folder / "results"),
         }  # fmt: skip
         settings = {"epochs": self.epochs, "batch_size": 100, "data_options.train_samples": 400}
@@ -138,10 +138,12 @@ def cluster_campaign(kills: int, seed: int, epochs: int, folder: Path) -> dict[s
         finally:
             place.driver.kill()
             place.driver.wait()
-    return {"kills": killed, "seconds": round(time.monotonic() - began), "starts": place.starts} | judged(folder, code)
+    return {"kills": killed, "seconds": round(time.monotonic() - began), "starts": place.starts} | evaluate_run(
+        folder, code
+    )
 
 
-def judged(folder: Path, code: int | None) -> dict[str, Any]:
+def evaluate_run(folder: Path, code: int | None) -> dict[str, Any]:
     """Look at what the driver has left."""
     runs = runs_in(folder)
     wrong = [] if code == 0 else [f"the driver ended with {code}: {(folder / 'driver.txt').read_text()[-2000:]}"]
@@ -221,14 +223,14 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     """Lay out both campaigns."""
     made = []
     if "cluster" in found:
-        told = found["cluster"]
-        hit = Counter("driver" if kill["what"] == DRIVER else "node" for kill in told["kills"])
+        result = found["cluster"]
+        hit = Counter("driver" if kill["what"] == DRIVER else "node" for kill in result["kills"])
         made.append({
             "campaign": "Ray, two nodes, a table of 12 runs",
             "killed": f"{hit['node']} times a node, {hit['driver']} times the driver",
-            "runs": told["runs"],
-            "wrong": len(told["wrong"]),
-            "seconds": told["seconds"],
+            "runs": result["runs"],
+            "wrong": len(result["wrong"]),
+            "seconds": result["seconds"],
         })  # fmt: skip
     if found.get("torchrun"):
         held = found["torchrun"]

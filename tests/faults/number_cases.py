@@ -37,7 +37,7 @@ import plain  # noqa: E402
 import fedlas  # noqa: E402
 from fedlas import metrics  # noqa: E402
 from fedlas.metrics.base import AbstractMetric  # noqa: E402
-from fedlas.metrics.catalogue import all_metrics  # noqa: E402
+from fedlas.metrics.registry import all_metrics  # noqa: E402
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 OTHERS = (torch.int64, torch.bool, torch.complex64, torch.uint8)
@@ -88,18 +88,18 @@ class Draw:
 
 @dataclass(frozen=True)
 class Target:
-    """Something to fuzz: its name, and what judges one input."""
+    """Something to fuzz: its name, and the check of one input."""
 
     name: str
     kind: str
-    judge: Callable[[Draw], str] = field(repr=False)
+    check: Callable[[Draw], str] = field(repr=False)
 
     def __call__(self, content: bytes) -> str:
         """Ask it about an input: what came of it, in a word; a finding is an error."""
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             warnings.filterwarnings("ignore", "every row of the logits lies between")  # a doubt, and no other number
-            return self.judge(Draw(content))
+            return self.check(Draw(content))
 
 
 # Tables of probabilities
@@ -311,7 +311,7 @@ def _words(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)} {held}"
 
 
-def judged(name: str, call: Callable[[], Any], verdict: bool | None, shown: Shown) -> Any:
+def check_result(name: str, call: Callable[[], Any], verdict: bool | None, shown: Shown) -> Any:
     """Call; give what came, or None after a clear error where that is right."""
     try:
         found = call()
@@ -320,7 +320,7 @@ def judged(name: str, call: Callable[[], Any], verdict: bool | None, shown: Show
         if len(words) < 10:
             raise FindingError(f"{name}: says only {words!r} about {shown}") from error
         if verdict and "soft" not in words:
-            raise FindingError(f"{name}: refuses what is legal ({words}): {shown}") from error
+            raise FindingError(f"{name}: rejects valid input ({words}): {shown}") from error
         return None
     except Exception as error:
         raise FindingError(f"{name}: {type(error).__name__} ({error}) on {shown}") from error
@@ -406,11 +406,11 @@ def verdict_on_logits(scores: Any, labels: Any) -> tuple[bool | None, tuple[Tens
     return verdict, (probs, rows[1])
 
 
-def judge_logits(name: str, call: Callable[[Any, Any], Any], options: dict[str, Any], draw: Draw) -> str:
+def check_logits(name: str, call: Callable[[Any, Any], Any], options: dict[str, Any], draw: Draw) -> str:
     scores, labels = logit_input(draw)
     verdict, rows = verdict_on_logits(scores, labels)
     text = Shown("logits", scores, labels, options)
-    found = judged(name, lambda: call(scores, labels), verdict, text)
+    found = check_result(name, lambda: call(scores, labels), verdict, text)
     if found is None or rows is None:
         return "refused" if found is None else "taken"
     if name.lower() == "nll":
@@ -428,24 +428,24 @@ def judge_logits(name: str, call: Callable[[Any, Any], Any], options: dict[str, 
     return compare(name, found, rows, options, text)
 
 
-def judge_metric(name: str, metric: Callable[..., Any], draw: Draw) -> str:
+def check_metric(name: str, metric: Callable[..., Any], draw: Draw) -> str:
     options = _options(metric, draw)
     if draw.byte() % 4 == 3:
-        return judge_logits(name, lambda s, y: metric(fedlas.Predictions(s, y), **options), options, draw)
+        return check_logits(name, lambda s, y: metric(fedlas.Predictions(s, y), **options), options, draw)
     options |= more_options(name, draw)
     scores, labels = metric_input(draw)
     verdict, rows = verdict_on(scores, labels, options)
     text = Shown(scores, labels, options)
-    found = judged(name, lambda: metric(scores, labels, **options), verdict, text)
+    found = check_result(name, lambda: metric(scores, labels, **options), verdict, text)
     if found is None or rows is None:
         return "refused" if found is None else "taken"
     return compare(name, found, rows, options, text)
 
 
-def judge_stream(name: str, metric: AbstractMetric, draw: Draw) -> str:
+def check_stream(name: str, metric: AbstractMetric, draw: Draw) -> str:
     stream, options = metric.accumulator, _options(metric.store, draw)
     if draw.byte() % 4 == 3:
-        return judge_logits(name, lambda s, y: stream(**options).update_logits(s, y).compute(), options, draw)
+        return check_logits(name, lambda s, y: stream(**options).update_logits(s, y).compute(), options, draw)
     scores, labels = metric_input(draw)
     verdict, rows = verdict_on(scores, labels)
     parts = [(scores, labels)]
@@ -462,7 +462,7 @@ def judge_stream(name: str, metric: AbstractMetric, draw: Draw) -> str:
         return (first.merge(second) if merged and len(parts) > 1 else first).compute()
 
     text = Shown(scores, labels, options, len(parts))
-    found = judged(name, call, verdict, text)
+    found = check_result(name, call, verdict, text)
     if found is None or rows is None:
         return "refused" if found is None else "taken"
     return compare(name, found, rows, options, text)
@@ -643,14 +643,14 @@ class LossTarget:
             self.built[reduction] = made[0], made[1].double()
         return self.built[reduction]
 
-    def judge(self, draw: Draw) -> str:
+    def check(self, draw: Draw) -> str:
         reduction = draw.pick(("mean", "sum", "none"))
         loss, twin = self.pair(reduction)
         given = loss_input(draw, loss.takes_soft_labels)
         verdict = loss_verdict(loss, given)
         text = Shown(reduction, *given)
         torch.random.default_generator.manual_seed(0)
-        found = judged(str(self.case), lambda: loss(*given), verdict, text)
+        found = check_result(str(self.case), lambda: loss(*given), verdict, text)
         if found is None:
             return "refused"
         if found.is_meta or given[0].is_meta or given[0].layout != torch.strided or given[0].ndim != 2:
@@ -760,7 +760,7 @@ def loss_targets() -> list[Target]:
     found = []
     for record in fedlas.list_losses():
         cases = [LossTarget(case) for case in loss_cases.cases_of(record) if not case.random]
-        found.append(Target(record.name, "loss", lambda draw, cases=cases: draw.pick(cases).judge(draw)))
+        found.append(Target(record.name, "loss", lambda draw, cases=cases: draw.pick(cases).check(draw)))
     return found
 
 
@@ -768,7 +768,7 @@ def targets() -> list[Target]:
     """Everything that is fuzzed."""
     found = loss_targets()
     for name, one in metric_functions().items():
-        found.append(Target(name, "metric", lambda draw, name=name, one=one: judge_metric(name, one, draw)))
+        found.append(Target(name, "metric", lambda draw, name=name, one=one: check_metric(name, one, draw)))
     for name, kind in streams().items():
-        found.append(Target(name, "stream", lambda draw, name=name, kind=kind: judge_stream(name, kind, draw)))
+        found.append(Target(name, "stream", lambda draw, name=name, kind=kind: check_stream(name, kind, draw)))
     return found

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fedlas import metrics
-from fedlas.metrics.catalogue import all_metrics
+from fedlas.metrics.registry import all_metrics
 
 BLOCK, CLASSES = 100_000, 5
 STREAMS: tuple[Any, ...] = tuple(all_metrics().values())

@@ -26,7 +26,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, conten
 
 
 @pytest.mark.campaign
-def test_every_package_of_an_extra_has_a_deed_that_needs_it():
+def test_every_package_of_an_extra_is_needed_by_a_test():
     assert {one for held in missing.extras().values() for one in held} == set(missing.DEEDS)
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.campaign
 
 
 def campaign(script: str, *words: str) -> Any:
-    """Run a campaign, and give what it wrote; its exit code says whether anything was wrong."""
+    """Run a campaign and return its results; its exit code is non-zero after a failure."""
     out = Path(os.environ["FAULTS_OUT"])
     command = [sys.executable, str(HERE / script), *words, "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
@@ -45,13 +45,13 @@ def out(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
-def test_terminated_trainings_go_on():
+def test_terminated_trainings_resume():
     kills = campaign("kill.py", "--runs", "3", "--seed", "3", "--signal", "SIGTERM")
     assert all(kill["steps"] == 28 for kill in kills)  # nothing is done twice
 
 
-def test_nodes_and_workers_die():
-    """One node of a cluster also dies in tests/experiments/test_launch_ray.py."""
+def test_runs_survive_dead_nodes_and_workers():
+    """One node of a cluster also dies in tests/experiments/test_scheduler_ray.py."""
     found = campaign("nodes.py", "--kills", "2", "--epochs", "30", "--torchrun", "1")
     assert len(found["cluster"]["kills"]) == 2
 
@@ -84,7 +84,7 @@ print(json.dumps([*killed, wrong, said, noticed]))
 """
 
 
-def test_short_campaigns_find_nothing_and_would_notice(tmp_path):
+def test_short_campaigns_pass_and_detect_faults(tmp_path):
     """Two kills, a SIGTERM and a fault of each kind; and made-up offenders: other numbers, rests, a run twice.
 
     All in one start, which takes longer than the rest. Who is not root mounts file systems in a namespace.
@@ -108,7 +108,7 @@ def test_short_campaigns_find_nothing_and_would_notice(tmp_path):
     assert disk.NO_ROOM in said["full disk"]
 
 
-def test_too_few_kills_are_wrong():
+def test_too_few_kills_fail_the_campaign():
     cluster = {"kills": [{"what": "driver", "after": 1.0}] * 19, "wrong": []}
     found = {"cluster": cluster, "torchrun": [{"wrong": []}] * 5}
     assert nodes.wrongs(found, 19, 5) == []
@@ -117,7 +117,7 @@ def test_too_few_kills_are_wrong():
     assert nodes.wrongs({"torchrun": [{"wrong": ["it is late"]}]}, 0, 1) == ["it is late"]
 
 
-def test_too_few_kills_while_a_checkpoint_is_written_are_wrong():
+def test_too_few_kills_during_checkpoints_fail_the_campaign():
     def made(writing, rest):
         phases = ["checkpoint writing"] * writing + ["step"] * rest
         return [kill.Kill(number, phase, -9, 28) for number, phase in enumerate(phases)]
@@ -128,7 +128,7 @@ def test_too_few_kills_while_a_checkpoint_is_written_are_wrong():
     assert kill.wrongs([kill.Kill(3, "step", -9, 28, ["its log is another"])], 1) == ["run 3: its log is another"]
 
 
-def test_disks_that_were_not_full_are_wrong():
+def test_disks_that_were_not_full_fail_the_campaign():
     full, enough = disk.Trial("9 bytes", f"OSError: {disk.NO_ROOM}: 'x'"), disk.Trial("99 bytes", "it was enough")
     assert disk.wrongs({"full disk": [full, full, enough]}, 3) == []
     assert disk.wrongs({"full disk": [full, enough, enough]}, 3) == ["only 1 of 3 disks were full"]
@@ -139,7 +139,7 @@ def test_disks_that_were_not_full_are_wrong():
     assert disk.wrongs({"full disk": []}, 1) == ["full disk was tried 0 times, and should have been 1 times"]
 
 
-def test_a_worker_of_torchrun_dies_and_the_run_goes_on(tmp_path):
+def test_a_run_resumes_after_a_dead_torchrun_worker(tmp_path):
     """Wrong would be a silent end, a worker that is left, or other numbers than those of an unbroken run."""
     (found,) = torchrun_campaign(1, 1, tmp_path, epochs=12)
     assert found["wrong"] == []

@@ -44,7 +44,7 @@ def series(power, memory_power=1.0, kind="metric", name="x", against="N"):
     return [growth.Point(kind, name, against, n, 1e-6 * n**power, int(2**10 * n**memory_power)) for n in sizes]
 
 
-def test_a_quadratic_series_is_refused():
+def test_a_quadratic_series_raises():
     assert growth.excesses(series(1.0)) == []
     assert growth.excesses(series(1.3)) == []
     for excess, what in ((growth.excesses(series(2.0)), "time"), (growth.excesses(series(1.0, 2.0)), "memory")):
@@ -61,7 +61,7 @@ def test_the_square_of_classes_is_allowed_where_it_is_documented():
 
 
 @pytest.mark.parametrize(("each", "refused"), [(0.0, False), (0.2, False), (1.0, True), (5.0, True)])
-def test_a_stream_of_sums_that_keeps_samples_is_refused(each, refused):
+def test_a_stream_of_sums_that_keeps_samples_raises(each, refused):
     points = [growth.Point("stream", "ECE", "N", 10**k, 1e-8 * 10**k, 2**27 + int(each * 10**k)) for k in range(3, 9)]
     excess = growth.excesses(points)
     assert len(excess) == refused

@@ -203,7 +203,7 @@ def test_the_check_of_a_torch_file_changes_no_class_and_copies_nothing(tmp_path)
     assert callable(Counter.most_common)
 
 
-def test_an_archive_behind_other_data_is_refused(tmp_path):
+def test_an_archive_behind_other_data_raises(tmp_path):
     path = zipped(tmp_path / "p.pt", pickled({"probs": 1}))
     path.write_bytes(b"PK\x03\x04" + bytes(60) + path.read_bytes())
     with pytest.raises(ValueError, match=r"before its archive"):
@@ -299,7 +299,7 @@ def test_one_low_confidence_needs_no_table(tmp_path):
 
 LIMITED = """
 import resource, sys
-import fedlas, fedlas.report.answers, fedlas.integrations.official
+import fedlas, fedlas.report.evaluation_result, fedlas.integrations.official
 from fedlas.io import read_predictions
 held = int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmSize"))) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (held + 2**29, held + 2**29))

@@ -43,20 +43,20 @@ def unchecked():
 @pytest.mark.parametrize("target", ASKED, ids=lambda target: target.name)
 @given(content=st.binary(max_size=120))
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_every_number_is_right_or_refused_in_words(target: Target, content: bytes):
+def test_valid_input_gives_exact_values_and_invalid_input_an_error(target: Target, content: bytes):
     assert target(content) in {"right", "refused", "taken"}
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", sorted(SLOW))
-def test_slow_ones_too(name):
+def test_slow_metrics_are_correct(name):
     target = next(target for target in number_cases.targets() if target.name == name)
     for first in range(6):
         assert target(bytes([first] * 40)) in {"right", "refused", "taken"}
 
 
 @pytest.mark.campaign
-def test_nothing_public_is_left_out():
+def test_all_public_functions_are_fuzzed():
     """What `fedlas.metrics` exports is asked, is made of what is asked, or takes no probabilities."""
     asked = {target.name for target in more_cases.targets()}
     assert set(LOSSES) <= asked
@@ -70,9 +70,9 @@ def test_nothing_public_is_left_out():
 
 
 @pytest.mark.campaign
-def test_the_judge_notices_a_wrong_number():
-    """A judge that cannot fail would prove nothing."""
-    off = Target("ece", "metric", lambda draw: number_cases.judge_metric("ece", lambda *x, **_: _moved(*x), draw))
+def test_a_wrong_metric_value_is_detected():
+    """Guard against a check that always passes."""
+    off = Target("ece", "metric", lambda draw: number_cases.check_metric("ece", lambda *x, **_: _moved(*x), draw))
     with pytest.raises(number_cases.FindingError, match="instead of"):
         off(bytes(60))
 
@@ -84,38 +84,38 @@ def _moved(*given):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("call", [lambda *x: 0.1, lambda *x: 1 / 0], ids=["a number", "another error"])
-def test_the_judge_notices_what_is_not_refused(call):
+def test_accepted_invalid_input_is_detected(call):
     nothing = (torch.full((2, 2), torch.nan), torch.tensor([0, 1]))
     with pytest.raises(number_cases.FindingError):
-        number_cases.judged("x", lambda: call(*nothing), False, number_cases.Shown(*nothing))
+        number_cases.check_result("x", lambda: call(*nothing), False, number_cases.Shown(*nothing))
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", ["smooth_ece", "kde_ece", "noise_floor", "smooth_curve"])
-def test_the_judge_notices_a_wrong_kernel(name):
+def test_a_wrong_kernel_metric_is_detected(name):
     """These were once compared with themselves alone."""
 
     def off(*given, **options):
         return [value + 1e-6 for value in number_cases.numbers(getattr(metrics, name)(*given, **options))]
 
-    target = Target(name, "metric", lambda draw: number_cases.judge_metric(name, off, draw))
+    target = Target(name, "metric", lambda draw: number_cases.check_metric(name, off, draw))
     with pytest.raises(number_cases.FindingError, match="instead of"):
         target(bytes(60))
 
 
 @pytest.mark.campaign
-def test_what_nothing_was_compared_with_is_not_called_refused():
-    """One column of logits is a binary head: a number comes that the judge has no second answer for."""
+def test_unchecked_results_are_not_counted_as_errors():
+    """One column of logits is a binary head: the reference has no value to compare with."""
     column = (torch.tensor([[0.5], [1.0]]), torch.tensor([0, 1]))
     draw = number_cases.Draw(b"")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(number_cases, "logit_input", lambda _: column)
-        assert number_cases.judge_logits("ece", lambda s, y: ece(fedlas.Predictions(s, y)), {}, draw) == "taken"
+        assert number_cases.check_logits("ece", lambda s, y: ece(fedlas.Predictions(s, y)), {}, draw) == "taken"
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", ["auroc", "aupr", "fpr_at_tpr"])
-def test_the_judge_of_detection_notices_a_wrong_number(name, monkeypatch):
+def test_a_wrong_ood_metric_is_detected(name, monkeypatch):
     true = getattr(ood, name)
 
     def off(*given, **options):
@@ -124,7 +124,7 @@ def test_the_judge_of_detection_notices_a_wrong_number(name, monkeypatch):
 
     monkeypatch.setattr(ood, name, off)
     with pytest.raises(number_cases.FindingError, match="instead of"):
-        more_cases.judge_detection(name, number_cases.Draw(bytes([0, 0, 0, 1, 0, *range(40)])))
+        more_cases.check_detection(name, number_cases.Draw(bytes([0, 0, 0, 1, 0, *range(40)])))
 
 
 @pytest.mark.campaign
@@ -137,7 +137,7 @@ def test_the_judge_of_detection_notices_a_wrong_number(name, monkeypatch):
         ("nll", "ff0008000f64ff00000000ffffff0000646464646464677a"),  # losses of 1e308, which add up to infinity
     ],
 )
-def test_the_judge_is_right_where_it_once_was_not(name, content):
+def test_regressions_of_the_reference_implementation(name, content):
     target = next(target for target in more_cases.targets() if target.name == name)
     assert target(bytes.fromhex(content)) in {"right", "taken"}
 
@@ -187,14 +187,14 @@ def test_logits_in_any_memory_give_dual_focal_no_warning():
 
 @pytest.mark.parametrize("share", [6e-8, 1e-30, 1e-39, 5e-324])
 @pytest.mark.parametrize("double_normalise", [True, False])
-def test_mmce_is_a_number_where_almost_nothing_is_right(share, double_normalise):
+def test_mmce_is_finite_for_almost_no_correct_predictions(share, double_normalise):
     loss = fedlas.build_loss("mmce", variant="w", double_normalise=double_normalise)
     labels = torch.tensor([[1.0, share], [1.0, share]], dtype=torch.float64)
     assert loss(torch.tensor([[0.0, 3.0], [0.0, 5.0]]), labels).isfinite()
     assert loss(torch.tensor([[0.0, 3.0], [0.0, 5.0]], dtype=torch.float64), labels).isfinite()
 
 
-def test_shares_in_half_precision_are_added_up_exactly():
+def test_probabilities_in_half_precision_are_summed_exactly():
     labels = torch.tensor([[1 / 7, 6 / 7]]).half()
     assert float(top_k(torch.tensor([[0.5, 0.5]]), labels, 2)) == float(labels.double().sum())
 
@@ -223,14 +223,14 @@ def test_a_row_of_logits_is_no_table(labels):
 
 @pytest.mark.parametrize("size", [1e200, 1e-200, 1e308, 5e-324])
 @pytest.mark.parametrize(("p", "length"), [(1.0, 2.0), (2.0, 2**0.5), (3.0, 2 ** (1 / 3)), (float("inf"), 1.0)])
-def test_features_of_any_size_have_their_length(size, p, length):
+def test_features_of_any_scale_have_the_correct_norm(size, p, length):
     """Squares of numbers beyond 1e154 were infinite, those below 1e-162 nothing, and so was the norm."""
     norm = -float(ood.feature_norm(torch.tensor([[size, -size, 0.0]], dtype=torch.float64), p))
     assert norm == pytest.approx(size * length, rel=1e-14, abs=5e-324)
 
 
 @pytest.mark.parametrize("size", [1e200, 1e-200, 1e300, 2.3e-308, 5e-324])
-def test_features_of_any_size_have_their_direction(size):
+def test_features_of_any_scale_have_the_correct_direction(size):
     """A row whose square was infinite, or nothing, was at distance 1 from every other, as if it had no direction."""
     features = torch.tensor([[size, 0.0]], dtype=torch.float64)
     known = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)

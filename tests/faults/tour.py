@@ -64,21 +64,21 @@ def training(folder: Path) -> dict[str, Any]:
     from runs_of import log_without_times, prediction_bytes, short
 
     import fedlas
-    from fedlas.experiments import kept
+    from fedlas.experiments import stored_predictions
     from fedlas.experiments.ledger import Ledger
     from fedlas.metrics.base import Resampling
 
-    kept.Resampling = partial(Resampling, resamples=RESAMPLES)
+    stored_predictions.Resampling = partial(Resampling, resamples=RESAMPLES)
     run = fedlas.fit(short("fedlas_ls", epochs=2), out=folder / named("Lauf Nr. 1 – 跑"))
     ledger = Ledger(folder / named("Büro"))
-    kept.record(run, "small", ledger)
+    stored_predictions.record(run, "small", ledger)
     shown = {"köttur": run.predictions("best-test")}
-    page = fedlas.save_page(folder / named("Seite ü.html"), shown, resamples=RESAMPLES)
+    page = fedlas.save_page(shown, folder / named("Seite ü.html"), resamples=RESAMPLES)
     return {
         "predictions": {name: digest(content) for name, content in prediction_bytes(run).items()},
         "log": digest(json.dumps(log_without_times(run)).encode()),
         "ece": [line.metrics["ece"] for line in ledger.lines.values()],
-        "problems": list(kept.problems(ledger)),
+        "problems": list(stored_predictions.problems(ledger)),
         "page": "köttur".encode() in page.read_bytes() or b"k\\u00f6ttur" in page.read_bytes(),
     }
 
@@ -94,11 +94,11 @@ def figures(folder: Path) -> dict[str, Any]:
 
 def images(folder: Path) -> dict[str, Any]:
     """Read images with a process of their own, in folders whose names nobody foresaw."""
-    from runs_of import large, photographs
+    from runs_of import large, natural_images
 
     import fedlas
 
-    kept = photographs(folder / named("Fotos ü"), 10)
+    kept = natural_images(folder / named("Fotos ü"), 10)
     (kept / "owl").rename(kept / named("owl – 梟"))
     run = fedlas.fit(large(kept, "ce", epochs=1, workers=1), out=folder / "images")
     return {name: digest(run.predictions(name).logits.numpy().tobytes()) for name in ("best-test", "last-val")}

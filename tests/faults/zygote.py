@@ -27,7 +27,7 @@ os.environ.setdefault("FEDLAS_COMMIT", "campaign")  # else every attempt asks gi
 import torch  # noqa: E402
 from runs_of import assert_same, log_without_times, prediction_bytes  # noqa: E402
 
-from fedlas.experiments import kept  # noqa: E402
+from fedlas.experiments import stored_predictions  # noqa: E402
 from fedlas.experiments.ledger import Ledger  # noqa: E402
 from fedlas.metrics.base import Resampling  # noqa: E402
 from fedlas.training import Recipe, Run, checkpoint, fit, loop  # noqa: E402
@@ -133,7 +133,7 @@ def train_and_record(recipe: Recipe, folder: Path, ledger: Path) -> None:
     """What every child does: train, or go on, and write the run into a ledger."""
     run = fit(recipe, out=folder, resume=True, progress=False)
     with phase("ledger"):
-        kept.record(run, PROTOCOL, Ledger(ledger))
+        stored_predictions.record(run, PROTOCOL, Ledger(ledger))
 
 
 def fork(job: Callable[[], Any], words: Path) -> int:
@@ -184,7 +184,7 @@ def warm(recipe: Recipe, folder: Path) -> None:
         return
     WARM.append(True)
     torch.set_num_threads(1)
-    kept.Resampling = lambda: Resampling(resamples=20)  # as many as usual take longer than the run
+    stored_predictions.Resampling = lambda: Resampling(resamples=20)  # as many as usual take longer than the run
     names = folder / "modules.json"
 
     def job() -> None:

@@ -247,7 +247,7 @@ def test_every_value_has_a_test() -> None:
     assert not [path for path, value in leaves(VALUES) if type(value) not in (int, float)]
 
 
-def test_reader_notices_what_nobody_reads() -> None:
+def test_unused_golden_values_are_reported() -> None:
     reader = Reader({"loss": 1.0, "gradient": 2.0})
     reader("loss")
     with pytest.raises(AssertionError, match="gradient"):

@@ -23,7 +23,7 @@ def thinned(fast: set[str]) -> list:
 
 
 def fitted(name: str, classes: int = 3) -> AbstractCalibrator:
-    """A calibrator that has something to repair: logits three times too large."""
+    """A calibrator fitted on over-confident logits (scaled by three)."""
     logits = 1.5 * torch.randn(300, classes)
     labels = torch.multinomial(logits.softmax(1), 1)[:, 0]
     return build_calibrator(name).fit(3 * logits, labels, split="val")
@@ -50,7 +50,7 @@ def by_onnxruntime(path, *inputs: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", thinned({"temperature"}))
-def test_a_calibrated_network_says_the_same_in_onnx(name, tmp_path):
+def test_onnx_outputs_equal_torch_outputs(name, tmp_path):
     classes = 2 if name == "platt" else 3
     calibrator, net, images = fitted(name, classes), linear(classes), torch.randn(50, 1, 2, 4)
     model = CalibratedModel(net, calibrator, class_names="abc"[:classes])
@@ -71,7 +71,7 @@ def test_a_calibrated_network_says_the_same_in_onnx(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", thinned({"histogram_binning", "platt", "vector_scaling"}))
-def test_a_program_is_read_back(name, tmp_path):
+def test_an_exported_program_round_trips(name, tmp_path):
     classes = 2 if name == "platt" else 3
     calibrator, net, images = fitted(name, classes), linear(classes), torch.randn(50, 1, 2, 4)
     model = CalibratedModel(net, calibrator, class_names="abc"[:classes])
@@ -87,7 +87,7 @@ def test_a_program_is_read_back(name, tmp_path):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_our_networks_are_exported_bare_and_with_features(wrapped, tmp_path):
+def test_catalogue_networks_are_exported_with_and_without_features(wrapped, tmp_path):
     net = fedlas.build_model("small_cnn", 3)
     nn.init.normal_(net.fc.weight, std=3)
     for _ in range(3):
@@ -104,7 +104,7 @@ def test_our_networks_are_exported_bare_and_with_features(wrapped, tmp_path):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(("name", "shape"), [("small_cnn", (1, 8, 8)), ("resnet18_cifar", (3, 32, 32))])
-def test_our_networks_are_exported_to_onnx(name, shape, tmp_path):
+def test_catalogue_networks_are_exported_to_onnx(name, shape, tmp_path):
     bare = name == "small_cnn"
     net = fedlas.build_model(name, 3)
     net = net if bare else fedlas.WithFeatures(net)
@@ -163,13 +163,13 @@ def one_logit():
     return 3 * logits, (torch.rand(300) < logits.sigmoid()).long()
 
 
-def test_the_number_of_samples_is_not_fixed():
+def test_the_batch_size_is_dynamic():
     made = program(CalibratedModel(linear(), fitted("temperature")), torch.randn(1, 8))
     assert made.module()(torch.randn(11, 8)).shape == (11, 3)
 
 
 @pytest.mark.parametrize("name", sorted(OUTSIDE_OF_TORCH))
-def test_a_calibrator_outside_of_torch_is_refused_with_its_name(name, tmp_path):
+def test_a_calibrator_outside_of_torch_raises_with_its_name(name, tmp_path):
     with pytest.raises(ValueError, match=rf"{name}.*calibrator=None"):
         save_onnx(CalibratedModel(linear(), fitted(name)), torch.randn(1, 8), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
@@ -182,7 +182,7 @@ class Deciding(nn.Module):
         return images if float(images.sum()) > 0 else -images
 
 
-def test_a_network_that_cannot_be_traced_is_named():
+def test_a_network_that_cannot_be_traced_raises():
     with pytest.raises(ValueError, match=r"torch\.export.*Deciding"):
         program(CalibratedModel(Deciding(), fitted("temperature")), torch.ones(1, 3))
 
@@ -202,14 +202,14 @@ class Drifting(AbstractCalibrator):
         return logits + torch.tensor([float(self.calls), 0.0, 0.0])
 
 
-def test_a_file_that_says_something_else_is_not_written(tmp_path):
+def test_an_onnx_file_with_other_outputs_is_not_written(tmp_path):
     model = CalibratedModel(linear(), Drifting().fit(torch.randn(10, 3), torch.randint(3, (10,))))
     with pytest.raises(ValueError, match=r"probs.*0\.\d+.*tolerance=0\.0001"):
         save_onnx(model, torch.randn(4, 8), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_meant_is_refused(tmp_path):
+def test_invalid_options_raise(tmp_path):
     good, example = fitted("temperature"), torch.randn(2, 8)
     with pytest.raises(RuntimeError, match=r"temperature.*fit\("):
         CalibratedModel(linear(), Temperature())

@@ -92,7 +92,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, dict[s
     return calibration, made, start, folder
 
 
-def test_images_and_gate_are_learned(finished):
+def test_image_classifier_and_gate_train(finished):
     calibration, made, start, _ = finished
     losses = [record["loss"] for record in made.state.log_history if "loss" in record]
     assert losses[-1] < 0.7 * losses[0]
@@ -100,7 +100,7 @@ def test_images_and_gate_are_learned(finished):
         assert name.endswith("started") or not torch.equal(value, start[name]), f"{name} has not moved"
 
 
-def test_the_logged_numbers_are_ours(finished):
+def test_logged_metrics_equal_fedlas_metrics(finished):
     _, made, _, _ = finished
     evaluated = [record for record in made.state.log_history if "eval_ece" in record]
     x, labels = digit_batches.validation()
@@ -133,7 +133,7 @@ def test_the_state_of_the_gate_is_logged(finished):
     assert ["eval_flip_rate" in record for record in evaluated] == [False, True, True, True]
 
 
-def test_a_saved_network_is_read_without_its_loss_and_says_the_same(finished):
+def test_a_saved_network_loads_without_its_loss(finished):
     from transformers import ViTForImageClassification
 
     _, made, _, folder = finished
@@ -143,7 +143,7 @@ def test_a_saved_network_is_read_without_its_loss_and_says_the_same(finished):
     torch.testing.assert_close(plain(x).logits, made.model.eval()(x).logits)
 
 
-def test_a_stopped_run_goes_on_with_its_loss(tmp_path):
+def test_a_resumed_run_restores_its_loss(tmp_path):
     """Of sentences: transformers 5.22 reads its own checkpoint of a ViT under other names, and begins it anew."""
     runs = []
     for start, resume in ((1, None), (2, str(tmp_path / "checkpoint-4"))):
@@ -157,7 +157,7 @@ def test_a_stopped_run_goes_on_with_its_loss(tmp_path):
         torch.testing.assert_close(runs[1][name], value, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_sentences_are_learned(tmp_path):
+def test_text_classifiers_train(tmp_path):
     calibration = calibrate(sentences(), loss_of("fedlas_mbls"))
     made = trainer(calibration, tmp_path, texts(300), texts(200))
     before = made.evaluate()
@@ -201,7 +201,7 @@ def test_the_value_without_a_count_is_that_of_the_loss():
 
 
 @pytest.mark.parametrize("evaluated", [True, False])
-def test_what_a_loss_learns_between_epochs(evaluated, tmp_path, monkeypatch):
+def test_losses_are_updated_between_epochs(evaluated, tmp_path, monkeypatch):
     loss = loss_of("adafocal" if evaluated else "crl", **({} if evaluated else {"num_samples": 60}))
     ended, end_epoch = [], type(loss).end_epoch
     monkeypatch.setattr(type(loss), "end_epoch", lambda self, val=None: (ended.append(val), end_epoch(self, val)))
@@ -220,7 +220,7 @@ def test_what_a_loss_learns_between_epochs(evaluated, tmp_path, monkeypatch):
         assert torch.equal(saved[f"calibration_loss.{name}"], value), name
 
 
-def test_metrics_of_tokens_leave_out_what_has_no_label():
+def test_token_metrics_ignore_unlabelled_tokens():
     from transformers import EvalPrediction
 
     calibration = calibrate(sentences(TOKEN), loss_of("ce"))
@@ -232,7 +232,7 @@ def test_metrics_of_tokens_leave_out_what_has_no_label():
     assert found["ece"] == metrics.ece(probs, torch.as_tensor(labels)[:, 1::2].reshape(-1))
 
 
-def test_a_model_is_given_back_as_it_was():
+def test_remove_restores_the_model():
     model = sentences()
     keys = model.state_dict().keys()
     calibration = calibrate(model, loss_of("fedlas_ls"))
@@ -246,7 +246,7 @@ def test_a_model_is_given_back_as_it_was():
     calibrate(model, loss_of("ce"))
 
 
-def test_a_forward_that_was_put_there_before_is_put_back():
+def test_remove_restores_a_patched_forward():
     model, calls = sentences(), []
     plain = model.forward
 
@@ -265,12 +265,12 @@ def test_a_forward_that_was_put_there_before_is_put_back():
     ("options", "message"),
     [({"reduction": "sum"}, 'reduction="mean".*sum'), ({"ignore_index": 3}, "-100.*ignore_index")],
 )
-def test_losses_that_do_not_fit_are_told(options, message):
+def test_unsupported_losses_raise(options, message):
     with pytest.raises(ValueError, match=message):
         calibrate(sentences(), loss_of("ce", **options))
 
 
-def test_missing_labels_and_another_model_are_told():
+def test_missing_labels_and_a_different_model_raise():
     model = sentences()
     calibration = calibrate(model, loss_of("ce"))
     with pytest.raises(ValueError, match=r"labels.*label_names"):

@@ -124,7 +124,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path, 
     return module, made, folder, start
 
 
-def test_network_and_gate_learn(finished):
+def test_network_and_gate_train(finished):
     module, _, folder, start = finished
     losses = logged(folder, "train_loss")
     assert len(losses) == EPOCHS
@@ -134,7 +134,7 @@ def test_network_and_gate_learn(finished):
         assert name.endswith("started") or not torch.equal(value, start[name]), f"{name} has not moved"
 
 
-def test_the_logged_numbers_are_ours(finished):
+def test_logged_metrics_equal_fedlas_metrics(finished):
     module, made, folder, _ = finished
     logits, labels = (torch.cat(parts) for parts in zip(*module.seen, strict=True))
     assert len(labels) == digit_batches.VALIDATION
@@ -159,7 +159,7 @@ def test_the_logged_state_of_the_gate_is_that_of_each_epoch(finished):
     assert logged(folder, "train_flip_rate") == pytest.approx([epoch.flip_rate for epoch, _ in expected[1:]], rel=1e-5)
 
 
-def test_a_checkpoint_holds_the_loss_and_a_stopped_run_goes_on(finished, tmp_path):
+def test_a_run_resumes_from_a_checkpoint_with_its_loss(finished, tmp_path):
     module, _, folder, _ = finished
     last = folder / "checkpoints" / "last.ckpt"
     torch.manual_seed(1)
@@ -180,7 +180,7 @@ def test_a_checkpoint_holds_the_loss_and_a_stopped_run_goes_on(finished, tmp_pat
     assert logged(tmp_path, "train_flip_rate") == pytest.approx([flips])  # against the last epoch before the stop
 
 
-def test_testing_logs_too_and_leaves_the_loss_alone(finished, tmp_path):
+def test_testing_logs_and_does_not_change_the_loss(finished, tmp_path):
     module, *_ = finished
     before = {name: value.clone() for name, value in module.loss.state_dict().items()}
     module.seen.clear()
@@ -247,7 +247,7 @@ def test_each_of_several_loaders_has_its_own_numbers(loss, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(("loss", "options"), [("adafocal", {}), ("crl", {"num_samples": digit_batches.TRAINING})])
-def test_what_a_loss_learns_between_epochs_is_in_the_checkpoint_of_the_epoch(loss, options, tmp_path, monkeypatch):
+def test_updates_between_epochs_are_in_the_checkpoint_of_the_epoch(loss, options, tmp_path, monkeypatch):
     torch.manual_seed(0)
     module = module_of()(loss, **options)
     ended = []
@@ -281,14 +281,14 @@ def test_without_validation_epochs_end_too(tmp_path, monkeypatch):
     assert ended == [None, None]
 
 
-def test_a_step_that_does_not_call_the_loss_is_told(tmp_path):
+def test_a_step_that_does_not_call_the_loss_warns(tmp_path):
     module = module_of()()
     module.validation_step = lambda batch, batch_idx: None
     with pytest.warns(UserWarning, match=r"validation_step.*loss"):
         trainer(tmp_path, calibration_callback(), logger=False, max_epochs=1).fit(module, *loaders())
 
 
-def test_a_module_without_a_loss_or_with_two_is_told(tmp_path):
+def test_a_module_without_a_loss_or_with_two_raises(tmp_path):
     module = module_of()()
     with pytest.raises(ValueError, match=r"'criterion'.*Classifier.*\bloss;"):
         trainer(tmp_path, calibration_callback("criterion"), logger=False).validate(module, loaders()[1])
@@ -300,7 +300,7 @@ def test_a_module_without_a_loss_or_with_two_is_told(tmp_path):
         trainer(tmp_path, calibration_callback(), logger=False).validate(module, loaders()[1])
 
 
-def test_the_other_name_of_the_package_works_too():
+def test_both_package_names_work():
     import lightning.pytorch as pl
     import pytorch_lightning as other
 

@@ -44,7 +44,7 @@ def trained(name: str = "resnet18_cifar", classes: int = 10) -> nn.Module:
 
 
 @pytest.mark.parametrize(("prefix", "wrapped"), [("", False), ("module.", True)])
-def test_a_cifar_network_says_what_the_published_one_said(prefix, wrapped, tmp_path):
+def test_a_cifar_network_reproduces_the_official_logits(prefix, wrapped, tmp_path):
     theirs = trained()
     weights = {prefix + name: value for name, value in published_names(theirs).items()}
     path = write(tmp_path / "best.pth", theirs, weights)
@@ -81,7 +81,7 @@ def named_like_a_vit() -> nn.Module:
 
 
 @pytest.mark.parametrize("build", [named_like_a_vit, pytest.param(small_vit, marks=pytest.mark.campaign)])
-def test_a_vision_transformer_loses_its_wrapper(build, tmp_path):
+def test_prefixes_of_vision_transformers_are_removed(build, tmp_path):
     theirs, net, images = build().eval(), build().eval(), torch.randn(IMAGES)
     nn.init.normal_(theirs.head.weight)
     weights = PublishedViT(theirs).state_dict()
@@ -121,7 +121,7 @@ def test_the_score_is_read_whichever_numpy_wrote_it(kind, home, tmp_path):
     assert read_official(path).accuracy == 0.75
 
 
-def test_what_does_not_fit_is_named_and_nothing_is_changed(tmp_path):
+def test_mismatched_weights_raise_and_change_nothing(tmp_path):
     theirs = fedlas.build_model("resnet18_cifar", 10)
     path = write(tmp_path / "best.pth", theirs, published_names(theirs))
     with torch.device("meta"):
@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["resnet50_cifar", "resnet18_tiny", "resnet50"])
-def test_the_advice_names_the_network_that_a_file_is_of(name, tmp_path):
+def test_the_error_suggests_the_network_of_a_file(name, tmp_path):
     with torch.device("meta"):
         weights = fedlas.build_model(name, 4).state_dict()
     torch.save({key: torch.empty_like(value, device="cpu") for key, value in weights.items()}, tmp_path / "best.pth")
@@ -154,7 +154,7 @@ class Evil:
         return os.mkdir, (str(self.path),)
 
 
-def test_nothing_in_a_file_is_carried_out(tmp_path):
+def test_code_in_a_file_is_not_executed(tmp_path):
     torch.save({"state_dict": {}, "epoch": Evil(tmp_path / "made")}, tmp_path / "evil.pth")
     with pytest.raises(ValueError, match=r"evil\.pth"):
         read_official(tmp_path / "evil.pth")
@@ -165,7 +165,7 @@ def test_nothing_in_a_file_is_carried_out(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-def test_a_table_inside_of_itself_is_refused(tmp_path):
+def test_a_recursive_dictionary_raises(tmp_path):
     around: dict = {"epoch": 3}
     around["state_dict"] = around
     torch.save(around, tmp_path / "around.pth")
@@ -173,7 +173,7 @@ def test_a_table_inside_of_itself_is_refused(tmp_path):
         read_official(tmp_path / "around.pth")
 
 
-def test_files_that_are_no_checkpoints_are_refused(tmp_path):
+def test_files_that_are_not_checkpoints_raise(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"best\.pth"):
         read_official(tmp_path / "best.pth")
     torch.save({"epoch": 3, "model": "resnet"}, tmp_path / "words.pth")

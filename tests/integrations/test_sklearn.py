@@ -53,7 +53,7 @@ def test_it_passes_the_checks_of_scikit_learn(response_method):
     assert not failed
 
 
-def test_every_sample_is_scored_by_an_estimator_that_has_not_seen_it():
+def test_every_sample_is_scored_out_of_fold():
     features, labels = sampled()
     model = CalibratedClassifier(GaussianNB(), cv=4).fit(features, labels)
     logits = np.zeros((len(labels), 3))
@@ -77,7 +77,7 @@ def nll(logits, labels):
     return -np.mean(np.log(softmax(logits)[np.arange(len(labels)), labels]))
 
 
-def test_over_confident_probabilities_of_words_are_repaired(digits):
+def test_overconfident_text_classifiers_are_calibrated(digits):
     train, known, test, truth = digits
     plain = GaussianNB().fit(train, known)
     model = CalibratedClassifier(GaussianNB()).fit(train, known)
@@ -89,7 +89,7 @@ def test_over_confident_probabilities_of_words_are_repaired(digits):
     assert log_loss(truth, model.predict_proba(test)) < 0.3 * log_loss(truth, plain.predict_proba(test))
 
 
-def test_prefit_leaves_the_estimator_alone(digits):
+def test_prefit_does_not_change_the_estimator(digits):
     train, known, test, truth = digits
     plain = GaussianNB().fit(train[:500], known[:500])
     for given in (CalibratedClassifier(plain, cv="prefit"), CalibratedClassifier(FrozenEstimator(plain), cv=3)):
@@ -128,7 +128,7 @@ def test_a_decision_function_is_taken_as_logits(classes):
     )
 
 
-def test_zeros_of_trees_do_not_ruin_the_temperature(digits):
+def test_zero_probabilities_do_not_break_the_temperature(digits):
     train, known, test, truth = digits
     gentle = CalibratedClassifier(KNeighborsClassifier(), cv=3).fit(train, known)
     strict = CalibratedClassifier(KNeighborsClassifier(), cv=3, floor=1e-300).fit(train, known)
@@ -169,7 +169,7 @@ def test_it_is_cloned_set_and_pickled():
     np.testing.assert_array_equal(read.predict_proba(features), model.predict_proba(features))
 
 
-def test_a_scorer_knows_the_classes_that_a_fold_lacks():
+def test_a_scorer_supports_folds_without_a_class():
     features, labels = sampled()
     model = LogisticRegression().fit(features, labels)
     some = labels != 1
@@ -185,7 +185,7 @@ def test_a_scorer_knows_the_classes_that_a_fold_lacks():
 
 
 @pytest.mark.filterwarnings("ignore:The least populated class")
-def test_a_class_that_a_fold_lacks_is_named():
+def test_a_training_fold_without_a_class_raises():
     features, labels = sampled()
     words = np.array(["cat", "dog", "owl"])[labels]
     words[np.flatnonzero(words == "owl")[1:]] = "cat"
@@ -218,12 +218,12 @@ def test_a_class_that_a_fold_lacks_is_named():
         (CalibratedClassifier(GaussianNB(), "tempe"), "'tempe'.*'temperature'"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(model, fault):
+def test_invalid_options_raise(model, fault):
     with pytest.raises(ValueError, match=fault):
         model.fit(*sampled(4))
 
 
-def test_other_things_that_cannot_be_meant():
+def test_other_invalid_options_raise():
     features, labels = sampled(4)
     with pytest.raises(TypeError, match=r"calibrator.*Temperature\(\).*3"):
         CalibratedClassifier(GaussianNB(), 3).fit(features, labels)

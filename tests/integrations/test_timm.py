@@ -79,7 +79,7 @@ def accuracy(model: nn.Module) -> float:
         ),
     ],
 )
-def test_a_network_and_its_gate_learn(loss, mixed):
+def test_network_and_gate_train(loss, mixed):
     from timm.data import Mixup
 
     np.random.seed(0)  # noqa: NPY002  # timm's mixup draws from this one, which nobody else seeds
@@ -230,7 +230,7 @@ def test_two_processes_give_what_one_gives(tmp_path):
     )
 
 
-def test_a_loss_that_needs_no_features_is_a_criterion_like_any_other():
+def test_losses_without_features_are_plain_criteria():
     from timm.task import ClassificationTask
 
     task = ClassificationTask(network(), fedlas.build_loss("mbls", num_classes=10), verbose=False)
@@ -239,7 +239,7 @@ def test_a_loss_that_needs_no_features_is_a_criterion_like_any_other():
     assert sum(values[-4:]) < sum(values[:4])
 
 
-def test_what_a_loss_learns_between_epochs_and_by_index():
+def test_losses_with_index_are_updated_between_epochs():
     task = made("crl", num_samples=digit_batches.TRAINING)
     for x, labels, index in digit_batches.batches(0)[:3]:
         task(images(x), labels, index)["loss"].backward()

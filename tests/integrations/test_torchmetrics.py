@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fedlas
 from fedlas import metrics
-from fedlas.metrics.catalogue import all_metrics
+from fedlas.metrics.registry import all_metrics
 from start_method import START_METHOD
 
 CLASSES = 5
@@ -82,7 +82,7 @@ def test_one_update_gives_the_number_of_the_metric(name, given):
 
 
 @pytest.mark.parametrize("name", METRICS)
-def test_many_updates_forgetting_and_batch_values(name):
+def test_updates_reset_and_batch_values(name):
     function = METRICS[name]
     metric = build(name)
     for _ in range(2):
@@ -106,7 +106,7 @@ def test_ignored_samples_do_not_count(name):
 
 
 @pytest.mark.parametrize("name", METRICS)
-def test_a_copy_and_a_saved_state_go_on(name):
+def test_copies_and_saved_states_continue(name):
     (first, *others), whole = pieces(), build(name)
     whole.update(*samples())
     metric, restored = build(name), build(name)
@@ -145,7 +145,7 @@ def test_metrics_with_other_rules_do_not_share_sums(other):
     assert float(found["other"]) == pytest.approx(metrics.ece(probs, labels, **other), abs=1e-12)
 
 
-def test_nothing_is_guessed(monkeypatch):
+def test_the_type_of_updates_is_required(monkeypatch):
     logits, labels = samples()
     with pytest.raises(ValueError, match="row 0"):
         build("ece", "probs").update(logits, labels)
@@ -156,12 +156,12 @@ def test_nothing_is_guessed(monkeypatch):
 
 @pytest.mark.parametrize("name", METRICS)
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
-def test_a_number_of_nothing_is_an_error(name):
+def test_a_metric_without_samples_raises(name):
     with pytest.raises(ValueError, match="update"):
         build(name).compute()
 
 
-def test_a_network_is_trained_and_watched():
+def test_metrics_work_in_a_training_loop():
     """Training falls into sight: accuracy rises, and what the collection says is what our functions say."""
     torch.manual_seed(0)
     net, loss = fedlas.WithFeatures(digit_batches.network()), fedlas.build_loss("fedlas_ls", num_classes=10)

@@ -28,12 +28,12 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def report(run):
     random = torch.Generator().manual_seed(0)
-    foreign = torch.randn(50, 10, generator=random)
-    return fedlas.evaluate(run.predictions("best-test"), posthoc="temperature", ood={"noise": foreign}, resamples=20)
+    ood = torch.randn(50, 10, generator=random)
+    return fedlas.evaluate(run.predictions("best-test"), posthoc="temperature", ood={"noise": ood}, resamples=20)
 
 
 def diagram(report):
-    return reliability_figure({"run": [reliability_data(report.before.bins["width"], report["ece"], "as given")]})
+    return reliability_figure({"run": [reliability_data(report.before.bins["width"], report["ece"], "uncalibrated")]})
 
 
 def pixels(report) -> tuple[int, int]:
@@ -52,7 +52,7 @@ def send(tracker: AbstractTracker, run, report) -> None:
         tracker.figure("reliability", diagram(report), 2)
 
 
-def test_a_report_and_a_log_have_names_that_tell_what_a_number_is(run, report):
+def test_names_of_logged_results(run, report):
     found = numbers_of(report)
     assert found["test/ece"] == report["ece"]
     assert found["test/ece_low"] == report["ece"].interval.low
@@ -66,7 +66,7 @@ def test_a_report_and_a_log_have_names_that_tell_what_a_number_is(run, report):
     assert [name for name, _ in histograms_in(run.log[0])] == ["gate/gamma"]
 
 
-def test_what_is_no_number_is_left_out():
+def test_non_numbers_are_not_logged():
     assert numbers_in({"a": None, "b": True, "c": {"d": [1], "e": 2, "f": "x"}}) == {"c/e": 2.0}
 
 
@@ -172,7 +172,7 @@ class Pretended:
         self.logged.append(values)
 
 
-def test_a_run_of_ones_own_is_left_open():
+def test_a_given_run_stays_open():
     begun = Pretended()
     with WeightsAndBiases(begun) as tracker:
         tracker.log({"epoch": 3, "val": {"ece": 0.5}})
@@ -217,7 +217,7 @@ def test_mlflow_gets_the_run(run, report, store):
     assert client.get_run(failing.run_id).info.status == "FAILED"
 
 
-def test_what_cannot_be_sent_is_refused(tmp_path, monkeypatch):
+def test_unsupported_values_raise(tmp_path, monkeypatch):
     with TensorBoard(tmp_path) as tracker:
         with pytest.raises(ValueError, match=r"epoch.*\bval\b"):
             tracker.log({"val": {"ece": 0.1}})

@@ -145,7 +145,7 @@ def test_the_top_class_under_the_names_of_other_tools(tmp_path, confidence, pred
     assert found.correct.tolist() == (said == LABELS).tolist()
 
 
-def test_what_is_ambiguous_lists_the_candidates_and_the_option(tmp_path):
+def test_ambiguous_columns_raise_an_error_with_candidates_and_option(tmp_path):
     two_labels = write_table(tmp_path / "a.csv", family("prob_") | {"target": WORDS, "gt": WORDS})
     with pytest.raises(ValueError, match=r"a\.csv.*target, gt.*--label-column"):
         read_predictions(two_labels)
@@ -193,7 +193,7 @@ def test_labels_under_an_unknown_name_beside_class_names_or_confidences(tmp_path
         read_predictions(write_table(tmp_path / "q.csv", columns))
 
 
-def test_columns_that_are_not_understood_are_named(tmp_path):
+def test_missing_columns_raise_an_error_that_lists_the_columns(tmp_path):
     path = write_table(tmp_path / "p.csv", family("prob_") | {"species": WORDS})
     found = read_predictions(path)
     with pytest.raises(ValueError, match=r"p\.csv.*species.*--label-column"):
@@ -204,13 +204,13 @@ def test_columns_that_are_not_understood_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("ending", [".tsv", ".txt", ".csv.gz", ".tsv.gz"])
-def test_further_endings_of_tables(tmp_path, ending):
+def test_further_suffixes_of_tables(tmp_path, ending):
     mark = {".tsv": "\t", ".txt": " ", ".tsv.gz": "\t"}.get(ending, ",")
     path = write_table(tmp_path / f"p{ending}", family("prob_") | {"label": WORDS}, mark)
     is_read(read_predictions(path, watch=lambda _: None))
 
 
-def test_a_packed_file_that_is_out_of_proportion_is_refused(tmp_path):
+def test_a_compressed_file_with_an_extreme_ratio_raises(tmp_path):
     (tmp_path / "p.csv.gz").write_bytes(gzip.compress(b"prob_a,prob_b,label\n" + b"0" * 300_000_000, 9))
     with pytest.raises(ValueError, match=r"p\.csv\.gz"):
         read_predictions(tmp_path / "p.csv.gz")
@@ -219,7 +219,7 @@ def test_a_packed_file_that_is_out_of_proportion_is_refused(tmp_path):
         read_predictions(tmp_path / "q.jsonl.gz")
 
 
-def test_lines_of_packed_json(tmp_path):
+def test_compressed_jsonl(tmp_path):
     lines = [
         json.dumps({"probabilities": dict(zip(NAMES, row, strict=True)), "y_true": word})
         for row, word in zip(PROBS.tolist(), WORDS, strict=True)
@@ -262,7 +262,7 @@ def test_class_names_alone_are_found_by_labels_from_another_file(tmp_path):
 
 @pytest.mark.parametrize("labels", [LABELS, WORDS, [f"{label:.3e}" for label in LABELS]])
 @pytest.mark.parametrize("header", ["", "0\n", "species\n", ",0\n"])
-def test_the_number_of_lines_says_whether_a_file_of_labels_has_a_header(tmp_path, labels, header):
+def test_header_of_a_label_file_is_detected_by_the_number_of_lines(tmp_path, labels, header):
     path = write_table(tmp_path / "p.csv", family("prob_"))
     rows = [f"{row},{label}" if "," in header else str(label) for row, label in enumerate(labels)]
     (tmp_path / "y.csv").write_text(header + "\n".join(rows))
@@ -317,7 +317,7 @@ def test_scores_of_the_most_likely_classes_are_not_those_of_classes(tmp_path):
     assert found.correct.tolist() == (PROBS.argmax(1) == LABELS).tolist()
 
 
-def test_a_confidence_without_a_prediction_is_named(tmp_path):
+def test_a_confidence_without_a_prediction_raises(tmp_path):
     path = write_table(tmp_path / "p.csv", {"number": LABELS, "prob": PROBS.max(1), "label": LABELS})
     with pytest.raises(ValueError, match=r"prob.*--prediction-column.*--correct-column.*--prob-columns"):
         read_predictions(path)
@@ -331,7 +331,7 @@ def test_large_class_numbers_are_numbers(tmp_path):
     assert found.class_names == ("3", "12", "5000", "21840")
 
 
-def test_an_array_that_announces_more_than_its_file_holds_takes_no_memory(tmp_path):
+def test_an_array_that_claims_more_than_its_file_holds_raises_without_allocation(tmp_path):
     np.save(tmp_path / "p.npy", np.zeros((10, 10)))
     content = (tmp_path / "p.npy").read_bytes()
     (tmp_path / "p.npy").write_bytes(content.replace(b"(10, 10), }      ", b"(10, 99999999), }"))
@@ -380,7 +380,7 @@ def test_labels_of_every_type(kind):
     assert found.labels.tolist() == labels.tolist()
 
 
-def test_a_row_that_is_not_one_hot_is_named():
+def test_a_row_that_is_not_one_hot_raises_an_error_that_names_it():
     labels = np.eye(3, dtype=np.int64)[LABELS]
     labels[4, :] = 1
     with pytest.raises(ValueError, match=r"labels.*row 4.*one-hot"):
@@ -417,7 +417,7 @@ def test_the_command_line_has_the_options_and_says_what_was_read(tmp_path):
     assert refused.exit_code == 1
     assert "--normalize" in refused.output
     out = tmp_path / "t.safetensors"
-    method = ["--method", "histogram_binning", "--normalize", "--out", str(out)]
+    method = ["--posthoc", "histogram_binning", "--normalize", "--out", str(out)]
     fitted = CliRunner().invoke(app, ["calibrate", "fit", str(path), *columns, *method])
     assert fitted.exit_code == 0, fitted.output
     assert out.exists()
@@ -464,13 +464,13 @@ def test_labels_of_a_calibration_file_may_be_in_another_file(tmp_path):
     for name in ("test", "val"):
         np.save(tmp_path / f"{name}.npy", LOGITS + (name == "val") * make.normal(size=LOGITS.shape))
         np.save(tmp_path / f"{name}_y.npy", LABELS)
-    files = [f"{tmp_path}/test.npy", "--labels", f"{tmp_path}/test_y.npy", "--calibrate-on", f"{tmp_path}/val.npy"]
+    files = [f"{tmp_path}/test.npy", "--labels", f"{tmp_path}/test_y.npy", "--calibration", f"{tmp_path}/val.npy"]
     command = ["evaluate", *files, "--logits", "--resamples", "50", "--posthoc", "histogram_binning"]
     refused = CliRunner().invoke(app, command)
     assert refused.exit_code == 1
     assert "val.npy" in refused.output
-    assert "--calibrate-labels" in refused.output
-    done = CliRunner().invoke(app, [*command, "--calibrate-labels", f"{tmp_path}/val_y.npy"])
+    assert "--calibration-labels" in refused.output
+    done = CliRunner().invoke(app, [*command, "--calibration-labels", f"{tmp_path}/val_y.npy"])
     assert done.exit_code == 0, done.output
 
 

@@ -15,7 +15,7 @@ from fedlas.evaluation import evaluate
 from fedlas.io import READERS, WRITERS, read_predictions, write_predictions
 from fedlas.io.safetensors import FORMAT
 from fedlas.predictions import Predictions, TopLabelPredictions
-from fedlas.report.answers import judge_files
+from fedlas.report.evaluation_result import evaluate_files
 
 NAMES = ("cat", 'd"o,g', "ω\nemu")
 
@@ -36,7 +36,7 @@ def same(one: Predictions, other: Predictions) -> None:
 
 
 @pytest.mark.parametrize("ending", WRITERS)
-def test_what_is_written_is_read_again(tmp_path, ending):
+def test_written_predictions_round_trip(tmp_path, ending):
     given = some()
     path = write_predictions(given, tmp_path / f"p{ending}")
     found = read_predictions(path)
@@ -113,7 +113,7 @@ class Harm:
 
 
 @pytest.mark.parametrize("content", ["text", "a pickle"])
-def test_nobody_is_told_to_unpickle(tmp_path, content):
+def test_errors_never_advise_to_unpickle(tmp_path, content):
     """numpy calls all of these pickles, and says how to load them nevertheless."""
     path = tmp_path / "given.npz"
     path.write_bytes(b"hello" if content == "text" else pickle.dumps([1, 2]))
@@ -124,7 +124,7 @@ def test_nobody_is_told_to_unpickle(tmp_path, content):
 
 @pytest.mark.parametrize("n", [3, 300])
 @pytest.mark.parametrize(("name", "way"), [("labels", r"astype\(str\)"), ("class_names", "astype")])
-def test_an_array_of_python_objects_is_called_so_and_not_damaged(tmp_path, name, way, n):
+def test_an_array_of_python_objects_raises_a_specific_error(tmp_path, name, way, n):
     """Many words take fewer bytes as a pickle than pointers would: the file was said to be damaged."""
     arrays = {
         "probs": np.tile([[0.5, 0.3, 0.2]], (n, 1)),
@@ -185,7 +185,7 @@ def test_numpy_arrays_in_a_file_of_torch_are_named(tmp_path):
         ("p.xls", "", r"\.safetensors.*\.csv.*\.xls$"),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path, name, text, message):
+def test_unreadable_files_raise_an_error_that_names_them(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message) as error:
         read_predictions(tmp_path / name)
@@ -215,7 +215,7 @@ def test_a_run_folder_is_read_by_split(tmp_path):
         read_predictions(tmp_path, "x/../../best-val")
 
 
-def test_what_cannot_be_written_is_named(tmp_path):
+def test_unwritable_formats_raise(tmp_path):
     with pytest.raises(ValueError, match=r"\.safetensors.*\.csv.*\.xlsx$"):
         write_predictions(some(), tmp_path / "p.xlsx")
     with pytest.raises(ValueError, match="name"):
@@ -229,7 +229,7 @@ def test_what_cannot_be_written_is_named(tmp_path):
     assert (again.class_names, again.prediction.tolist(), again.labels.tolist()) == (("a", "b"), [0], [1])
 
 
-def test_words_of_samples_follow_their_samples():
+def test_ids_and_paths_are_selected_with_their_samples():
     given = some()
     for rows, left in [(slice(2, 4), (2, 3)), (slice(None, None, -3), (6, 3, 0))]:
         assert given[rows].ids == tuple(f"s{i}" for i in left)
@@ -240,7 +240,7 @@ def test_words_of_samples_follow_their_samples():
         some(ids=["a", "b"])
 
 
-def test_a_name_of_a_split_is_given_where_there_is_none(tmp_path):
+def test_split_option_is_used_if_the_file_has_none(tmp_path):
     write_predictions(some(split="val"), tmp_path / "p.safetensors")
     write_predictions(some(), tmp_path / "q.safetensors")
     assert read_predictions(tmp_path / "p.safetensors", "test").split == "val"
@@ -248,7 +248,7 @@ def test_a_name_of_a_split_is_given_where_there_is_none(tmp_path):
 
 
 @pytest.mark.parametrize("ending", [".csv", ".jsonl"])
-def test_reading_tells_how_far_it_is(tmp_path, ending):
+def test_reading_reports_progress(tmp_path, ending):
     path, shares = write_predictions(Predictions(torch.randn(9_000, 2), [0] * 9_000), tmp_path / f"p{ending}"), []
     read_predictions(path, watch=shares.append)
     assert len(shares) >= 3
@@ -265,7 +265,7 @@ def test_columns_of_a_csv_are_not_copied(tmp_path):
     assert found.logits.stride() == (3, 1)  # rows of three numbers, of which the feature is the third
 
 
-def test_an_archive_that_is_cut_short_is_named(tmp_path):
+def test_a_truncated_archive_raises(tmp_path):
     stream = io.BytesIO()
     np.save(stream, np.zeros((2, 3)))
     with zipfile.ZipFile(tmp_path / "p.npz", "w") as file:
@@ -305,7 +305,7 @@ def test_a_label_is_a_class_name_whatever_its_type(tmp_path, ending):
     assert found.correct.all()
 
 
-def test_a_number_that_is_a_name_elsewhere_is_refused(tmp_path):
+def test_an_ambiguous_class_number_raises(tmp_path):
     (tmp_path / "p.csv").write_text("prob_1,prob_2,label\n0.5,0.5,1\n0.5,0.5,0\n")
     with pytest.raises(ValueError, match=r"line 3.*label.*'0'.*1, 2"):
         read_predictions(tmp_path / "p.csv")
@@ -313,7 +313,7 @@ def test_a_number_that_is_a_name_elsewhere_is_refused(tmp_path):
     assert read_predictions(tmp_path / "q.csv").labels.tolist() == [1, 0]
 
 
-def test_names_that_are_positions_of_others_survive(tmp_path):
+def test_class_names_that_are_positions_of_others_round_trip(tmp_path):
     given = Predictions(some().logits, some().labels, class_names=("2", "0", "1"))
     for ending in WRITERS:
         assert (
@@ -322,14 +322,14 @@ def test_names_that_are_positions_of_others_survive(tmp_path):
 
 
 @pytest.mark.parametrize("ending", [".csv", ".parquet", ".jsonl"])
-def test_names_that_a_table_cannot_tell_apart(tmp_path, ending):
+def test_class_names_that_collide_in_a_table_raise(tmp_path, ending):
     with pytest.raises(ValueError, match="name"):
         write_predictions(some(class_names=[" a", "a", "b"]), tmp_path / f"p{ending}")
     given = some(class_names=[" a", "c", "b "])
     assert read_predictions(write_predictions(given, tmp_path / f"p{ending}")).labels.tolist() == given.labels.tolist()
 
 
-def test_whole_numbers_of_another_type_are_the_same_class(tmp_path):
+def test_integers_of_another_dtype_are_the_same_class(tmp_path):
     """A column with an empty cell becomes 1.0, and nothing agreed with 1: an accuracy of zero."""
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = {"confidence": [0.9, 0.8], "prediction": [1, 2], "label": [1.0, 3.0]}
@@ -339,7 +339,7 @@ def test_whole_numbers_of_another_type_are_the_same_class(tmp_path):
     assert read_predictions(tmp_path / "p.csv").correct.tolist() == [True, False]
 
 
-def test_classes_that_nobody_named_are_not_counted(tmp_path):
+def test_unnamed_classes_are_not_counted(tmp_path):
     (tmp_path / "p.csv").write_text("confidence,prediction,label\n0.9,a,b\n0.02,b,b\n")
     found = read_predictions(tmp_path / "p.csv")
     assert found.num_classes == 2
@@ -401,7 +401,7 @@ def test_errors_about_records_name_the_line_too(tmp_path):
             read_predictions(tmp_path / "p.jsonl")
 
 
-def test_a_number_that_is_spelled_like_no_class_is_refused(tmp_path):
+def test_a_number_that_matches_no_class_name_raises(tmp_path):
     """The label 1 was the second column, although the first class is called 01."""
     for names in (("01", "02"), ("1.0", "2.0")):
         (tmp_path / "p.csv").write_text(f"prob_{names[0]},prob_{names[1]},label\n0.9,0.1,1\n0.2,0.8,0\n")
@@ -417,7 +417,7 @@ def test_a_number_that_is_spelled_like_no_class_is_refused(tmp_path):
         '{"probs": {"Cat": 0.9, "cat": 0.1}, "label": "Cat"}',
     ],
 )
-def test_classes_that_differ_in_capitals_alone_are_told(tmp_path, text):
+def test_class_names_that_differ_only_in_case_warn(tmp_path, text):
     path = tmp_path / ("p.jsonl" if text[0] == "{" else "p.csv")
     path.write_text(text)
     with pytest.warns(UserWarning, match=r"'Cat'.*'cat'"):
@@ -441,17 +441,17 @@ def test_two_classes_of_one_name_in_older_files_are_numbered_with_a_warning(tmp_
         assert read_predictions(write_predictions(found, tmp_path / f"q{ending}")).class_names == found.class_names
 
 
-def test_two_classes_of_one_name_are_refused_where_labels_are_words(tmp_path):
+def test_duplicate_class_names_raise_if_labels_are_names(tmp_path):
     np.savez(tmp_path / "p.npz", logits=torch.eye(3).numpy(), labels=["a", "a", "b"], class_names=["a", "a", "b"])
     with pytest.raises(ValueError, match=r"p\.npz.*name.*'a'"):
         read_predictions(tmp_path / "p.npz")
 
 
-def test_many_classes_of_one_name_are_read_quickly(tmp_path):
+def test_many_duplicate_class_names_are_read_fast(tmp_path):
     np.savez(tmp_path / "p.npz", logits=np.zeros((2, 5000)), labels=[0, 4999], class_names=["a"] * 5000)
-    with pytest.warns(UserWarning, match=r"'a'.*'a \(2\)'") as told:
+    with pytest.warns(UserWarning, match=r"'a'.*'a \(2\)'") as caught:
         assert read_predictions(tmp_path / "p.npz").class_names[-1] == "a (5000)"
-    assert len(told) == 1
+    assert len(caught) == 1
 
 
 @pytest.mark.parametrize(("word", "row"), [("+-3", 3), ("9" * 25, 3), ("9" * 5000, 3)])
@@ -464,13 +464,13 @@ def test_what_only_looks_like_a_whole_number_is_named_with_its_line(tmp_path, co
         read_predictions(tmp_path / "p.csv")
 
 
-def test_positions_of_top_classes_are_read(tmp_path):
+def test_class_numbers_of_top_label_predictions_are_read(tmp_path):
     """Without them, rows in another order could not be paired."""
     (tmp_path / "p.csv").write_text("confidence,prediction,label,index\n0.9,a,b,7\n0.9,b,b,3\n")
     assert read_predictions(tmp_path / "p.csv").index.tolist() == [7, 3]
 
 
-def test_percentages_are_noticed(tmp_path):
+def test_percentages_are_detected(tmp_path):
     rows = [(70, 20, 10), (33.3, 33.3, 33.3), (5, 90, 5), (1.5, 98, 0.5)]
     for kind in ("prob", "logit"):
         lines = [f"{a},{b},{c},x\n" for a, b, c in rows]
@@ -488,14 +488,14 @@ def test_percentages_are_noticed(tmp_path):
     Predictions(100 * torch.eye(30), torch.arange(30))  # certain, and no percentages
 
 
-def test_labels_beside_shares_of_labels_are_refused(tmp_path):
+def test_labels_and_soft_labels_together_raise(tmp_path):
     """One of the two was ignored, also where they contradicted each other."""
     (tmp_path / "p.csv").write_text("prob_a,prob_b,label,label_a,label_b\n0.9,0.1,b,1,0\n0.2,0.8,a,0,1\n")
     with pytest.raises(ValueError, match=r"p\.csv.*label_NAME"):
         read_predictions(tmp_path / "p.csv")
 
 
-def test_confidences_that_no_top_class_has_are_doubted(tmp_path):
+def test_confidences_below_one_over_classes_warn(tmp_path):
     """The probability of class 1 in the place of the larger one turned over-confidence into under-confidence."""
     rows = [f"{0.03 + 0.04 * i:.2f},{int(i > 12)},{i % 2}\n" for i in range(24)]
     (tmp_path / "p.csv").write_text(f"confidence,prediction,label\n{''.join(rows)}")
@@ -503,12 +503,12 @@ def test_confidences_that_no_top_class_has_are_doubted(tmp_path):
         read_predictions(tmp_path / "p.csv")
 
 
-def test_a_file_without_labels_is_named(tmp_path):
+def test_a_file_without_labels_raises_an_error_that_names_it(tmp_path):
     for name in ("a", "b"):
         truth = "species" if name == "b" else "label"
         (tmp_path / f"{name}.csv").write_text(f"prob_x,prob_y,{truth}\n0.9,0.1,x\n0.2,0.8,y\n")
     with pytest.raises(ValueError, match=r"b\.csv.*species.*--label-column"):
-        judge_files([tmp_path / "a.csv", tmp_path / "b.csv"])
+        evaluate_files([tmp_path / "a.csv", tmp_path / "b.csv"])
 
 
 @pytest.mark.parametrize(

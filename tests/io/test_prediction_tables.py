@@ -37,7 +37,7 @@ def test_npz(tmp_path):
         ({"logits": LOGITS, "label": LABELS, "labels": LABELS}, r"a\.npz.*label, labels.*--label-column"),
     ],
 )
-def test_what_is_missing_or_ambiguous_is_asked_for_with_the_columns(tmp_path, arrays, named):
+def test_missing_or_ambiguous_columns_raise_an_error_that_lists_columns(tmp_path, arrays, named):
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(ValueError, match=named):
         read_predictions(tmp_path / "a.npz")
@@ -189,7 +189,7 @@ def test_rounded_columns_of_a_parquet_file_are_taken(tmp_path):
 
 
 @pytest.mark.parametrize(("cell", "named"), {"x": "'x'", " ": "empty", "50%": r"'50%'.*0\.7"}.items())
-def test_a_cell_that_is_no_number_is_named_with_its_line(tmp_path, cell, named):
+def test_a_cell_that_is_not_a_number_raises_an_error_that_names_the_line(tmp_path, cell, named):
     with pytest.raises(ValueError, match=f"line 4.*prob_b.*{named}"):
         read_predictions(table(tmp_path, f"prob_a,prob_b,label\n0.5,0.5,a\n\n0.5,{cell},a\n"))
 
@@ -232,7 +232,7 @@ def test_a_large_csv_takes_little_more_than_its_numbers(tmp_path):
     assert most < 60 * 8 * 5_000
 
 
-def test_csv_with_the_top_class_alone(tmp_path):
+def test_csv_of_top_label_predictions(tmp_path):
     text = "confidence,prediction,label\n0.5,dog,dog\n0.9,cat,dog\n0.12,7,cat\n"
     known = read_predictions(table(tmp_path, text))
     assert isinstance(known, TopLabelPredictions)
@@ -305,7 +305,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
 
 
 def test_labels_may_be_unknown(tmp_path):
-    """Foreign data has none of the classes; asking for its labels is an error that says so."""
+    """OOD data has none of the classes; accessing its labels raises."""
     plain = Predictions(logits=LOGITS, split="svhn")
     write_predictions(plain, tmp_path / "a.safetensors")
     np.savez(tmp_path / "a.npz", logits=LOGITS.numpy())
@@ -337,7 +337,7 @@ def test_one_column_is_a_binary_classifier(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.npz", "a.parquet"])
-def test_damaged_files_are_named(tmp_path, name):
+def test_damaged_files_raise_an_error_that_names_them(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(b"this is not what it seems to be")
     with pytest.raises(ValueError, match=name):

@@ -40,7 +40,7 @@ def test_load_keeps_half_precision(tmp_path):
     assert read_predictions(tmp_path / "p.safetensors").logits.dtype == torch.bfloat16
 
 
-def test_files_of_other_programs(tmp_path):
+def test_files_of_other_programs_are_read_or_raise(tmp_path):
     from safetensors.torch import save_file
 
     save_file({"logits": LOGITS, "labels": LABELS}, tmp_path / "p.safetensors", metadata={"format": "pt"})
@@ -62,7 +62,7 @@ def head_of(content: bytes) -> int:
 
 
 @pytest.mark.parametrize("probs", [False, True])
-def test_no_flipped_bit_goes_unnoticed(tmp_path, probs):
+def test_every_flipped_bit_is_detected(tmp_path, probs):
     """Logits with a flipped bit were read without a word; so were the names of classes."""
     given, path = everything(probs), tmp_path / "p.safetensors"
     write_predictions(given, path)

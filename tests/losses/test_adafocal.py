@@ -99,7 +99,7 @@ def test_a_probability_on_an_edge_belongs_to_the_bin_above() -> None:
         (0.0, 0.3, 0.2),
     ],
 )
-def test_rule_of_one_bin(gamma: float, gap: float, expected: float) -> None:
+def test_update_of_one_bin(gamma: float, gap: float, expected: float) -> None:
     loss = build(bins=1, gamma=gamma)
     loss.update(torch.tensor([gap]).double())
     assert loss.gammas.item() == pytest.approx(expected, rel=1e-14)
@@ -125,7 +125,7 @@ def test_step_limits_and_switch_are_options() -> None:
     same(loss.gammas, gammas)
 
 
-def test_without_validation_it_says_so() -> None:
+def test_missing_validation_data_raises() -> None:
     loss = build()
     before = loss.gammas.clone()
     for call in (loss.end_epoch, lambda: loss.end_epoch(None), lambda: loss.end_epoch(validation=None)):

@@ -81,7 +81,7 @@ def test_history_of_the_batch_enters_after_its_ranking() -> None:
     assert loss.last_terms["ranking"] > 0
 
 
-def test_all_samples_right_in_all_epochs() -> None:
+def test_all_samples_correct_in_all_epochs() -> None:
     """k = K everywhere, where the published code divides 0 by 0."""
     loss = build()
     for _ in range(3):
@@ -99,7 +99,7 @@ def test_the_smallest_count_is_that_of_the_whole_table() -> None:
     assert loss(RIGHT, LABELS, index=torch.arange(4)).item() == pytest.approx(expected, rel=1e-7)
 
 
-def test_a_pair_learns_at_both_ends() -> None:
+def test_both_samples_of_a_pair_get_a_gradient() -> None:
     loss = build(num_samples=2, rank_weight=1e6)
     loss.correct_epochs.copy_(torch.tensor([1, 0]))
     loss.finished_epochs.fill_(1)

@@ -76,7 +76,7 @@ def test_sources_that_need_no_features(source: str) -> None:
     assert loss(LOGITS, LABELS).item() == with_features(LOGITS, LABELS, FEATURES).item()
 
 
-def test_features_are_asked_for_by_name() -> None:
+def test_missing_features_raise() -> None:
     with pytest.raises(ValueError, match="features"):
         AdaptiveSmoothing(num_classes=3)(LOGITS)
 
@@ -157,7 +157,7 @@ def test_gamma_has_a_limit() -> None:
     assert gamma.tolist() == [GAMMA_LIMIT, 1.0]
 
 
-def test_ignored_samples_leave_the_statistics() -> None:
+def test_ignored_samples_are_excluded_from_the_statistics() -> None:
     nci, fewer = NCI(), NCI()
     valid = torch.tensor([True, False, True, True])
     gamma = nci(LOGITS, FEATURES, valid)
@@ -167,7 +167,7 @@ def test_ignored_samples_leave_the_statistics() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_norms_of_narrow_features_are_added_in_float32(dtype: torch.dtype) -> None:
+def test_norms_of_low_precision_features_are_computed_in_float32(dtype: torch.dtype) -> None:
     features = torch.full((2, 8193), 0.5).to(dtype)  # the norm, 4096.5, has no place in a narrow type
     assert NCI(normalise="none")(LOGITS[:2].float(), features, ALL[:2]).tolist() == [4096.5] * 2
     loss = fedlas.build_loss("fedlas_ls", num_classes=3).to(dtype)
@@ -277,7 +277,7 @@ def test_gate_sends_no_gradient_to_the_logits(kind: Any) -> None:
     assert logits.grad is None
 
 
-def test_shuffled_gate_deals_among_samples_that_count() -> None:
+def test_shuffled_gate_permutes_valid_samples() -> None:
     logits = torch.randn(40, 3, dtype=torch.float64)
     valid = torch.rand(40) < 0.7
     learned, shuffled = BCG(3, width=5).double(), BCG(3, width=5, kind="shuffled").double()
@@ -285,19 +285,19 @@ def test_shuffled_gate_deals_among_samples_that_count() -> None:
         learned.fc_in.weight.mul_(5)
         learned.fc_out.bias.zero_()
     shuffled.load_state_dict(dict(learned.state_dict()))
-    psi, dealt = learned(logits, valid), [shuffled(logits, valid) for _ in range(5)]
+    psi, shuffles = learned(logits, valid), [shuffled(logits, valid) for _ in range(5)]
     assert 0 < (psi[valid] > 0).sum() < valid.sum()
-    for hand in dealt:
-        assert sorted(hand[valid].tolist()) == sorted(psi[valid].tolist())
-        assert hand[~valid].tolist() == psi[~valid].tolist()
-    assert any(hand.tolist() != psi.tolist() for hand in dealt)
+    for shuffle in shuffles:
+        assert sorted(shuffle[valid].tolist()) == sorted(psi[valid].tolist())
+        assert shuffle[~valid].tolist() == psi[~valid].tolist()
+    assert any(shuffle.tolist() != psi.tolist() for shuffle in shuffles)
 
-    # The places themselves: every one that counts is dealt once, the others stay.
+    # Valid positions are permuted, ignored ones stay.
     place = torch.arange(40)
     for _ in range(5):
-        dealt_places = _shuffled(valid)
-        assert sorted(dealt_places.tolist()) == place.tolist()
-        assert dealt_places[~valid].tolist() == place[~valid].tolist()
+        permutation = _shuffled(valid)
+        assert sorted(permutation.tolist()) == place.tolist()
+        assert permutation[~valid].tolist() == place[~valid].tolist()
 
 
 def test_shuffled_gate_learns() -> None:
@@ -338,13 +338,13 @@ def test_clamp(low: float | None, high: float | None) -> None:
     assert held.tolist() == [min(max(a, low or 0.0), high or 1.0) for a in free.tolist()]
 
 
-def test_clamped_samples_do_not_teach_the_gate() -> None:
+def test_clamped_samples_give_the_gate_no_gradient() -> None:
     smoothing = AdaptiveSmoothing(num_classes=3, alpha_min=0.05, alpha_max=0.05, start="first_batch").double()
     smoothing(LOGITS, FEATURES).sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in smoothing.parameters())
 
 
-def test_with_a_base_loss_of_ones_own() -> None:
+def test_with_a_custom_base_loss() -> None:
     """FeDLaS on ACLS: its parts in a convex combination with alpha_i."""
     logits = (3 * LOGITS).requires_grad_()
     acls = fedlas.build_loss("acls", num_classes=3, margin=2.0, lambda_=1.0)
@@ -395,7 +395,7 @@ def test_no_preset_is_the_default_preset() -> None:
 
 
 @pytest.mark.parametrize("preset", list(PRESETS))
-def test_a_keyword_beats_the_preset(preset: str) -> None:
+def test_a_keyword_overrides_the_preset(preset: str) -> None:
     for eps in (0.0, 1e-3, 0.5):
         assert build(preset=preset, eps=eps).smoothing.nci.eps == eps
     for zero in (-1, 0):
@@ -553,7 +553,7 @@ def assert_healthy(loss: Any) -> None:
     ],
     ids=str,
 )
-def test_hard_features_leave_no_nan(name: str, options: dict[str, Any]) -> None:
+def test_extreme_features_give_no_nan(name: str, options: dict[str, Any]) -> None:
     for kind, hard in HARD.items():
         loss: Any = fedlas.build_loss(name, num_classes=3, **options)
         optimizer = torch.optim.SGD(loss.parameters(), lr=0.1, momentum=0.9)

@@ -87,7 +87,7 @@ def test_no_gradient_flows_through_the_target(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_ignored_samples_and_predictions_that_are_not_finite_leave_the_table_alone(name: str) -> None:
+def test_ignored_samples_and_predictions_that_are_not_finite_do_not_change_the_table(name: str) -> None:
     loss = build(name)
     before = loss.past.clone()
     labels, logits = LABELS.clone(), logits_of(0)
@@ -150,7 +150,7 @@ def test_class_weights_act_on_the_soft_target(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_soft_labels_are_refused(name: str) -> None:
+def test_soft_labels_raise(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name}.*soft labels"):
         build(name)(logits_of(0), logits_of(0).softmax(1), index=INDEX)
 
@@ -249,7 +249,7 @@ def test_the_norm_is_that_of_the_validation_features(as_norms: bool) -> None:
     torch.testing.assert_close(loss.gaps, torch.tensor([(0.7 + 0.8 - 1) / 2, (0.6 + 0.9 - 1) / 2]).double())
 
 
-def test_the_norm_asks_for_features_of_the_validation_set() -> None:
+def test_the_norm_indicator_requires_validation_features() -> None:
     loss = build("closed_loop", indicator="norm")
     with pytest.raises(ValueError, match=r"closed_loop.*norm.*features="):
         loss.end_epoch(held_out([0.6, 0.7], [True, False]))
@@ -299,7 +299,7 @@ def test_a_compiled_backward_pass_uses_the_rows_from_before_the_update(name: str
 # Ablations
 
 
-def test_recorded_strengths_take_the_place_of_feedback() -> None:
+def test_recorded_strengths_replace_feedback() -> None:
     """Each epoch has its own, the last ones stay, and a saved state continues at the right epoch."""
     replay = [{"strengths": [0.1 * n, 0.2 * n], "edges": [0.0, 0.5 + 0.1 * n, 1.0]} for n in range(3)]
     loss = build("closed_loop", bins=2, replay=replay)

@@ -80,7 +80,7 @@ def test_ignored_samples() -> None:
     assert not steering.grad[~kept].any()
 
 
-def test_nothing_left() -> None:
+def test_all_samples_ignored() -> None:
     logits, labels = batch()
     logits.requires_grad_()
     value = smoothed_cross_entropy(logits, torch.full_like(labels, -100), 0.1)
@@ -114,7 +114,7 @@ def test_alpha_as_a_tensor_without_dimensions() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_logits_are_computed_in_float32(dtype: torch.dtype) -> None:
+def test_low_precision_logits_are_computed_in_float32(dtype: torch.dtype) -> None:
     logits, labels = batch()
     narrow = logits.to(dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -63,7 +63,7 @@ def optimizer_of(*modules: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_correct_loop_is_not_warned(name):
+def test_a_correct_loop_does_not_warn(name):
     net, loss = network(), build(name)
     optimizer = optimizer_of(net, loss)
     for _ in range(60):
@@ -83,14 +83,14 @@ def test_parameters_lists_each_parameter_of_network_and_loss_once():
 
 
 @pytest.mark.parametrize("name", GATED)
-def test_a_gate_that_is_not_in_the_optimizer_is_warned_of_once(name):
+def test_a_gate_that_is_not_in_the_optimizer_warns_once(name):
     net, loss = network(), build(name)
     with pytest.warns(UserWarning, match=rf"{name}.*fedlas\.parameters\(net, loss\)") as caught:
         train(net, loss, optimizer_of(net), epochs=usage_checks.STEPS_WITHOUT_UPDATE)  # of two steps
     assert len(caught) == 1
 
 
-def test_a_gate_that_is_not_in_the_optimizer_is_warned_of_at_the_end_of_an_epoch():
+def test_a_gate_that_is_not_in_the_optimizer_warns_at_the_end_of_an_epoch():
     net, loss = network(), build("fedlas_ls")
     train(net, loss, optimizer_of(net), epochs=1)
     loss.end_epoch()
@@ -129,7 +129,7 @@ def test_accumulated_gradients_fused_updates_and_cleared_gradients_are_not_mista
         clear_and_step()
 
 
-def test_a_compiled_loss_is_warned_of_at_the_end_of_an_epoch():
+def test_a_compiled_loss_warns_at_the_end_of_an_epoch():
     loss = build("fedlas_ls")
     loss.compile(fullgraph=True, backend="eager")
     logits, labels, features = (
@@ -144,7 +144,7 @@ def test_a_compiled_loss_is_warned_of_at_the_end_of_an_epoch():
         loss.end_epoch()
 
 
-def test_a_frozen_gate_and_updates_that_torch_does_not_see_are_not_warned_of(monkeypatch):
+def test_a_frozen_gate_and_updates_that_torch_does_not_see_do_not_warn(monkeypatch):
     monkeypatch.setattr(usage_checks, "STEPS_WITHOUT_UPDATE", 3)
     net, frozen, custom = network(), build("fedlas_ls").requires_grad_(False), build("fedlas_ls")
     for _ in range(6):
@@ -158,7 +158,7 @@ def test_a_frozen_gate_and_updates_that_torch_does_not_see_are_not_warned_of(mon
 
 
 @pytest.mark.parametrize("name", ["crl", "adafocal", "closed_loop", "pskd"])
-def test_repeated_samples_without_the_end_of_an_epoch_are_warned_of_once(name):
+def test_repeated_samples_without_the_end_of_an_epoch_warn_once(name):
     net, loss = network(), build(name)
     optimizer = optimizer_of(net, loss)
     train(net, loss, optimizer, epochs=2)
@@ -167,7 +167,7 @@ def test_repeated_samples_without_the_end_of_an_epoch_are_warned_of_once(name):
     assert len(caught) == 1
 
 
-def test_evaluations_without_the_end_of_an_epoch_are_warned_of():
+def test_evaluations_without_the_end_of_an_epoch_warn():
     """Without indices, the switch from training to evaluation shows that epochs pass."""
     net, loss = network(), build("adafocal")
     optimizer = optimizer_of(net, loss)
@@ -190,7 +190,7 @@ def test_samples_drawn_with_replacement_are_not_taken_for_epochs():
     assert not loss._epoch_check.finished
 
 
-def test_samples_counted_more_often_than_there_were_epochs_are_warned_of():
+def test_samples_counted_more_often_than_there_were_epochs_warn():
     loss = build("crl")
     logits, labels, index = 5 * torch.eye(CLASSES), torch.arange(CLASSES), torch.arange(CLASSES)
     loss(logits, labels, index=index)

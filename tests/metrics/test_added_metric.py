@@ -9,7 +9,7 @@ import torch
 
 import fedlas
 from fedlas import metrics
-from fedlas.metrics import catalogue
+from fedlas.metrics import registry
 
 SPHERICAL = '''
 """Spherical score."""
@@ -43,9 +43,9 @@ class Spherical(AbstractMean):
 def spherical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> metrics.AbstractMetric:
     (tmp_path / "spherical.py").write_text(SPHERICAL)
     monkeypatch.setattr(metrics, "__path__", [*metrics.__path__, str(tmp_path)])
-    fresh = type(catalogue.CATALOG)("fedlas.metrics", metrics.AbstractMetric, "metric")
-    monkeypatch.setattr(catalogue, "CATALOG", fresh)
-    yield catalogue.find_metric("spherical")
+    fresh = type(registry.CATALOG)("fedlas.metrics", metrics.AbstractMetric, "metric")
+    monkeypatch.setattr(registry, "CATALOG", fresh)
+    yield registry.find_metric("spherical")
     sys.modules.pop("fedlas.metrics.spherical", None)
 
 
@@ -58,8 +58,8 @@ def predictions(scale: float = 2.0) -> fedlas.Predictions:
 
 def test_an_added_metric_appears_everywhere(spherical, tmp_path):
     pytest.importorskip("torchmetrics")
+    from fedlas.comparison import compare_models
     from fedlas.integrations.torchmetrics import CalibrationMetric
-    from fedlas.report.duels import duels
     from fedlas.report.html import save_page
 
     given = predictions()
@@ -72,8 +72,8 @@ def test_an_added_metric_appears_everywhere(spherical, tmp_path):
     assert "spherical score" in str(report)
     assert report.after["temperature"].comparisons["spherical"].first == found
     assert json.loads(report.to_json())["states"][0]["results"]["spherical"]["value"] == float(found)
-    tests = duels({"first": given, "second": predictions(0.3)}, resamples=200)
-    assert [one.found.better for one in tests if one.metric == "spherical"] == ["first"]
+    tests = compare_models({"first": given, "second": predictions(0.3)}, resamples=200)
+    assert [one.comparison.better for one in tests if one.metric == "spherical"] == ["first"]
     stream = spherical.accumulator()
     for rows in torch.arange(400).split(150):
         stream.update_logits(given.logits[rows], given.labels[rows])
@@ -81,5 +81,5 @@ def test_an_added_metric_appears_everywhere(spherical, tmp_path):
     adapter = CalibrationMetric("spherical", "logits")
     adapter.update(given.logits, given.labels)
     assert float(adapter.compute()) == pytest.approx(expected, abs=1e-6)
-    save_page(tmp_path / "page.html", {"model": report})
+    save_page({"model": report}, tmp_path / "page.html")
     assert "spherical score" in (tmp_path / "page.html").read_text()

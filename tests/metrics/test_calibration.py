@@ -24,7 +24,7 @@ from fedlas.predictions import Predictions, TopLabelPredictions
 from metrics import cases
 
 
-def test_official_numbers_are_the_golden_ones(golden):
+def test_official_presets_match_reference_values(golden):
     """Printed by the published code in float32; ours are float64 sums."""
     assert ece(golden, compat="official") == pytest.approx(0.24641016125679016, abs=5e-8)
     assert aece(golden, compat="official") == pytest.approx(0.24567577242851257, abs=5e-8)
@@ -53,7 +53,7 @@ def test_confidence_zero_is_counted_once():
     assert ece(torch.tensor([0.0, 0.0]), torch.tensor([0, 1]), scope="positive") == 0.5
 
 
-def test_the_number_of_bins_is_the_one_asked_for():
+def test_number_of_bins_is_as_requested():
     """MAPIE's linspace(0, 1, bins) made one bin less."""
     for bins in (1, 10, 15):
         grid = (torch.arange(bins) + 0.5) / bins
@@ -61,7 +61,7 @@ def test_the_number_of_bins_is_the_one_asked_for():
         assert filled.counts.tolist() == [1] * bins
 
 
-def test_mean_confidence_not_the_bin_centre_is_compared():
+def test_gap_uses_mean_confidence_rather_than_bin_centre():
     """pycalib#4: a model that says 0.9 and is right 9 times in 10 has no error."""
     assert ece(*cases.two_classes([0.9] * 10, [1] * 9 + [0])) == pytest.approx(0, abs=1e-15)
 
@@ -79,7 +79,7 @@ def test_mean_confidence_not_the_bin_centre_is_compared():
         ([[0.5, 0.5], [0.5, 0.5]], [0], "shape"),
     ],
 )
-def test_wrong_input_is_an_error_that_names_the_row(metric, probs, labels, message):
+def test_invalid_input_raises_an_error_that_names_the_row(metric, probs, labels, message):
     with pytest.raises(ValueError, match=message):
         metric(np.array(probs), np.array(labels))
 
@@ -89,7 +89,7 @@ def test_no_samples_are_an_error():
         ece(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long))
 
 
-def test_rows_may_be_off_by_what_their_type_rounds():
+def test_row_sums_may_differ_from_one_by_rounding_of_the_dtype():
     probs, labels = cases.saturated(500)
     for dtype in (torch.bfloat16, torch.float16):
         assert ece(probs.to(dtype), labels) == pytest.approx(ece(probs, labels), abs=1e-2)
@@ -97,7 +97,7 @@ def test_rows_may_be_off_by_what_their_type_rounds():
         ece(probs * 1.001, labels)
 
 
-def test_logits_are_never_taken_for_probabilities():
+def test_logits_passed_as_probabilities_raise():
     """torchmetrics guesses by value: logits inside [0, 1] gave 0.150 instead of 0.505."""
     logits = torch.rand(100, 3)
     with pytest.raises(ValueError, match="distribution"):
@@ -125,14 +125,14 @@ def test_bf16_agrees_with_float32():
     assert ece(probs.bfloat16(), labels) == pytest.approx(ece(probs, labels), abs=1e-3)
 
 
-def test_shares_of_bins_are_not_rounded_to_float32(golden):
+def test_bin_fractions_are_float64(golden):
     """Dividing int64 counts by an int gives float32 in torch; the RMS error was off by 1e-9."""
     filled = histogram(golden).bins
     assert filled.share.dtype == torch.float64
     assert lp_error(golden, p=1) == pytest.approx(ece(golden), abs=1e-15)
 
 
-def test_constant_confidence_is_not_free_of_error():
+def test_constant_confidence_has_a_nonzero_error():
     """The published AECE is 0 for a constant 0.9 that is right half of the time; the truth is 0.4."""
     probs, labels = cases.two_classes([0.9] * 20, [0, 1] * 10)
     assert aece(probs, labels) == pytest.approx(0.4)
@@ -174,7 +174,7 @@ def test_classes_that_never_occur_are_counted():
     assert len(classwise_ece(probs, labels, compat="official").details["per_class"]) == 5
 
 
-def test_classwise_errors_are_those_of_the_columns(golden):
+def test_classwise_error_is_the_mean_over_columns(golden):
     probs, labels = golden.probs, golden.labels
     columns = [float(ece(probs[:, k].contiguous(), (labels == k).long(), scope="positive")) for k in range(5)]
     found = classwise_ece(golden)
@@ -189,7 +189,7 @@ def test_signed_ece_is_mean_confidence_minus_accuracy(golden):
     assert signed_ece(golden) == pytest.approx(float(expected), abs=1e-14)
 
 
-def test_norms_by_hand():
+def test_norms_match_a_manual_calculation():
     probs, labels = cases.two_classes([0.6, 0.6, 0.9, 0.9], [1, 1, 1, 0])
     assert ece(probs, labels, bins=10) == pytest.approx(0.4)
     assert mce(probs, labels, bins=10) == pytest.approx(0.4)
@@ -214,7 +214,7 @@ def test_debiased_error_of_a_calibrated_model_is_smaller():
     assert debiased_l2(confidence, hits, scope="positive") < 0.5 * rms_error(confidence, hits, scope="positive")
 
 
-def test_soft_labels_are_the_share_of_annotators_who_agree():
+def test_soft_labels_match_the_mean_over_annotators():
     probs = torch.tensor([[0.7, 0.2, 0.1], [0.7, 0.2, 0.1]])
     labels = torch.tensor([[0.9, 0.1, 0.0], [0.5, 0.5, 0.0]])
     assert ece(probs, labels) == pytest.approx(0.0, abs=1e-7)
@@ -273,7 +273,7 @@ def test_maps_are_pooled_over_positions():
     assert ece(maps, labels).n == 30
 
 
-def test_ignored_positions_do_not_count_and_may_hold_anything():
+def test_ignored_positions_may_hold_invalid_values():
     source = torch.Generator().manual_seed(0)
     maps = torch.randn(2, 4, 6, generator=source).softmax(1)
     labels = torch.randint(4, (2, 6), generator=source)
@@ -309,7 +309,7 @@ def test_numpy_and_torch_and_predictions_agree(golden):
     assert ece(probs.tolist(), labels.tolist()) == pytest.approx(ece(golden), abs=1e-7)
 
 
-def test_a_class_wise_metric_refuses_predictions_that_know_only_the_top_class():
+def test_class_wise_metrics_of_top_label_predictions_raise():
     known = TopLabelPredictions([0.8], [True])
     assert ece(known) == pytest.approx(0.2)
     with pytest.raises(ValueError, match=r"\btop\b"):
@@ -322,7 +322,7 @@ def test_class_wise_errors_of_bf16(golden):
     assert classwise_ece(probs, golden.labels).details["per_class"] == pytest.approx(expected, abs=1e-12)
 
 
-def test_unknown_words_are_refused(golden):
+def test_unknown_options_raise(golden):
     from fedlas.metrics.binning import Binning
     from fedlas.metrics.inputs import pairs
 

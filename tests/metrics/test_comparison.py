@@ -57,7 +57,7 @@ def two_models(random: np.random.Generator, n: int, hot: float, cold: float):
 
 
 @pytest.mark.parametrize("metric", [ece, aece])
-def test_the_interval_of_a_difference_is_that_of_the_accuracies(metric):
+def test_interval_of_an_ece_difference_with_one_bin_matches_that_of_accuracies(metric):
     """With one confidence for all samples, an error is the confidence less the accuracy."""
     labels = (torch.arange(400) < 200).long()
     low, high = wilson(0.5, 400).low, wilson(0.5, 400).high
@@ -74,7 +74,7 @@ def test_the_interval_of_a_difference_is_that_of_the_accuracies(metric):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(("hot", "cold", "n"), [(1.3, 1.0, 800), (1.0, 1.0, 1_000), (2.0, 2.0, 500)])
-def test_the_difference_of_two_models_is_covered(hot, cold, n):
+def test_coverage_of_the_difference_of_two_models(hot, cold, n):
     random = np.random.default_rng(5)
     first, second, chance = two_models(random, 500_000, hot, cold)
     soft = torch.from_numpy(chance)
@@ -100,7 +100,7 @@ def saturated_pair(random: np.random.Generator, n: int):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("metric", [ece, aece])
-def test_the_difference_of_saturated_models_is_covered(metric):
+def test_coverage_of_the_difference_of_saturated_models(metric):
     random = np.random.default_rng(5)
     first, second, chance = saturated_pair(random, 300_000)
     soft = torch.from_numpy(chance)
@@ -126,7 +126,7 @@ def test_the_interval_of_an_ece_difference_does_not_depend_on_the_grid(monkeypat
     assert width == pytest.approx(paired_bootstrap(ece, *given, resamples=400).interval.width, rel=0.05)
 
 
-def test_a_constant_difference_of_losses_is_not_certain():
+def test_a_constant_difference_of_losses_has_a_nonempty_interval():
     labels = torch.zeros(50, dtype=torch.long)
     found = paired_bootstrap(nll, *(torch.tensor([[p, 1 - p]]).repeat(50, 1) for p in (0.7, 0.85)), labels)
     assert found.interval.width > 0
@@ -143,8 +143,8 @@ def test_the_accuracy_of_binary_probabilities_counts_both_classes():
     assert found.difference in found.interval
 
 
-def test_two_faultless_models_may_still_differ():
-    """Nothing but right answers is no proof that both models always agree."""
+def test_two_models_without_errors_have_a_nonempty_interval():
+    """Two models without errors may still disagree on other samples."""
     probs, labels = torch.eye(3)[torch.arange(100) % 3], torch.arange(100) % 3
     for metric in (ece, accuracy, brier):
         found = paired_bootstrap(metric, probs, probs.clone(), labels, resamples=200)
@@ -153,13 +153,13 @@ def test_two_faultless_models_may_still_differ():
         assert found.better is None
 
 
-def test_a_level_in_percent_is_refused(golden, cooled):
+def test_a_level_in_percent_raises(golden, cooled):
     with pytest.raises(ValueError, match=r"level.*95"):
         paired_bootstrap(ece, golden, cooled, level=95)
 
 
 @pytest.mark.campaign
-def test_equal_models_are_seldom_told_apart():
+def test_equal_models_rarely_differ_significantly():
     """False alarms: the same calibrated model with independent noise must not be called better."""
     random = np.random.default_rng(0)
     alarms = 0
@@ -175,7 +175,7 @@ def test_equal_models_are_seldom_told_apart():
 
 
 @pytest.mark.parametrize("metric", [ece, aece, nll, brier])
-def test_a_clear_difference_is_seen(golden, cooled, metric):
+def test_a_large_difference_is_significant(golden, cooled, metric):
     found = paired_bootstrap(metric, golden, cooled, resamples=500)
     assert found.better == "second"
     assert found.p_value < 0.01
@@ -215,7 +215,7 @@ def test_a_model_against_itself(golden):
         assert found.p_value > 0.9
 
 
-def test_what_is_not_comparable_is_refused(golden, cooled):
+def test_comparing_different_samples_raises(golden, cooled):
     shifted = Predictions(golden.logits, (golden.labels + 1) % 5)
     with pytest.raises(ValueError, match=r"labels.*row 0"):
         paired_bootstrap(ece, golden, shifted)
@@ -261,7 +261,7 @@ def test_mean_ranks_give_ties_the_smallest_rank():
     assert found.datasets == 4
 
 
-def test_the_papers_mean_ranks_come_out():
+def test_mean_ranks_match_the_paper():
     found = mean_ranks({name: values for name, (values, _) in PAPER.items()})
     for name, (_, printed) in PAPER.items():
         assert found.ranks[name] == pytest.approx(printed, abs=0.005), name
@@ -285,7 +285,7 @@ def test_friedman_and_critical_difference_against_scipy_and_demsar():
     assert found.critical_difference == pytest.approx(2.569 * math.sqrt(4 * 5 / (6 * 4)), abs=2e-3)
 
 
-def test_the_statement_names_what_differs():
+def test_summary_names_methods_that_differ_significantly():
     found = mean_ranks({name: values * 3 for name, values in TABLE.items()})
     assert found.differ("a", "d")
     assert not found.differ("a", "b")
@@ -294,7 +294,7 @@ def test_the_statement_names_what_differs():
     assert mean_ranks({"a": [1.0, 1.0], "b": [1.0, 1.0]}).p_value == 1.0
 
 
-def test_incomplete_tables_are_refused():
+def test_incomplete_tables_raise():
     with pytest.raises(ValueError, match="methods"):
         mean_ranks({"a": [1.0]})
     with pytest.raises(ValueError, match="1, 2"):
@@ -303,14 +303,14 @@ def test_incomplete_tables_are_refused():
         mean_ranks({"a": [1.0, 2.0], "b": [1.0, math.nan]})
 
 
-def test_results_can_be_ranked_as_they_are(golden, cooled):
+def test_mean_ranks_accept_results(golden, cooled):
     found = mean_ranks({"hot": [ece(golden), aece(golden)], "cold": [ece(cooled), aece(cooled)]})
     assert isinstance(ece(golden), Result)
     assert found.ranks == {"cold": 1.0, "hot": 2.0}
 
 
 @pytest.mark.parametrize("name", ["ids", "index"])
-def test_samples_of_other_names_are_not_paired(name):
+def test_comparing_samples_with_other_names_raises(name):
     """Equal labels in another order of samples were taken for the same samples."""
     logits, labels = torch.randn(40, 2, generator=torch.Generator().manual_seed(0)), [0, 1] * 20
     first, same = (Predictions(logits, labels, **{name: range(40)}) for _ in range(2))
@@ -324,7 +324,7 @@ def test_samples_of_other_names_are_not_paired(name):
 @pytest.mark.parametrize(
     ("metric", "seeds"), [(nll, 15), *(pytest.param(one, 60, marks=pytest.mark.campaign) for one in (nll, brier))]
 )
-def test_no_model_is_better_where_the_p_value_shows_nothing(metric, seeds):
+def test_neither_model_is_better_without_significance(metric, seeds):
     """A few samples that make most of the difference used to give a verdict beside p = 0.25, in one case of six."""
     verdicts = 0
     for seed in range(seeds):
@@ -348,7 +348,7 @@ def tops(tmp_path, name, rows):
     return read_predictions(path)
 
 
-def test_top_classes_are_compared_by_name_and_no_class_is_asked_for(tmp_path):
+def test_top_label_predictions_are_compared_by_class_name(tmp_path):
     """A word that one file never mentions was a class that its model does not know."""
     truth = ["bee", "cow", "cow", "dog"] * 5
     first = tops(tmp_path, "a", [(word, word) for word in truth])
@@ -364,7 +364,7 @@ def test_top_classes_are_compared_by_name_and_no_class_is_asked_for(tmp_path):
         paired_bootstrap(accuracy, first, tops(tmp_path, "c", [(w, w) for w in [*truth[:3], "bee", *truth[4:]]]))
 
 
-def test_equal_numbers_of_other_words_are_other_labels(tmp_path):
+def test_equal_class_numbers_with_different_names_are_different_labels(tmp_path):
     """`cow` is 0 in one file and `dog` in the other."""
     first, second = (tops(tmp_path, word, [(word, word)] * 20) for word in ("cow", "dog"))
     assert first.labels.tolist() == second.labels.tolist()
@@ -373,7 +373,7 @@ def test_equal_numbers_of_other_words_are_other_labels(tmp_path):
 
 
 @pytest.mark.parametrize("names", [None, ["a", "b", "c", "d"], ["0", "1", "2", "3"]])
-def test_numbers_in_files_of_top_classes_are_places(tmp_path, names):
+def test_numbers_in_top_label_files_are_class_numbers(tmp_path, names):
     truth = [1, 3] * 10  # 0 and 1 among the words of the file
     top = tops(tmp_path, "a", [(word, word) for word in truth])
     full = Predictions(5 * torch.eye(4)[truth], truth, class_names=names)
@@ -393,21 +393,21 @@ def test_numbers_that_name_columns_in_another_order_are_names(tmp_path):
 @pytest.mark.parametrize(
     ("level", "resamples", "needed"), [(0.95, 39, "40"), (0.99, 100, "200"), (0.9995, 2_000, "4,000")]
 )
-def test_so_few_draws_that_nothing_can_be_told_are_refused(level, resamples, needed):
+def test_too_few_resamples_for_the_level_raise(level, resamples, needed):
     """95.98 against 9.79 % of 797 samples was "no difference is shown", with 30 resamples."""
     with pytest.raises(ValueError, match=rf"\b{needed}\b"):
         check_draws(level, resamples)
     check_draws(level, int(needed.replace(",", "")))
 
 
-def test_p_values_of_both_kinds_end_alike(golden):
+def test_p_values_and_intervals_agree(golden):
     """Those of gaps ended at half of what those of means did, beside each other in one table."""
     worse = Predictions(-5 * golden.logits, golden.labels)
     ends = [paired_bootstrap(metric, golden, worse, resamples=99).p_value for metric in (accuracy, ece, nll)]
     assert ends == pytest.approx([2 / 100] * 3)
 
 
-def test_an_nll_that_is_only_a_lower_bound_does_not_win():
+def test_an_nll_that_is_a_lower_bound_is_not_better():
     """The same predictions rounded to two decimals: labels of probability zero are floored at half of the last one."""
     source = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(2_000, 5, generator=source)

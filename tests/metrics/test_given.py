@@ -15,7 +15,7 @@ def table(n: int = 300, classes: int = 4) -> tuple[Tensor, Tensor]:
     return torch.randn(n, classes, generator=random).softmax(1), torch.randint(classes, (n,), generator=random)
 
 
-def test_labels_beside_predictions_are_refused():
+def test_labels_beside_predictions_raise():
     probs, labels = table()
     known = Predictions.from_probs(probs, labels)
     for metric in (metrics.ece, metrics.nll, metrics.classwise_ece, metrics.aurc, metrics.accuracy):
@@ -27,7 +27,7 @@ def test_labels_beside_predictions_are_refused():
         metrics.ece(pairs(known), labels)
 
 
-def test_ignored_labels_of_predictions_do_not_count():
+def test_ignored_labels_of_predictions_are_left_out():
     probs, labels = table()
     known = Predictions.from_probs(probs, labels)
     kept = labels != 2
@@ -41,7 +41,7 @@ def test_ignored_labels_of_predictions_do_not_count():
 
 
 @pytest.mark.parametrize("make", [metrics.aece.accumulator, metrics.smooth_ece.accumulator, metrics.aurc.accumulator])
-def test_streams_keep_copies(make: type):
+def test_accumulators_copy_their_inputs(make: type):
     confidence, hits = torch.rand(50), torch.randint(2, (50,))
     stream = make(scope="positive").update(confidence, hits)
     before = float(stream.compute())
@@ -50,7 +50,7 @@ def test_streams_keep_copies(make: type):
     assert float(stream.compute()) == before
 
 
-def test_pieces_without_a_label_that_counts_are_left_out():
+def test_batches_with_only_ignored_labels_are_skipped():
     probs, labels = table()
     for make in (
         metrics.ece.accumulator,
@@ -64,7 +64,7 @@ def test_pieces_without_a_label_that_counts_are_left_out():
         assert float(stream.compute()) == pytest.approx(float(make().update(probs, labels).compute()))
 
 
-def test_pieces_with_other_classes_are_refused():
+def test_batches_with_another_number_of_classes_raise():
     stream = metrics.classwise_ece.accumulator().update(*table())
     before = float(stream.compute())
     with pytest.raises(ValueError, match=r"4.*3"):
@@ -73,7 +73,7 @@ def test_pieces_with_other_classes_are_refused():
 
 
 @pytest.mark.parametrize("metric", [metrics.ece, metrics.aece, metrics.classwise_ece, metrics.brier, metrics.nll])
-def test_any_layout_will_do(metric):
+def test_noncontiguous_tensors_are_accepted(metric):
     probs, labels = table()
     wanted = float(metric(probs, labels))
     layouts = [np.asfortranarray(probs.numpy()), probs.T.contiguous().T, probs.numpy()[::-1][::-1]]
@@ -81,14 +81,14 @@ def test_any_layout_will_do(metric):
         assert float(metric(layout, labels)) == pytest.approx(wanted, abs=1e-12)
 
 
-def test_what_a_caller_does_to_edges_stays_with_the_caller():
+def test_modifying_returned_edges_has_no_effect():
     probs, labels = table()
     before = float(metrics.ece(probs.double(), labels))
     metrics.histogram(probs.double(), labels).bins.edges.mul_(100)
     assert float(metrics.ece(probs.double(), labels)) == before
 
 
-def test_binary_answers_are_ranked_by_their_own_confidence():
+def test_binary_predictions_are_ranked_by_confidence():
     confidence = torch.tensor([0.9, 0.2, 0.6, 0.4, 0.1])
     labels = torch.tensor([1, 0, 0, 1, 0])
     both = torch.stack([1 - confidence, confidence], dim=1)
@@ -117,7 +117,7 @@ def test_areas_of_tied_confidences_have_the_interval_of_accuracy():
     assert area.interval.width == pytest.approx(share.interval.width, rel=0.1)
 
 
-def test_areas_stay_between_nothing_and_everything():
+def test_intervals_of_areas_lie_between_0_and_1():
     confidence = torch.linspace(0.5, 1, 200)
     wrong = metrics.bootstrap(metrics.aurc, confidence, (torch.arange(200) >= 180).long(), scope="confidence")
     assert wrong.interval.high <= 1
@@ -125,7 +125,7 @@ def test_areas_stay_between_nothing_and_everything():
     assert excess.interval.low >= 0
 
 
-def test_a_constant_confidence_of_one_has_its_whole_error():
+def test_constant_confidence_of_one_has_the_error_rate_as_ece():
     hits = (torch.arange(1000) >= 100).long()
     assert metrics.kde_ece(torch.ones(1000), hits, scope="positive") == pytest.approx(0.1, abs=2e-3)
 
@@ -139,7 +139,7 @@ def test_numbers_of_bins_and_norms_are_checked():
         metrics.lp_error(probs, labels, p=float("inf"))
 
 
-def test_the_brier_score_of_a_nearly_perfect_model_keeps_its_digits():
+def test_brier_score_of_a_nearly_perfect_model_is_accurate():
     logits = torch.zeros(100, 10)
     logits[:, 0] = 12
     labels = torch.zeros(100, dtype=torch.long)
@@ -164,7 +164,7 @@ def test_torchmetrics_compares_in_float32():
     assert metrics.ece(probs, labels, 10, compat="torchmetrics") == pytest.approx(float(theirs), abs=1e-6)
 
 
-def test_pairs_of_another_scope_are_refused():
+def test_pairs_of_another_scope_raise():
     given = Pairs(*pairs(torch.rand(5), torch.ones(5).long(), "positive").__dict__.values())
     with pytest.raises(ValueError, match=r"positive.*top-label"):
         metrics.ece(given)

@@ -38,7 +38,7 @@ from fedlas.metrics.intervals import resampling
 from fedlas.metrics.intervals.inversion import inverted_interval
 from fedlas.metrics.intervals.resampling import (
     cell_deviations,
-    few_range,
+    clopper_pearson_interval,
     mean_interval,
     ranked_errors,
     sample_deviations,
@@ -231,7 +231,7 @@ def test_intervals_of_few_errors_and_of_few_samples_are_exact(metric):
     assert under.interval.high == pytest.approx(range_of(0, 1, "exact")[1])
 
 
-def test_no_error_among_few_is_no_proof():
+def test_few_samples_without_errors_have_a_wide_interval():
     """All intervals of a model that is certain and right reach as far as the exact range of its errors."""
     n = 200
     probs, labels = torch.eye(3)[torch.arange(n) % 3], torch.arange(n) % 3
@@ -312,10 +312,10 @@ def test_means_over_a_handful_of_samples_have_wide_intervals(metric):
 
 
 @pytest.mark.parametrize(("count", "n"), [(0, 1), (1, 1), (0, 200), (3, 10), (9, 50_000), (49_995, 50_000)])
-def test_ranges_of_few_are_those_of_clopper_and_pearson(count, n):
+def test_clopper_pearson_interval_of_small_counts_matches_scipy(count, n):
     stats = cases.oracle("scipy.stats")
     theirs = stats.binomtest(count, n).proportion_ci(0.95, method="exact")
-    assert few_range(count, n, 0.95) == pytest.approx((theirs.low, theirs.high), abs=1e-9)
+    assert clopper_pearson_interval(count, n, 0.95) == pytest.approx((theirs.low, theirs.high), abs=1e-9)
 
 
 @pytest.mark.parametrize(("n", "chance"), [(1, 0.3), (200, 0.01), (5_000, 0.999), (700, 0.5), (300, 0.0)])
@@ -352,13 +352,13 @@ def both_coverages(name: str, trials: int, resamples: int) -> list[float]:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", list(MODELS))
-def test_over_and_under_confidence_are_covered_in_90_percent_or_more(name):
+def test_coverage_of_over_and_under_confidence_is_at_least_90_percent(name):
     """A part that is zero cannot be missed from below, and seldom from above."""
     assert min(both_coverages(name, trials=250, resamples=400)) >= 0.9
 
 
 @pytest.mark.campaign
-def test_class_wise_errors_are_covered():
+def test_coverage_of_class_wise_ece():
     random = np.random.default_rng(0)
     source = torch.Generator().manual_seed(0)
 
@@ -389,7 +389,7 @@ def exact_deviations(index: np.ndarray, gap: np.ndarray, resamples: int) -> np.n
     ("metric", "name"),
     [(ece, "over-confident"), pytest.param(aece, "crowded and calibrated", marks=pytest.mark.campaign)],
 )
-def test_cells_give_the_width_of_the_exact_bootstrap(metric, name):
+def test_bootstrap_on_cells_matches_the_exact_bootstrap(metric, name):
     draw, accurate, n = MODELS[name]
     random = np.random.default_rng(3)
     confidence = draw(random, n)
@@ -399,12 +399,13 @@ def test_cells_give_the_width_of_the_exact_bootstrap(metric, name):
     cells = cell_deviations(gaps.index, gaps.gap, 15, 4_000, random)
     assert cells.std(0) == pytest.approx(exact.std(0), rel=0.06)
     widths = [
-        np.ptp(inverted_interval(gaps.world(drawn, np.random.default_rng(0)), "both", 0.95)) for drawn in (exact, cells)
+        np.ptp(inverted_interval(gaps.distribution(drawn, np.random.default_rng(0)), "both", 0.95))
+        for drawn in (exact, cells)
     ]
     assert widths[1] == pytest.approx(widths[0], rel=0.05)
 
 
-def test_ten_thousand_resamples_of_fifty_thousand_predictions_are_quick():
+def test_ten_thousand_resamples_of_fifty_thousand_predictions_are_fast():
     """The goal is a second on two cores; shape checks and busy machines are allowed for."""
     source = torch.Generator().manual_seed(0)
     confidence = torch.rand(50_000, generator=source).sqrt()
@@ -432,7 +433,7 @@ def test_class_deviations_equal_dense_resampling(soft):
 
 
 @pytest.mark.campaign
-def test_class_wise_intervals_of_many_classes_are_quick():
+def test_class_wise_intervals_of_many_classes_are_fast():
     """31 seconds were seen for five times as many samples; with room for busy machines."""
     source = torch.Generator().manual_seed(0)
     probs = torch.randn(10_000, 1_000, generator=source).mul(3).softmax(1)
@@ -442,7 +443,7 @@ def test_class_wise_intervals_of_many_classes_are_quick():
     assert time.process_time() - start < 3
 
 
-def test_normal_deviations_stand_in_for_very_many_samples(monkeypatch):
+def test_normal_approximation_matches_resampling_of_many_samples(monkeypatch):
     confidence, hits = cases.binary(2_000, shift=0.05)
     gaps = ece.gaps(confidence, hits, scope="positive")
     index, gap = np.stack([gaps.index] * 2), np.stack([gaps.gap, gaps.gap])
@@ -484,7 +485,7 @@ def test_every_supported_metric_has_an_interval(metric, golden):
 
 
 @pytest.mark.parametrize("metric", [mce, metrics.smooth_ece, metrics.ks_test])
-def test_metrics_without_known_coverage_are_refused(metric, golden):
+def test_bootstrap_of_metrics_without_known_coverage_raises(metric, golden):
     with pytest.raises(ValueError, match=metric.__name__):
         bootstrap(metric, golden)
 
@@ -539,7 +540,7 @@ def test_soft_and_multi_label_errors_have_intervals_too(golden):
     assert several.interval.low <= several.interval.high
 
 
-def test_dropped_samples_have_no_gap(golden):
+def test_samples_outside_of_all_bins_have_no_gap(golden):
     """The published AECE leaves a sample out; the interval is about the same sum."""
     gaps = aece.gaps(golden, compat="official")
     assert np.abs(gaps.weighted).sum() == pytest.approx(aece(golden, compat="official"), abs=1e-12)
@@ -562,12 +563,12 @@ def test_a_device_without_float64_gives_the_same_interval(monkeypatch, compat):
     """Values are on the CPU then, and what falls into no bin was marked on the device."""
     probs, labels = cases.saturated()
     here = bootstrap(ece, probs, labels, resamples=200, compat=compat)
-    monkeypatch.setattr("fedlas.metrics.bins.NO_FLOAT64", {"cuda"})
+    monkeypatch.setattr("fedlas.metrics.bin_sums.NO_FLOAT64", {"cuda"})
     there = bootstrap(ece, probs.cuda(), labels.cuda(), resamples=200, compat=compat)
     assert there.interval.high == pytest.approx(here.interval.high, abs=1e-6)
 
 
-def test_levels_are_shares():
+def test_levels_outside_0_to_1_raise():
     for level in (0, 1, 95, -0.5):
         with pytest.raises(ValueError, match=f"level.*{level}"):
             clopper_pearson(torch.tensor([1]), torch.tensor([2]), level=level)
@@ -584,8 +585,8 @@ def test_means_agree_with_scipys_bca():
     assert mean_interval(np.ones(5), 0.95, 100, np.random.default_rng(0)) == (1.0, 1.0)
 
 
-def test_a_faultless_model_may_still_err():
-    """A bootstrap of fifty right answers knows nothing but right answers; Wilson's interval does."""
+def test_interval_of_a_model_without_errors_is_nonempty():
+    """A bootstrap of fifty correct predictions contains no errors; Wilson's interval allows for them."""
     found = bootstrap(accuracy, torch.eye(2)[torch.zeros(50, dtype=torch.long)], torch.zeros(50, dtype=torch.long))
     assert found == 1.0
     assert found.interval.high == 1.0
@@ -618,7 +619,7 @@ def test_the_noise_floor_is_the_mean_over_drawn_labels(cooled, options):
     assert noise_floor(cooled, **options) == pytest.approx(expected, rel=0.03)
 
 
-def test_the_noise_floor_stands_beside_the_value(cooled):
+def test_the_noise_floor_is_shown_with_the_value(cooled):
     found = bootstrap(ece, cooled, resamples=200)
     assert found.details["noise_floor"] == pytest.approx(float(noise_floor(cooled)))
     assert "calibrated" in noise_floor(cooled).estimator
@@ -639,7 +640,7 @@ def test_the_noise_floor_falls_with_the_root_of_n():
     assert noise_floor(certain, torch.ones(10, dtype=torch.long), scope="positive") == 0.0
 
 
-def test_mean_deviation_of_binomial_hits():
+def test_mean_deviation_of_binomial_counts():
     stats = cases.oracle("scipy.stats")
     from fedlas.metrics.intervals.resampling import mean_deviation
 
@@ -657,7 +658,7 @@ def test_an_interval_may_lie_below_the_value():
     assert found.interval.high < found
 
 
-def test_kept_draws_are_the_draws_of_the_same_seed():
+def test_cached_draws_match_those_of_the_same_seed():
     """A second mean over as many samples uses the draws of the first; nothing else may show that."""
     values = [np.random.default_rng(seed).random(700) for seed in (1, 2)]
     alone = []
@@ -675,7 +676,7 @@ def test_kept_draws_are_the_draws_of_the_same_seed():
 
 
 @pytest.mark.parametrize("size", [1e80, 1e150, 1e300])
-def test_the_interval_of_enormous_losses_is_as_many_times_as_large(size):
+def test_interval_of_huge_losses_scales_with_them(size):
     """Squares and cubes of losses of 1e150 are infinite; that was an error about quantiles."""
     logits, labels = torch.randn(300, 4, dtype=torch.float64), torch.randint(4, (300,))
     values = (logits.max(1).values - logits.gather(1, labels[:, None])[:, 0]).numpy()
@@ -689,7 +690,7 @@ def test_the_interval_of_enormous_losses_is_as_many_times_as_large(size):
     assert len(found.cell()) < 40
 
 
-def test_losses_beyond_the_largest_number_name_their_row():
+def test_infinite_losses_raise_an_error_that_names_the_row():
     logits = torch.tensor([[0.0, 1.0], [1.7e308, 0.0], [-1.7e308, 1.7e308]], dtype=torch.float64)
     given = Predictions(logits, torch.tensor([0, 0, 0]))
     for metric, others in ((bootstrap, ()), (paired_bootstrap, (given,))):

@@ -15,44 +15,44 @@ from fedlas.predictions import Predictions, top_of_logits
 
 INTERPRETED = """
 import math, torch
-from fedlas.metrics.kernels.top_of_rows import top_of_rows
+from fedlas.metrics.kernels.top_label import top_label
 torch.manual_seed(0)
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for rows, classes in ((7, 3), (70, 10), (5, 1000), (3, 1024), (2, 5000), (129, 1)):
         logits = (3 * torch.randn(rows, classes)).to(dtype)
-        total, place = top_of_rows(logits)
+        total, place = top_label(logits)
         confidence, prediction = logits.double().softmax(1).max(1)  # torch's own float32 differs by processor
         torch.testing.assert_close(1 / total.double(), confidence, rtol=1e-6, atol=0)
         assert torch.equal(place, prediction), (dtype, rows, classes)
         assert place.dtype == torch.int64
 across = torch.randn(4, 6).t()
-assert torch.equal(top_of_rows(across)[1], across.argmax(1))
+assert torch.equal(top_label(across)[1], across.argmax(1))
 ties = torch.tensor([[0.0, 0.0, 1e-9, -1.0], [-3.0, 2.0, 2.0, 2.0]])
-assert top_of_rows(ties)[1].tolist() == [0, 1]
+assert top_label(ties)[1].tolist() == [0, 1]
 bad = torch.zeros(4, 5)
 bad[0, 1], bad[1, 0], bad[2, 4] = math.nan, math.inf, -math.inf
-assert torch.isnan(top_of_rows(bad)[0]).tolist() == [True, True, True, False]
+assert torch.isnan(top_label(bad)[0]).tolist() == [True, True, True, False]
 """
 
 
 @pytest.mark.campaign
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_the_kernel_gives_the_numbers_of_torch():
+def test_kernel_matches_torch():
     settings = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
     ran = subprocess.run([sys.executable, "-c", INTERPRETED], env=settings, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
 
 
-def test_without_a_device_the_kernel_is_not_asked_for(monkeypatch):
+def test_kernel_is_not_used_on_the_cpu(monkeypatch):
     monkeypatch.setattr(inputs, "MANY_ROWS", 1)
     monkeypatch.setattr(inputs, "_kernel", lambda: pytest.fail("called"))
-    assert inputs.in_one_read(torch.zeros(3, 2)) is None
+    assert inputs.top_of_logits_by_kernel(torch.zeros(3, 2)) is None
 
 
-def test_where_the_kernel_cannot_be_built_torch_does_the_work(monkeypatch):
+def test_torch_is_used_if_the_kernel_cannot_be_compiled(monkeypatch):
     """No triton, no compiler, no device: whatever it is, an exception must not reach the user."""
     inputs._kernel.cache_clear()
-    monkeypatch.setitem(sys.modules, "fedlas.metrics.kernels.top_of_rows", None)
+    monkeypatch.setitem(sys.modules, "fedlas.metrics.kernels.top_label", None)
     assert inputs._kernel() is None
     inputs._kernel.cache_clear()
 
@@ -60,7 +60,7 @@ def test_where_the_kernel_cannot_be_built_torch_does_the_work(monkeypatch):
 @pytest.mark.parametrize("at_once", [1, 7, 2**18])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(50, 4), (6, 3, 5, 2)])
-def test_parts_give_what_all_rows_at_once_give(monkeypatch, at_once, dtype, shape):
+def test_parts_match_all_rows_at_once(monkeypatch, at_once, dtype, shape):
     monkeypatch.setattr(predictions, "AT_ONCE", at_once)
     logits = (4 * torch.randn(shape)).to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
@@ -75,7 +75,7 @@ def test_parts_give_what_all_rows_at_once_give(monkeypatch, at_once, dtype, shap
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_every_kind_of_bad_logit_is_found_with_its_row(value):
+def test_non_finite_logits_raise_an_error_that_names_the_row(value):
     """Minus infinity leaves no trace in the largest probability of a row."""
     logits = torch.randn(9, 4)
     logits[5, 2] = value
@@ -92,7 +92,7 @@ def test_every_kind_of_bad_logit_is_found_with_its_row(value):
         Predictions(logits, labels)
 
 
-def test_huge_but_finite_logits_are_legal():
+def test_huge_finite_logits_are_accepted():
     logits = torch.tensor([[3e38, -3e38, 0.0], [-3e38, -3e38, -3e38]])
     found = metrics.ece.accumulator().update_logits(logits, torch.tensor([0, 0])).compute()
     assert found == pytest.approx((0 + 2 / 3) / 2)

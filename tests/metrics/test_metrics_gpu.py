@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from fedlas import metrics
 from fedlas.metrics import inputs
-from fedlas.metrics.catalogue import all_metrics
+from fedlas.metrics.registry import all_metrics
 from fedlas.predictions import Predictions, top_of_logits
 from metrics import cases
 
@@ -125,7 +125,7 @@ def test_other_scopes_equal_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("name", ["ece", "classwise_ece", "nll", "brier", "aurc"])
-def test_predictions_may_live_there(name: str) -> None:
+def test_predictions_may_be_on_the_gpu(name: str) -> None:
     logits, labels = cases.golden_logits()
     here = Predictions(logits, labels)
     there = Predictions(here.logits.cuda(), here.labels.cuda())
@@ -164,13 +164,13 @@ def test_streams_of_logits_equal_the_cpu(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("classes", [2, 10, 100, 1000, 1024, 5000, 40_000])
-def test_one_read_equals_the_softmax(classes: int, dtype: torch.dtype) -> None:
+def test_kernel_matches_softmax(classes: int, dtype: torch.dtype) -> None:
     rows = 10_001
     logits = (4 * torch.randn(rows, classes, device="cuda")).to(dtype)
     logits[3] = 0
     logits[4, :2] = logits[4].amax() + 1
     expected = logits.softmax(1, dtype=torch.float32).max(1)
-    found = inputs.in_one_read(logits)
+    found = inputs.top_of_logits_by_kernel(logits)
     if classes > inputs.MOST_CLASSES:
         assert found is None
         found = top_of_logits(logits)
@@ -181,12 +181,12 @@ def test_one_read_equals_the_softmax(classes: int, dtype: torch.dtype) -> None:
     assert found[1][4] == 0
     wide = torch.randn(rows, 2 * classes, device="cuda").to(dtype)
     for view in (wide[:, ::2], wide[:, :classes]):
-        cut = inputs.in_one_read(view) or top_of_logits(view)
+        cut = inputs.top_of_logits_by_kernel(view) or top_of_logits(view)
         assert torch.equal(cut[1], view.softmax(1, dtype=torch.float32).max(1).indices)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_bad_logits_are_found_there_too(value: float) -> None:
+def test_non_finite_logits_on_the_gpu_raise(value: float) -> None:
     logits = torch.randn(20_000, 10, device="cuda")
     logits[12_345, 3] = value
     labels = torch.zeros(20_000, dtype=torch.long, device="cuda")
@@ -269,5 +269,5 @@ def test_counts_are_right_beyond_two_to_the_24(dtype: torch.dtype) -> None:
 def test_more_probabilities_than_fit_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     probs, labels = problem(torch.float32)
     whole = metrics.classwise_ece(probs.cuda(), labels.cuda())
-    monkeypatch.setattr("fedlas.metrics.bins.MOST_AT_ONCE", 10_000)
+    monkeypatch.setattr("fedlas.metrics.bin_sums.MOST_AT_ONCE", 10_000)
     assert metrics.classwise_ece(probs.cuda(), labels.cuda()) == pytest.approx(whole, abs=1e-12)

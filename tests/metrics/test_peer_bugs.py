@@ -40,7 +40,7 @@ def positive(confidence: list[float], hits: list[int], **options) -> float:
     return float(ece(torch.tensor(confidence, dtype=torch.float64), torch.tensor(hits), scope="positive", **options))
 
 
-def test_nan_is_an_error_and_not_a_number():
+def test_nan_raises():
     """torchmetrics returns 0.1888 for [nan, 0.5]."""
     for metric in (ece, aece, mce, smooth_ece, aurc):
         with pytest.raises(ValueError, match=r"probs.*row 0.*nan"):
@@ -178,7 +178,7 @@ def test_rounded_scores_do_not_change_the_estimator():
     assert halves == pytest.approx(float(exact), abs=3e-3)
 
 
-def test_no_threshold_hides_in_the_class_wise_error():
+def test_class_wise_ece_has_no_threshold():
     """SCE and TACE drop small probabilities; a number that did would have to say so in its name."""
     assert "threshold" not in inspect.signature(classwise_ece).parameters
     probs = torch.full((50, 100), 0.01)
@@ -195,7 +195,7 @@ def test_class_wise_is_a_mean_over_classes_not_a_sum():
     assert classwise_ece(wider, labels) == pytest.approx(float(found) / 2, abs=1e-12)
 
 
-def test_smooth_ece_says_which_kernel_and_takes_every_type():
+def test_smooth_ece_names_its_kernel_and_accepts_every_dtype():
     """torch-uncertainty has a logit kernel under the same name (0.105 where this one gives 0.063)."""
     probs, labels = cases.saturated()
     confidence, hits = probs.amax(1), probs.argmax(1) == labels
@@ -205,10 +205,10 @@ def test_smooth_ece_says_which_kernel_and_takes_every_type():
         assert smooth_ece(confidence.to(dtype), hits.long(), scope="positive") == pytest.approx(float(found), abs=3e-3)
 
 
-def test_arrays_of_other_packages_are_taken():
+def test_arrays_of_other_packages_are_accepted():
     """Keras and JAX users: whatever numpy can read."""
 
-    class Foreign:
+    class OtherArray:
         def __init__(self, values: np.ndarray) -> None:
             self.values = values
 
@@ -219,10 +219,10 @@ def test_arrays_of_other_packages_are_taken():
             return len(self.values)
 
     values = np.arange(6.0).reshape(2, 3)
-    assert torch.equal(inspect.unwrap(as_tensor)(Foreign(values), "probs"), torch.from_numpy(values))
+    assert torch.equal(inspect.unwrap(as_tensor)(OtherArray(values), "probs"), torch.from_numpy(values))
 
 
-def test_every_value_says_how_it_was_made():
+def test_every_result_has_a_definition():
     """Six years of "which ECE is this?": estimator, bins, edges, norm, scope, n and type stand beside each number."""
     probs, labels = cases.saturated(200, 3)
     text = str(ece(Predictions.from_probs(probs, labels, split="test"), bins=20))

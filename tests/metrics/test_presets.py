@@ -104,7 +104,7 @@ def test_fewer_samples_than_bins_as_in_uncertainty_calibration():
     assert aece(confidence, hits, scope="positive", compat="uncertainty-calibration") == pytest.approx(theirs)
 
 
-def test_our_own_numbers_equal_the_peers_where_they_are_right(golden):
+def test_default_rules_match_other_packages_where_those_are_correct(golden):
     """Without ties and without confidences on an edge all rules agree."""
     probs, labels = golden.probs.numpy(), golden.labels.numpy()
     assert ece(golden) == pytest.approx(cases.oracle("netcal.metrics").ECE(15).measure(probs, labels), abs=1e-9)

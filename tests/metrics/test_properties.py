@@ -94,7 +94,7 @@ def test_errors_lie_in_their_range_and_order(problem, bins):
 
 
 @given(problems(), st.integers(1, 12), st.integers(1, 4))
-def test_finer_bins_never_hide_an_error(problem, bins, parts):
+def test_finer_bins_do_not_decrease_the_error(problem, bins, parts):
     """Bins that are cut into parts can only show more; with float64 the edges of both agree."""
     probs = problem[0].double()
     probs = probs / probs.sum(1, keepdim=True)
@@ -102,7 +102,7 @@ def test_finer_bins_never_hide_an_error(problem, bins, parts):
 
 
 @given(st.integers(1, 30), st.integers(0, 10), st.integers(1, 20))
-def test_a_model_that_keeps_its_promises_has_no_error(groups, seed, bins):
+def test_a_calibrated_model_has_no_error(groups, seed, bins):
     """Whatever the bins: within each confidence k of 8 are right where k / 8 was promised."""
     random = np.random.default_rng(seed)
     hits = random.integers(0, 9, groups)

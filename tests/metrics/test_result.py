@@ -19,7 +19,7 @@ def result() -> Result:
     return Result(0.0412, about, Interval(0.031, 0.052, 0.95, "bootstrap"), {"noise_floor": 0.009, "parts": (1, 2.5)})
 
 
-def test_it_behaves_as_a_float(result):
+def test_result_behaves_as_a_float(result):
     assert isinstance(result, float)
     assert result == 0.0412
     assert result + 1 == pytest.approx(1.0412)
@@ -34,7 +34,7 @@ def test_it_behaves_as_a_float(result):
     assert hash(result) == hash(0.0412)
 
 
-def test_it_carries_its_definition(golden):
+def test_result_has_a_definition(golden):
     found = ece(golden, bins=10)
     assert (found.value, found.estimator, found.bins, found.norm) == (float(found), "ECE", 10, "L1")
     assert (found.scope, found.n, found.dtype, found.split) == ("top-label", 1000, "float32", None)
@@ -54,7 +54,7 @@ def test_the_split_of_predictions_is_carried():
         assert metric(known).split == "test"
 
 
-def test_percent_appear_only_in_print(result):
+def test_percentages_appear_only_in_text(result):
     assert float(result) < 1
     assert str(result).startswith("ECE 4.1 % [3.1, 5.2] at 95 %, 0.9 % by chance")
     for part in ("15 equal-width bins", "L1", "top-label", "test", "n=10,000", "float32"):
@@ -63,13 +63,13 @@ def test_percent_appear_only_in_print(result):
     assert f"{result}" == str(result)
 
 
-def test_chance_is_printed_beside_the_value(cooled):
+def test_noise_floor_is_shown_with_the_value(cooled):
     found = bootstrap(ece, cooled, resamples=100)
     shown = formatting.percent(found.details["noise_floor"], found.interval.low, found.interval.high)
     assert f"{shown} by chance" in str(found)
 
 
-def test_json_holds_everything_and_comes_back(result):
+def test_json_round_trip(result):
     text = result.to_json()
     fields = json.loads(text)
     assert fields["value"] == 0.0412
@@ -82,7 +82,7 @@ def test_json_holds_everything_and_comes_back(result):
     assert back.interval == result.interval
 
 
-def test_json_knows_no_nan():
+def test_json_has_null_for_nan():
     text = Result(math.nan, Definition("x"), None, {"std": math.inf}).to_json()
     assert json.loads(text)["value"] is None
     assert json.loads(text)["details"]["std"] is None
@@ -95,7 +95,7 @@ def test_latex(result):
     assert plain.to_latex() == "$1.647$"
 
 
-def test_it_survives_pickle_and_copy(result):
+def test_result_can_be_pickled_and_copied(result):
     for back in (pickle.loads(pickle.dumps(result)), copy.deepcopy(result), copy.copy(result)):
         assert back == result
         assert back.definition == result.definition

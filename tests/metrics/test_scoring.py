@@ -12,7 +12,7 @@ from fedlas.predictions import Predictions
 from metrics import cases
 
 
-def test_golden_values(golden):
+def test_reference_values(golden):
     assert accuracy(golden) == pytest.approx(0.424, abs=1e-12)
     assert nll(golden) == pytest.approx(1.6473982334136963, abs=1e-6)
 
@@ -47,7 +47,7 @@ def test_accuracy_with_soft_labels_and_for_binary_probabilities():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_probability_of_zero_costs_the_floor_and_is_counted(dtype):
+def test_a_probability_of_zero_is_replaced_by_the_floor_and_counted(dtype):
     probs = torch.tensor([[1.0, 0.0], [0.5, 0.5]], dtype=dtype)
     found = nll(probs, torch.tensor([1, 0]))
     floor = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
@@ -60,14 +60,14 @@ def test_a_probability_of_zero_costs_the_floor_and_is_counted(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_probability_of_zero_has_one_floor_wherever_its_logarithm_is_taken(dtype):
-    """Logits of probabilities had another one, so a calibrator told another NLL than a report of the same file."""
+    """Logits of probabilities had another floor, so that a calibrator and a report showed different NLLs."""
     labels = torch.tensor([1, 0])
     given = Predictions.from_probs(torch.tensor([[1.0, 0.0], [0.5, 0.5]], dtype=dtype), labels)
     assert float(nll(given)) == pytest.approx(float(nll(Predictions(given.logits, labels))), rel=1e-6)
     assert mean_nll(given.logits, labels) == pytest.approx(float(nll(given)), rel=1e-6)
 
 
-def test_a_zero_beside_the_label_costs_nothing():
+def test_zeros_of_other_classes_do_not_change_the_nll():
     found = nll(torch.tensor([[1.0, 0.0]]), torch.tensor([0]))
     assert (float(found), found.details["floored"]) == (0.0, 0)
     assert nll(torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0]])) == 0.0
@@ -88,7 +88,7 @@ def test_soft_nll_is_the_cross_entropy():
     assert nll(logits.softmax(1), soft) == pytest.approx(float(expected), abs=1e-6)
 
 
-def test_ignored_labels_do_not_count():
+def test_ignored_labels_are_left_out():
     probs, labels = torch.randn(6, 3).softmax(1), torch.tensor([0, 1, -1, 2, -1, 0])
     kept = labels >= 0
     for metric in (accuracy, nll, brier, top_k):
@@ -124,7 +124,7 @@ def test_brier_and_its_parts_by_hand(soft):
     assert together == pytest.approx(float(found), abs=1e-14)
 
 
-def test_constant_forecasts_leave_nothing_within_bins():
+def test_constant_forecasts_have_no_within_bin_term():
     probs = torch.tensor([[0.8, 0.2]] * 10, dtype=torch.float64)
     found = brier(probs, torch.tensor([0] * 8 + [1] * 2), bins=15)
     assert found.details["reliability"] == pytest.approx(0, abs=1e-15)
@@ -133,7 +133,7 @@ def test_constant_forecasts_leave_nothing_within_bins():
     assert found == pytest.approx(0.32)
 
 
-def test_units_are_printed_right(golden):
+def test_units_are_shown(golden):
     assert str(accuracy(golden)).startswith("accuracy 42.40 %")
     assert str(nll(golden)).startswith("NLL 1.647 (")
     assert "%" not in str(brier(golden))
@@ -150,6 +150,6 @@ def test_the_nll_of_logits_farther_apart_than_float32_reaches(dtype):
     assert float(nll(Predictions(logits, soft))) == pytest.approx((apart / 2 + math.log(3)) / 2, rel=1e-6)
 
 
-def test_a_share_of_nothing_in_what_cannot_be_costs_nothing():
+def test_a_soft_label_of_zero_on_an_impossible_class_has_no_loss():
     logits = torch.tensor([[1e308, -1e308]] * 2, dtype=torch.float64)
     assert float(nll(Predictions(logits, torch.tensor([[1.0, 0.0]] * 2, dtype=torch.float64)))) == 0

@@ -73,7 +73,7 @@ def test_one_seed_is_too_few_and_samples_must_be_the_same():
         over_seeds([*values, values[0][:3]], [*values, values[0][:3]])
 
 
-def test_holm_adjusts_as_published():
+def test_holm_adjustment_matches_the_paper():
     p_values = [0.01, 0.04, 0.03, 0.005]
     assert holm(p_values) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.9, 0.8]) == [1.0, 1.0]

@@ -63,7 +63,7 @@ def test_p_values_of_calibrated_models_are_uniform():
         assert 0.4 <= np.mean(np.array(values) < 0.5) <= 0.62, name
 
 
-def test_wrong_models_are_found_out():
+def test_miscalibrated_models_have_small_p_values():
     confidence, hits = cases.binary(2_000, shift=0.1)
     for test in (ks_test, kuiper_test, spiegelhalter_test):
         assert test(confidence, hits, scope="positive").details["p_value"] < 1e-6
@@ -78,13 +78,13 @@ def test_order_does_not_matter_even_with_ties():
         assert one == pytest.approx(float(two), abs=1e-12)
 
 
-def test_certain_models_are_right_or_impossible():
+def test_confidences_of_zero_and_one_have_p_value_zero_or_one():
     ones = torch.ones(5)
     for test in (ks_test, kuiper_test, spiegelhalter_test):
         assert test(ones, torch.ones(5, dtype=torch.long), scope="positive").details["p_value"] == 1.0
         assert test(ones, torch.tensor([1, 1, 1, 1, 0]), scope="positive").details["p_value"] == 0.0
 
 
-def test_soft_labels_are_refused():
+def test_soft_labels_raise():
     with pytest.raises(ValueError, match="soft"):
         ks_test(torch.rand(5), torch.rand(5), scope="positive")

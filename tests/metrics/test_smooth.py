@@ -113,12 +113,12 @@ def window_by_hand(confidence: np.ndarray, hits: np.ndarray, place: float, width
     return mass, total / mass, right / mass, mass**2 / squares
 
 
-def test_a_smooth_curve_is_what_its_window_sees():
+def test_smooth_curve_matches_its_window():
     confidence, hits = cases.binary(400, shift=0.1)
     found = smooth_curve(confidence, hits, scope="positive", points=21)
     assert found.bandwidth == smooth_ece(confidence, hits, scope="positive").details["bandwidth"]
-    for number in range(0, len(found.place), 5):
-        place = float(found.place[number])
+    for number in range(0, len(found.center), 5):
+        place = float(found.center[number])
         mass, mean, right, worth = window_by_hand(confidence.numpy(), hits.numpy(), place, found.bandwidth)
         density = mass / (np.sqrt(2 * np.pi) * found.bandwidth * 400)
         # Samples lie on a grid, each shared between its two neighbours.
@@ -129,19 +129,19 @@ def test_a_smooth_curve_is_what_its_window_sees():
     assert torch.equal(found.gap, found.confidence - found.accuracy)
 
 
-def test_a_calibrated_model_has_no_gap_however_its_confidences_lie():
+def test_smooth_gap_of_a_calibrated_model_is_zero_for_any_density():
     """Smoothing the accuracy itself would show a gap wherever confidences are denser on one side."""
     confidence = 1 - torch.rand(4_000, dtype=torch.float64) ** 4
     found = smooth_curve(confidence, confidence.clone(), scope="positive")
     assert float(found.gap.abs().max()) < 1e-9
-    assert float(torch.trapezoid(found.density, found.place)) == pytest.approx(1, abs=0.02)
+    assert float(torch.trapezoid(found.density, found.center)) == pytest.approx(1, abs=0.02)
 
 
 def test_a_smooth_curve_is_drawn_only_where_there_are_samples():
     found = smooth_curve(torch.full((50,), 0.9), torch.ones(50), scope="positive", points=101)
-    assert float(found.place.min()) > 0.5
+    assert float(found.center.min()) > 0.5
     assert found.samples.max() <= 50 + 1e-9
     one = smooth_curve(torch.tensor([0.3]), torch.tensor([1]), scope="positive")
-    assert len(one.place) > 0
+    assert len(one.center) > 0
     with pytest.raises(ValueError, match=r"points.*1"):
         smooth_curve(torch.rand(9), torch.ones(9), scope="positive", points=1)

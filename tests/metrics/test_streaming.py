@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedlas import metrics
-from fedlas.metrics.catalogue import all_metrics
+from fedlas.metrics.registry import all_metrics
 from metrics import cases
 
 METRICS = list(all_metrics().values())
@@ -25,7 +25,7 @@ def values(found) -> list[float]:
 @pytest.mark.parametrize("metric", METRICS, ids=lambda one: one.name)
 @settings(max_examples=15)
 @given(cuts=st.lists(st.integers(0, 200), max_size=4), seed=st.integers(0, 3))
-def test_any_split_gives_the_value_of_all_data(metric, cuts, seed):
+def test_batches_match_all_data_at_once(metric, cuts, seed):
     probs, labels = cases.saturated(200, 4, seed)
     ends = [0, *sorted(cuts), 200]
     parts = [(probs[a:b], labels[a:b]) for a, b in itertools.pairwise(ends) if b > a]
@@ -42,7 +42,7 @@ def test_any_split_gives_the_value_of_all_data(metric, cuts, seed):
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda one: one.name)
-def test_logits_give_the_value_of_their_probabilities(metric, golden):
+def test_logits_match_probabilities(metric, golden):
     fed = metric.accumulator().update_logits(golden.logits[:500], golden.labels[:500])
     fed.update_logits(golden.logits[500:].numpy(), golden.labels[500:].numpy())
     assert values(fed.compute()) == pytest.approx(values(metric(golden)), abs=1e-12)
@@ -60,12 +60,12 @@ def test_merge_adds_into_the_first_and_returns_it(metric, golden):
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda one: one.name)
-def test_nothing_fed_is_an_error(metric):
+def test_compute_without_samples_raises(metric):
     with pytest.raises(ValueError, match="update"):
         metric.accumulator().compute()
 
 
-def test_different_streams_do_not_merge(golden):
+def test_merging_different_accumulators_raises(golden):
     with pytest.raises(ValueError, match="merge"):
         metrics.ece.accumulator(15).merge(metrics.ece.accumulator(10))
     with pytest.raises(ValueError, match="merge"):
@@ -76,7 +76,7 @@ def test_different_streams_do_not_merge(golden):
         metrics.ece.accumulator(scope="positive").merge(metrics.ece.accumulator())
 
 
-def test_equal_width_metrics_keep_only_sums():
+def test_equal_width_accumulators_store_only_sums():
     probs, labels = cases.saturated(1_000, 10)
     for stream, classes in (
         (metrics.ece.accumulator(), 1),
@@ -100,7 +100,7 @@ def tensors_in(thing, depth: int = 4) -> list[torch.Tensor]:
     return [tensor for one in inside for tensor in tensors_in(one, depth - 1)]
 
 
-def test_equal_mass_keeps_five_bytes_a_sample():
+def test_equal_mass_accumulators_store_five_bytes_per_sample():
     probs, labels = cases.saturated(1_000, 10)
     stream = metrics.aece.accumulator().update(probs, labels)
     assert sum(t.numel() * t.element_size() for t in tensors_in(stream)) == 5_000
@@ -198,14 +198,14 @@ def test_maps_and_ignored_labels():
     )
 
 
-def test_wrong_logits_are_refused():
+def test_invalid_logits_raise():
     with pytest.raises(ValueError, match=r"logits.*row 1"):
         metrics.ece.accumulator().update_logits(torch.tensor([[0.0, 1.0], [math.nan, 0.0]]), torch.tensor([0, 1]))
     with pytest.raises(TypeError, match="floating-point"):
         metrics.ece.accumulator().update_logits(torch.tensor([[0, 1]]), torch.tensor([0]))
 
 
-def test_what_cannot_be_streamed_says_so():
+def test_accumulators_that_do_not_exist_raise():
     with pytest.raises(ValueError, match="function"):
         metrics.over_ece.accumulator(binning="mass", scope="class-wise")
     with pytest.raises(ValueError, match="function"):
@@ -228,12 +228,12 @@ def test_presets_and_equal_mass_stream_too(golden):
     assert sum(sides) == pytest.approx(metrics.aece(golden), abs=1e-12)
 
 
-def test_two_types_are_both_named(golden):
+def test_definition_names_two_dtypes(golden):
     fed = metrics.ece.accumulator().update(golden.probs, golden.labels).update(golden.probs.double(), golden.labels)
     assert fed.compute().dtype == "float32 and float64"
 
 
-def test_sync_of_a_process_that_runs_alone_changes_nothing(golden):
+def test_sync_of_a_single_process_is_the_identity(golden):
     for metric in METRICS:
         fed = metric.accumulator().update(golden)
         before = values(fed.compute())

@@ -16,7 +16,7 @@ import fedlas
 from fedlas.models import CATALOG, AbstractLibrary, WithFeatures, build_model, list_models
 
 
-def test_every_network_tells_about_itself():
+def test_every_network_has_a_catalogue_record():
     records = list_models()
     assert {"resnet50_cifar", "resnet101_tiny", "resnet101", "vit_base_patch16_384", "small_cnn"} <= {
         r.name for r in records
@@ -29,7 +29,7 @@ def test_every_network_tells_about_itself():
     assert fedlas.build_model is build_model
 
 
-def test_libraries_stand_in_the_catalogue_but_are_no_networks():
+def test_libraries_are_not_listed_as_networks():
     libraries = {name for name, cls in CATALOG.entries.items() if issubclass(cls, AbstractLibrary)}
     assert libraries == CATALOG.entries.keys() - {r.name for r in list_models()}
     assert "timm" in libraries
@@ -46,7 +46,7 @@ def test_libraries_stand_in_the_catalogue_but_are_no_networks():
         ("resnet50", torchvision.models.ResNet),  # ours comes first
     ],
 )
-def test_a_name_means_a_network(name, cls):
+def test_names_resolve_to_networks(name, cls):
     with torch.device("meta"):
         model = build_model(name, 5)
         assert isinstance(model, cls)
@@ -56,12 +56,12 @@ def test_a_name_means_a_network(name, cls):
 @pytest.mark.parametrize("name", ["timm:test_vit", "torchvision:resnet18", "vit_base_patch16_384"])
 @pytest.mark.parametrize("word", ["checkpoint_path", "pretrained_cfg", "weights_backbone"])
 def test_a_library_loads_no_weights_by_itself(name, word):
-    """A recipe may come from a stranger, and a library may unpickle the file that it names."""
+    """A recipe is untrusted input, and a library may unpickle the file that it names."""
     with pytest.raises(ValueError, match=f"'{word}'"):
-        build_model(name, num_classes=5, settings={word: "stranger.pth"})
+        build_model(name, num_classes=5, settings={word: "untrusted.pth"})
 
 
-def test_what_we_do_not_know_goes_to_the_library():
+def test_unknown_options_are_passed_to_the_library():
     model = build_model("timm:test_vit", num_classes=5, in_channels=1, drop_rate=0.3, settings={"depth": 1})
     assert model.head_drop.p == 0.3
     assert len(model.blocks) == 1
@@ -97,12 +97,12 @@ def test_networks_of_torchvision_take_other_channels(name):
         ("jax:resnet18", "'jax:resnet18'"),
     ],
 )
-def test_a_name_that_means_nothing_is_answered_with_names_that_do(name, said):
+def test_an_unknown_name_raises_with_suggestions(name, said):
     with pytest.raises(ValueError, match=said):
         build_model(name, 10)
 
 
-def test_wrong_keywords_are_named():
+def test_wrong_keywords_raise():
     with pytest.raises(TypeError, match=r"'small_cnn'.*'channels'.*'in_channels'"):
         build_model("small_cnn", 10, channels=1)
     with pytest.raises(ValueError, match=r"num_classes.*0.*1"):
@@ -111,7 +111,7 @@ def test_wrong_keywords_are_named():
         build_model("small_cnn", 10, in_channels=-1)
 
 
-def test_a_library_that_is_not_installed_is_no_reason_to_fail(monkeypatch):
+def test_a_missing_library_does_not_break_the_catalogue(monkeypatch):
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "timm" else there(name))
     with pytest.raises(ValueError, match=r"'small_cnn'.*'timm:NAME'.*installed"):
@@ -129,7 +129,7 @@ def test_listing_networks_loads_no_library():
     assert done.stdout.strip() == "set()"
 
 
-def test_a_missing_library_is_named(monkeypatch):
+def test_a_missing_library_raises_with_its_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision.models.resnet", None)
     with pytest.raises(ImportError, match=r"torchvision.*pip install 'fedlas\[train\]'"):
         build_model("resnet18_cifar", 10)
@@ -147,7 +147,7 @@ def described(record):
 
 
 @pytest.mark.campaign
-def test_what_the_documentation_says_of_a_network_is_what_it_is():
+def test_documented_network_properties_are_correct():
     """A row that has grown old fails here; a new network needs no row."""
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"^\| `\w+` \| \w+ \| [\d,]+ \| [\d,]+ \|", text, re.MULTILINE))

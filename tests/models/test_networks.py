@@ -57,7 +57,7 @@ def small(name, **options):
         ("small_cnn", 10, 94_186),
     ],
 )
-def test_sizes_are_the_published_ones_to_the_unit(name, classes, expected):
+def test_parameter_counts_equal_the_published_ones(name, classes, expected):
     with torch.device("meta"):
         assert size(build_model(name, classes)) == expected
 
@@ -105,7 +105,7 @@ def test_features_have_the_published_width_at_full_size(name, width):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.campaign] if name in SAME_BLOCKS else []) for name in RECORDS]
 )
-def test_the_head_makes_the_logits_of_the_features(name):
+def test_the_head_maps_features_to_logits(name):
     model, images = small(name)
     net = WithFeatures(model).eval()
     logits, features = net(images)
@@ -121,7 +121,7 @@ def before_pool(model, x):
 
 @pytest.mark.usefixtures("thin")
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
-def test_tiny_features_are_means_of_four_windows_channel_by_channel(memory):
+def test_tiny_features_are_2x2_average_pools(memory):
     model, images = small("resnet18_tiny")
     model, images = model.eval().to(memory_format=memory), images.to(memory_format=memory)
     last = before_pool(model, images)
@@ -135,7 +135,7 @@ def test_tiny_features_are_means_of_four_windows_channel_by_channel(memory):
 
 
 @pytest.mark.usefixtures("thin")
-def test_cifar_features_are_means_of_the_last_map():
+def test_cifar_features_are_global_average_pools():
     model, images = small("resnet50_cifar")
     last = before_pool(model.eval(), images)
     assert last.shape == (2, 2048, 4, 4)
@@ -161,7 +161,7 @@ def tail(weight):
 
 
 @pytest.mark.usefixtures("thin")
-def test_cifar_networks_are_drawn_as_torch_draws():
+def test_cifar_networks_have_the_default_initialisation_of_torch():
     model = build_model("resnet50_cifar", 10)
     for name, layer in convolutions(model):
         bound = 1 / math.sqrt(layer.weight[0].numel())
@@ -172,7 +172,7 @@ def test_cifar_networks_are_drawn_as_torch_draws():
 
 
 @pytest.mark.usefixtures("thin")
-def test_tiny_networks_are_drawn_from_the_published_normal():
+def test_tiny_networks_have_the_initialisation_of_the_paper():
     model = build_model("resnet50_tiny", 200)
     for name, layer in convolutions(model):
         expected = math.sqrt(2 / (layer.kernel_size[0] ** 2 * layer.out_channels))

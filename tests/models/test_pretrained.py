@@ -58,14 +58,14 @@ HEADS = {"vit_base_patch16_384": "head", "timm:test_vit": "head", "torchvision:m
 
 
 @pytest.mark.parametrize(("name", "kind"), [("small_cnn", "safetensors"), *((name, "pth") for name in CASES)])
-def test_a_file_makes_the_network_again(name, kind, tmp_path):
+def test_weights_round_trip_through_a_file(name, kind, tmp_path):
     model = build_model(name, 7, **CASES[name])
     path = saved(model, tmp_path / f"weights.{kind}")
     assert same(build_model(name, 7, pretrained=path, **CASES[name]), model.state_dict())
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_other_classes_get_a_new_head_and_all_the_rest(name, tmp_path):
+def test_another_number_of_classes_keeps_the_initial_head(name, tmp_path):
     path = saved(build_model(name, 7, **CASES[name]), tmp_path / "weights.pth")
     torch.manual_seed(5)
     drawn = build_model(name, 9, **CASES[name])
@@ -76,7 +76,7 @@ def test_other_classes_get_a_new_head_and_all_the_rest(name, tmp_path):
     assert torch.equal(model.get_submodule(head).weight, drawn.get_submodule(head).weight)
 
 
-def test_a_file_without_a_head_will_do(tmp_path):
+def test_a_file_without_a_head_is_accepted(tmp_path):
     weights = build_model("small_cnn", 7).state_dict()
     body = {key: value for key, value in weights.items() if not key.startswith("fc.")}
     torch.save({"epoch": 3, "state_dict": body}, tmp_path / "body.pt")
@@ -84,7 +84,7 @@ def test_a_file_without_a_head_will_do(tmp_path):
     assert same(model, weights, but=["fc.weight", "fc.bias"])
 
 
-def test_files_of_old_versions_of_torch_will_do(tmp_path):
+def test_files_of_old_versions_of_torch_are_accepted(tmp_path):
     weights = build_model("small_cnn", 7).state_dict()
     old = {key: value for key, value in weights.items() if not key.endswith("num_batches_tracked")}
     torch.save(old, tmp_path / "old.pth")
@@ -113,13 +113,13 @@ def without(weights, name):
         ),
     ],
 )
-def test_what_does_not_fit_is_named(change, said, tmp_path):
+def test_mismatched_weights_raise_with_their_names(change, said, tmp_path):
     torch.save(change(build_model("small_cnn", 7).state_dict()), tmp_path / "w.pth")
     with pytest.raises(ValueError, match=f"w.pth.*'small_cnn'.*{said}"):
         build_model("small_cnn", 7, pretrained=tmp_path / "w.pth")
 
 
-def test_files_that_are_none(tmp_path):
+def test_invalid_files_raise(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.pth"):
         build_model("small_cnn", 7, pretrained=tmp_path / "nowhere.pth")
     for name in ("broken.pth", "broken.safetensors"):
@@ -171,7 +171,7 @@ PUBLISHED = {  # network, tag: address, name on this machine
 
 
 @pytest.mark.parametrize("case", PUBLISHED, ids=" ".join)
-def test_offline_it_says_what_to_fetch_and_where_to_put_it(case, hub, monkeypatch):
+def test_a_failed_download_raises_with_url_and_path(case, hub, monkeypatch):
     monkeypatch.delenv("HF_ENDPOINT", raising=False)
     name, tag = case
     url, file = PUBLISHED[case]
@@ -180,7 +180,7 @@ def test_offline_it_says_what_to_fetch_and_where_to_put_it(case, hub, monkeypatc
     assert re.search(rf"{re.escape(url)} .*{re.escape(str(hub / file))}\b.*pretrained=", str(error.value))
 
 
-def test_a_file_that_was_put_there_is_found(hub):
+def test_an_existing_file_is_used(hub):
     hub.mkdir(parents=True)
     model = build_model("timm:test_vit", 1000)
     save_file(model.state_dict(), hub / "test_vit.r160_in1k.safetensors")
@@ -188,7 +188,7 @@ def test_a_file_that_was_put_there_is_found(hub):
     assert same(loaded, model.state_dict(), but=["head.weight", "head.bias"])
 
 
-def test_the_cache_of_hugging_face_is_looked_into(tmp_path, monkeypatch):
+def test_the_hugging_face_cache_is_used(tmp_path, monkeypatch):
     path = saved(build_model("timm:test_vit", 1000), tmp_path / "model.safetensors")
     asked = []
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *args: asked.append(args) or str(path))
@@ -203,21 +203,21 @@ def test_weights_are_fetched_once_and_checked(hub, tmp_path, monkeypatch):
     digest = hashlib.sha256(content).hexdigest()
     (tmp_path / "there.pth").write_bytes(content)
     source = Source(f"file://{tmp_path}/there.pth", f"net-{digest[:8]}.pth")
-    assert source.fetched() == hub / f"net-{digest[:8]}.pth"
+    assert source.fetch() == hub / f"net-{digest[:8]}.pth"
     (tmp_path / "there.pth").unlink()
-    assert source.fetched().read_bytes() == content
+    assert source.fetch().read_bytes() == content
     source.path.write_bytes(content[:-1])
     with pytest.raises(ValueError, match=rf"{source.path}.*SHA-256.*{digest[:8]}"):
-        source.fetched()
+        source.fetch()
 
 
-def test_a_wrong_file_is_not_kept(hub, tmp_path, monkeypatch):
+def test_a_download_with_a_wrong_checksum_is_deleted(hub, tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     (tmp_path / "there.pth").write_bytes(b"something else")
     source = Source(f"file://{tmp_path}/there.pth", "net-01234567.pth")
     with pytest.raises(OSError, match="invalid hash value"):
-        source.fetched()
+        source.fetch()
     assert not list(hub.iterdir())
 
 
@@ -229,6 +229,6 @@ def test_a_wrong_file_is_not_kept(hub, tmp_path, monkeypatch):
         ("timm:botnet50ts_256", {}, "timm.*'botnet50ts_256'"),
     ],
 )
-def test_where_nothing_is_published_it_says_so(name, options, said):
+def test_missing_published_weights_raise(name, options, said):
     with pytest.raises(ValueError, match=said):
         build_model(name, 10, pretrained=True, **options)

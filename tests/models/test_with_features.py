@@ -188,14 +188,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_doubtful_head_is_refused_with_the_candidates(case):
+def test_an_ambiguous_head_raises_with_the_candidates(case):
     model, candidates = REFUSED[case]
     with pytest.raises(ValueError, match="head=") as error:
         WithFeatures(model)
     assert re.search(rf"\b{re.escape(candidates)}\b(?!,)", str(error.value))
 
 
-def test_the_user_may_say_which_of_two_heads():
+def test_one_of_two_heads_can_be_selected():
     x = torch.randn(4, 6)
     model = heads(lambda self, x: {"aux": self.head_b(2 * x), "logits": self.head_a(x)})
     torch.testing.assert_close(proven(WithFeatures(model, head="head_a"), x).features, x)
@@ -215,7 +215,7 @@ TWO_OUTPUTS = {
 
 
 @pytest.mark.parametrize("case", TWO_OUTPUTS)
-def test_logits_of_another_head_than_the_features_are_refused(case):
+def test_logits_of_another_head_raise(case):
     wiring, output = TWO_OUTPUTS[case]
     x, model = torch.randn(4, 6), heads(wiring)
     with pytest.raises(ValueError, match=r"'head_b'.*output="):
@@ -226,7 +226,7 @@ def test_logits_of_another_head_than_the_features_are_refused(case):
     assert f"output={output!r}" in repr(chosen)
 
 
-def test_logits_of_another_head_are_refused_without_gradients_and_compiled():
+def test_logits_of_another_head_raise_without_gradients_and_compiled():
     net = WithFeatures(heads(plain_pair), head="head_b")
     with torch.no_grad(), pytest.raises(ValueError, match="output="):
         net(torch.randn(4, 6))
@@ -243,7 +243,7 @@ def test_a_hidden_layer_as_wide_as_the_logits_is_no_head():
 
 
 @pytest.mark.parametrize(("output", "message"), [(2, "tuple.*2"), ("a", "tuple.*'a'")])
-def test_an_output_that_there_is_not_is_named(output, message):
+def test_an_unknown_output_raises(output, message):
     with pytest.raises(TypeError, match=message):
         WithFeatures(heads(), head="head_a", output=output)(torch.randn(4, 6))
 
@@ -277,7 +277,7 @@ def test_a_container_of_one_layer_is_enough_as_a_path():
 
 
 class Cosine(nn.Module):
-    """A classifier of one's own: no nn.Linear."""
+    """A custom classifier without nn.Linear."""
 
     def __init__(self):
         super().__init__()
@@ -287,7 +287,7 @@ class Cosine(nn.Module):
         return functional.normalize(x) @ functional.normalize(self.prototypes).T
 
 
-def test_a_head_that_is_no_linear_layer_can_be_given():
+def test_a_custom_head_can_be_given():
     model = nn.Sequential(nn.Linear(6, 8), Cosine())
     assert proven(WithFeatures(model, head="1"), torch.randn(4, 6)).features.shape == (4, 8)
     with pytest.raises(ValueError, match="'0'"):  # the linear layer is not the last one here
@@ -303,7 +303,7 @@ def test_a_head_that_is_no_linear_layer_can_be_given():
         ("two", "head='two'.*weight.*two.a, two.b"),
     ],
 )
-def test_a_wrong_path_is_refused_with_the_layers_there_are(head, message):
+def test_a_wrong_path_raises_with_the_known_layers(head, message):
     model = chain("fc1", "fc2", "fc3")
     model.act = nn.ReLU()
     if head == "two":
@@ -326,7 +326,7 @@ class Timm(nn.Module):
         return self.last(self.neck(self.body(x)))
 
 
-def test_get_classifier_is_believed():
+def test_get_classifier_selects_the_head():
     assert WithFeatures(Timm(nn.Linear(8, 5))).head_name == "last"
     assert WithFeatures(nn.Sequential(Timm(nn.Sequential(nn.Dropout(), nn.Linear(8, 5))))).head_name == "0.last.1"
     with pytest.raises(ValueError, match="body, neck"):
@@ -401,7 +401,7 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize("case", OUTPUTS)
-def test_logits_are_taken_out_of_what_networks_return(case):
+def test_logits_are_extracted_from_network_outputs(case):
     proven(WithFeatures(pair(lambda self, x: OUTPUTS[case](self.b(self.a(x))))), torch.randn(4, 6))
 
 
@@ -414,7 +414,7 @@ def test_logits_are_taken_out_of_what_networks_return(case):
         (SimpleNamespace(logits=None), "SimpleNamespace"),
     ],
 )
-def test_an_output_without_logits_is_refused(result, message):
+def test_an_output_without_logits_raises(result, message):
     with pytest.raises(TypeError, match=message):
         WithFeatures(pair(lambda self, x: result))(torch.randn(4, 6))
 
@@ -431,7 +431,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("case", ROWS)
-def test_rows_that_are_picked_after_the_head_are_picked_from_the_features(case):
+def test_rows_selected_after_the_head_are_selected_from_the_features(case):
     output = proven(WithFeatures(pair(lambda self, x: ROWS[case](self.b(self.a(x))))), torch.randn(4, 3, 6))
     assert output.features.shape == (*output.logits.shape[:-1], 8)
 
@@ -450,12 +450,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_features_that_may_not_belong_to_the_logits_are_refused(case):
+def test_mismatched_features_and_logits_raise(case):
     with pytest.raises(ValueError, match=r"'b'.*head="):
         WithFeatures(pair(WRONG[case]))(torch.randn(4, 6))
 
 
-def test_logits_of_another_layer_as_wide_are_refused_when_they_are_seen():
+def test_logits_of_another_layer_of_equal_width_raise():
     def wiring(self, x):
         return self.fc(x) + self.auxiliary(x)
 
@@ -476,13 +476,13 @@ class Pooling(nn.Module):
         return (x @ self.weight).mean(1)
 
 
-def test_a_head_that_changes_the_rows_is_refused():
+def test_a_head_that_changes_the_rows_raises():
     net = WithFeatures(nn.Sequential(nn.Linear(6, 8), Pooling()), head="1")
     with pytest.raises(ValueError, match=r"\(4, 3, 8\).*\(4, 5\).*'1'"):
         net(torch.randn(4, 3, 6))
 
 
-def test_one_class_of_a_map_is_refused():
+def test_one_class_of_a_map_raises():
     net = WithFeatures(Wired(lambda self, x: self.fc(x)[:, 0], fc=nn.Conv2d(3, 5, 1)))
     with pytest.raises(ValueError, match="'fc'"):
         net(torch.randn(2, 3, 4, 4))
@@ -516,7 +516,7 @@ def test_a_pointwise_convolution_after_pooling_is_a_linear_layer():
         WithFeatures(Wired(lambda self, x: self.fc(x).mean((2, 3)), fc=nn.Conv2d(3, 5, 1)))(x)
 
 
-def test_unwrapping_takes_every_trace_off():
+def test_unwrap_removes_all_hooks():
     model = Classifier().eval()
     net = WithFeatures(model)
     layer = model.get_submodule(net.head_name)
@@ -528,7 +528,7 @@ def test_unwrapping_takes_every_trace_off():
         net(images())
 
 
-def test_the_wrapped_model_is_left_as_it_was():
+def test_the_wrapped_model_is_unchanged():
     model = Classifier().eval()
     names, x = list(model.state_dict()), images()
     before = model(x)
@@ -582,7 +582,7 @@ def test_a_wrapper_of_a_wrapper_works():
     proven(net, images())
 
 
-def test_nothing_is_kept_alive():
+def test_no_tensors_are_kept_alive():
     net = WithFeatures(Classifier())
     seen = []
     net.model.fc.register_forward_pre_hook(lambda _, args: seen.append(weakref.ref(args[0])))
@@ -598,7 +598,7 @@ def test_nothing_is_kept_alive():
         assert [ref() for ref in seen] == [None, None, None]
     finally:
         gc.enable()
-    assert net._watch is None
+    assert net._recorder is None
 
 
 def test_an_error_in_the_network_leaves_the_wrapper_usable():
@@ -614,7 +614,7 @@ def test_a_wrapper_does_not_run_inside_of_itself():
         net(torch.randn(4, 6))
 
 
-def test_a_replica_of_data_parallel_is_refused():
+def test_a_replica_of_data_parallel_raises():
     net = WithFeatures(Classifier())
     net._is_replica = True  # as torch marks them
     with pytest.raises(TypeError, match="DistributedDataParallel"):
@@ -702,10 +702,10 @@ def test_compiled_in_one_graph_without_recompilation(case, training):
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(2):
             compiled(inputs())
-    assert net._watch is None
+    assert net._recorder is None
 
 
-def test_a_refusal_is_heard_through_compile():
+def test_errors_are_raised_in_compiled_code():
     net = torch.compile(WithFeatures(pair(WRONG["called twice"])), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=r"'b'.*\b2\b"):
         net(torch.randn(4, 6))
@@ -724,7 +724,7 @@ def test_exported():
 
 
 @pytest.mark.parametrize("last", [nn.Softmax(dim=1), nn.LogSoftmax(dim=1), nn.Identity()])
-def test_a_network_that_returns_probabilities_is_warned_of(last):
+def test_a_network_that_returns_probabilities_warns(last):
     """It trained without a word, and hardly learned."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Softmax(dim=1), nn.Linear(8, 3), last)
     if not isinstance(last, nn.Softmax):

@@ -96,19 +96,19 @@ def test_all_of_torchvision(name, monkeypatch):
         pytest.param("googlenet", "fc", 1024, marks=pytest.mark.campaign),
     ],
 )
-def test_features_of_torchvision_make_its_logits(name, head, width):
+def test_torchvision_features_reproduce_the_logits(name, head, width):
     net = WithFeatures(torchvision_model(name)).eval()
     assert net.head_name == head
     assert proven(net, torch.randn(2, 3, 64, 64)).features.shape == (2, width)
 
 
-def test_auxiliary_heads_of_torchvision_are_no_rivals_in_training():
+def test_auxiliary_heads_of_torchvision_are_not_ambiguous():
     net = WithFeatures(torchvision_model("googlenet", dropout=0.0))
     proven(net, torch.randn(2, 3, 64, 64))
 
 
 @pytest.mark.parametrize("name", ["mobilenet_v3_small", "mnasnet0_5"])  # both in place
-def test_dropouts_of_torchvision_are_undone(name):
+def test_torchvision_features_are_taken_before_dropout(name):
     net = only_dropouts_train(WithFeatures(torchvision_model(name, dropout=0.5)))
     x = torch.randn(2, 3, 64, 64)
     logits, features = net(x)
@@ -176,14 +176,14 @@ def test_every_family_of_timm(family):
         pytest.param("gemma4_vit_167m", {"depth": 1, "img_size": 96}, marks=pytest.mark.campaign),
     ],
 )
-def test_features_of_timm_make_its_logits(name, options):
+def test_timm_features_reproduce_the_logits(name, options):
     net = WithFeatures(timm.create_model(name, num_classes=CLASSES, **options)).eval()
     size = 96 if "gemma" in name else 160
     proven(net, torch.randn(2, 3, size, size))
 
 
 @pytest.mark.parametrize("name", ["test_efficientnet", "test_resnet", "test_vit", "test_convnext", "dla46_c"])
-def test_dropouts_of_timm_are_undone(name):
+def test_timm_features_are_taken_before_dropout(name):
     net = only_dropouts_train(WithFeatures(timm.create_model(name, num_classes=CLASSES, drop_rate=0.5)))
     net.model.training = True  # many of them drop by a function
     x = torch.randn(2, 3, 160, 160)
@@ -193,7 +193,7 @@ def test_dropouts_of_timm_are_undone(name):
     assert not torch.equal(logits, expected.logits)
 
 
-def test_a_timm_model_without_a_classifier_is_refused():
+def test_a_timm_model_without_a_classifier_raises():
     with pytest.raises(ValueError, match="head="):
         WithFeatures(timm.create_model("test_vit", num_classes=0))
 
@@ -258,7 +258,7 @@ def padded(side):
 @pytest.mark.parametrize(
     ("name", "side"), [*((name, "right") for name in SEQUENCES), ("GPT2", "left"), ("Bert", "left")]
 )
-def test_features_of_sequence_classifiers_make_their_logits(name, side):
+def test_sequence_classifier_features_reproduce_the_logits(name, side):
     net = WithFeatures(hugging_face(name, "SequenceClassification", **TEXT, **SEQUENCES[name])).eval()
     output = proven(net, **padded(side))
     assert output.logits.shape == (2, CLASSES)
@@ -274,18 +274,18 @@ def test_a_decoder_compiles_in_one_graph():
     torch.testing.assert_close(output, net(**batch))
 
 
-def test_features_of_tokens_make_their_logits():
+def test_token_features_reproduce_the_logits():
     net = WithFeatures(hugging_face("Bert", "TokenClassification", **TEXT, **SIZES)).eval()
     assert proven(net, **padded("right")).features.shape == (2, 12, 16)
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_features_of_image_classifiers_make_their_logits(name):
+def test_image_classifier_features_reproduce_the_logits(name):
     net = WithFeatures(hugging_face(name, "ImageClassification", **PICTURE, **PICTURES[name])).eval()
     proven(net, torch.randn(2, 3, 32, 32))
 
 
-def test_dropouts_of_hugging_face_are_undone():
+def test_hugging_face_features_are_taken_before_dropout():
     quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.5}
     net = WithFeatures(hugging_face("Bert", "SequenceClassification", **TEXT, **SIZES, **quiet))
     batch = padded("right")
@@ -295,19 +295,19 @@ def test_dropouts_of_hugging_face_are_undone():
     assert not torch.equal(logits, expected.logits)
 
 
-def test_two_heads_of_hugging_face_are_refused():
+def test_two_heads_of_hugging_face_raise():
     model = hugging_face("DeiT", "ImageClassificationWithTeacher", **PICTURE, **PICTURES["DeiT"])
     with pytest.raises(ValueError, match="cls_classifier, distillation_classifier"):
         WithFeatures(model)
 
 
-def test_an_output_of_hugging_face_without_logits_is_refused():
+def test_a_hugging_face_output_without_logits_raises():
     net = WithFeatures(hugging_face("Bert", "QuestionAnswering", **TEXT | {"num_labels": 2}, **SIZES))
     with pytest.raises(TypeError, match=r"QuestionAnsweringModelOutput.*start_logits, end_logits"):
         net(**padded("right"))
 
 
-def test_logits_behind_a_loss_are_refused():
+def test_logits_after_a_loss_raise():
     net = WithFeatures(hugging_face("Bert", "SequenceClassification", **TEXT, **SIZES))
     with pytest.raises(ValueError, match=r"logits \(\)"):
         net(**padded("right"), labels=torch.tensor([1, 2]), return_dict=False)

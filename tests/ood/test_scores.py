@@ -1,4 +1,4 @@
-"""Scores of foreign data: the formulas again in float64, the edges of floating point, and what is turned away."""
+"""OOD scores: reference formulas in float64, extreme floating-point values, invalid inputs."""
 
 import math
 
@@ -23,7 +23,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_the_formulas(dtype):
+def test_scores_match_their_formulas(dtype):
     logits = (3 * torch.randn(50, 7)).to(dtype)
     z = logits.double().numpy()
     p = softmax(z)
@@ -42,7 +42,7 @@ def test_the_formulas(dtype):
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, math.inf])
-def test_the_norm_of_features_is_turned_around(p):
+def test_feature_norm_is_the_negative_norm(p):
     features = torch.randn(20, 6).bfloat16()
     expected = -np.linalg.norm(features.double().numpy(), p, axis=1)
     np.testing.assert_allclose(ood.feature_norm(features, p), expected, rtol=1e-12)
@@ -51,22 +51,22 @@ def test_the_norm_of_features_is_turned_around(p):
 @pytest.mark.parametrize("score", OF_LOGITS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_extreme_logits_give_finite_scores(score, dtype):
-    found = score(EXTREME.to(dtype))
-    assert found.shape == (5,)
-    assert bool(torch.isfinite(found).all())
+    result = score(EXTREME.to(dtype))
+    assert result.shape == (5,)
+    assert bool(torch.isfinite(result).all())
 
 
-def test_entropy_and_rest_at_extreme_logits():
-    found = ood.entropy(EXTREME)
-    assert found[0] == 0
-    assert found[2].item() == pytest.approx(math.log(3))
+def test_entropy_and_max_probability_at_extreme_logits():
+    result = ood.entropy(EXTREME)
+    assert result[0] == 0
+    assert result[2].item() == pytest.approx(math.log(3))
     assert ood.max_probability(EXTREME)[0] == 0
     assert ood.max_probability(EXTREME)[2].item() == pytest.approx(2 / 3)
     assert ood.energy(EXTREME, 1e-30)[1] == -200
 
 
-def test_sure_answers_keep_their_order():
-    """Softmax gives 1.0 for all of these, and log_softmax 0.0: a detector would see nothing but ties."""
+def test_confident_predictions_are_not_tied():
+    """Softmax gives 1.0 for all of these, and log_softmax 0.0: all scores would be tied."""
     lead = torch.arange(18.0, 700.0)
     logits = torch.stack([lead, torch.zeros_like(lead), torch.zeros_like(lead)], 1)
     assert bool((logits.softmax(1).amax(1) == 1).all())
@@ -80,7 +80,7 @@ def test_sure_answers_keep_their_order():
 
 
 @given(st.lists(st.lists(st.floats(-50, 50), min_size=4, max_size=4), min_size=1, max_size=8), st.floats(-20, 20))
-def test_scores_of_probabilities_know_no_shift(rows, shift):
+def test_scores_are_invariant_to_a_shift_of_logits(rows, shift):
     logits = torch.tensor(rows, dtype=torch.float64)
     for score in (ood.max_probability, ood.entropy, ood.generalised_entropy):
         torch.testing.assert_close(score(logits + shift), score(logits), rtol=1e-9, atol=1e-12)
@@ -90,7 +90,7 @@ def test_scores_of_probabilities_know_no_shift(rows, shift):
 
 
 @pytest.mark.parametrize("score", OF_LOGITS, ids=lambda f: f.__name__)
-def test_many_rows_are_done_in_parts(score, monkeypatch):
+def test_rows_are_processed_in_blocks(score, monkeypatch):
     logits = torch.randn(23, 4)
     whole = score(logits)
     monkeypatch.setattr("fedlas.ood.scores.AT_ONCE", 20)
@@ -106,31 +106,31 @@ def test_a_single_logit_is_a_binary_head(score):
 
 
 @pytest.mark.parametrize("score", OF_LOGITS, ids=lambda f: f.__name__)
-def test_numpy_goes_in_and_equal_rows_are_equal(score):
+def test_numpy_arrays_are_accepted_and_equal_rows_have_equal_scores(score):
     logits = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
     logits[3] = logits[1]
-    found = score(logits)
-    assert found.dtype == torch.float64
-    assert found[3] == found[1]
-    assert torch.equal(found, score(torch.from_numpy(logits)))
+    result = score(logits)
+    assert result.dtype == torch.float64
+    assert result[3] == result[1]
+    assert torch.equal(result, score(torch.from_numpy(logits)))
 
 
 def brute_force(features: np.ndarray, train: np.ndarray, k: int) -> np.ndarray:
-    unit, known = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (features, train))
-    return np.sort(np.linalg.norm(unit[:, None] - known[None], axis=2), axis=1)[:, k - 1]
+    unit, reference = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (features, train))
+    return np.sort(np.linalg.norm(unit[:, None] - reference[None], axis=2), axis=1)[:, k - 1]
 
 
 @pytest.mark.parametrize("k", [1, 5, 300])
-def test_knn_is_the_brute_force_one(k, monkeypatch):
+def test_knn_matches_brute_force(k, monkeypatch):
     monkeypatch.setattr("fedlas.ood.scores.QUERIES", 17)
     monkeypatch.setattr("fedlas.ood.scores.NEIGHBOURS", 64)
     features, train = torch.randn(40, 8), torch.randn(300, 8)
-    found = ood.knn(features, train, k)
-    np.testing.assert_allclose(found, brute_force(features.double().numpy(), train.double().numpy(), k), rtol=1e-10)
-    assert found.dtype == torch.float64
+    result = ood.knn(features, train, k)
+    np.testing.assert_allclose(result, brute_force(features.double().numpy(), train.double().numpy(), k), rtol=1e-10)
+    assert result.dtype == torch.float64
 
 
-def test_knn_sees_near_duplicates():
+def test_knn_distance_of_near_duplicates_is_accurate():
     """In float32, 2 - 2 cos loses distances below 3e-4."""
     train = torch.randn(200, 16, dtype=torch.float64)
     features = train[:10] + 1e-6 * torch.randn(10, 16, dtype=torch.float64)
@@ -138,7 +138,7 @@ def test_knn_sees_near_duplicates():
     np.testing.assert_allclose(ood.knn(features, train, 1), expected, rtol=0.02)
 
 
-def test_knn_knows_directions_only_and_takes_zero_rows():
+def test_knn_ignores_norms_and_accepts_zero_rows():
     features, train = torch.rand(5, 4).half(), torch.rand(60, 4)
     torch.testing.assert_close(ood.knn(features, train, 7), ood.knn(8 * features, 1e20 * train, 7))
     assert ood.knn(torch.zeros(1, 4), train, 7).item() == pytest.approx(1)
@@ -154,7 +154,7 @@ def test_the_first_bad_row_is_named(score, bad):
 
 
 @pytest.mark.parametrize("score", [*OF_LOGITS, ood.feature_norm], ids=lambda f: f.__name__)
-def test_what_is_no_table_of_numbers_is_turned_away(score):
+def test_inputs_that_are_not_a_matrix_of_floats_raise(score):
     with pytest.raises(ValueError, match="rows"):
         score(torch.zeros(0, 3))
     with pytest.raises(ValueError, match=r"shape|columns"):
@@ -179,12 +179,12 @@ def test_what_is_no_table_of_numbers_is_turned_away(score):
         (lambda x: ood.feature_norm(x[:, 0]), r"\(5,\)"),
     ],
 )
-def test_bad_options_are_named(call, message):
+def test_invalid_options_raise_an_error_with_their_name(call, message):
     with pytest.raises(ValueError, match=message):
         call(torch.ones(5, 3))
 
 
-def test_scores_by_name():
+def test_score_of_matches_the_functions():
     logits, features, train = torch.randn(8, 4), torch.randn(8, 6), torch.randn(30, 6)
     predictions = Predictions(logits, torch.zeros(8, dtype=torch.long), features=features)
     expected = {score.__name__: score(logits) for score in OF_LOGITS}
@@ -195,8 +195,8 @@ def test_scores_by_name():
         assert torch.equal(ood.score_of(predictions, name, train, 3), values)
 
 
-def test_given_probabilities_are_taken_as_they_are():
-    """Equal confidences stay equal: through the logarithm, rounding would part them."""
+def test_probabilities_are_used_as_given():
+    """Equal confidences stay equal; a logarithm would make them differ by rounding."""
     probs = torch.tensor([[0.7, 0.2, 0.1], [0.7, 0.15, 0.15], [1.0, 0.0, 0.0], [0.1, 0.2, 0.7]])
     predictions = Predictions.from_probs(probs, [0, 0, 0, 0])
     confidence = ood.score_of(predictions, "max_probability")
@@ -212,7 +212,7 @@ def test_given_probabilities_are_taken_as_they_are():
             ood.score_of(predictions, name)
 
 
-def test_what_predictions_lack_is_said():
+def test_a_missing_input_of_a_score_raises_an_error_that_names_it():
     bare = Predictions(torch.randn(3, 2), [0, 1, 0])
     with pytest.raises(ValueError, match=r"l1_norm.*features"):
         ood.score_of(bare, "l1_norm")
@@ -229,7 +229,7 @@ def test_what_predictions_lack_is_said():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_gpu_gives_the_same_scores(dtype):
+def test_gpu_scores_match_the_cpu(dtype):
     logits, features, train = 9 * torch.randn(300, 40), torch.randn(300, 64), torch.randn(900, 64)
     logits, features, train = (x.to(dtype) for x in (logits, features, train))
     close = {"rtol": 1e-10, "atol": 1e-12}
@@ -239,9 +239,9 @@ def test_a_gpu_gives_the_same_scores(dtype):
     here = ood.knn(features, train)
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        for known in (train, train.cuda()):
-            found = ood.knn(features.cuda(), known)
-            assert found.device.type == "cuda"
-            torch.testing.assert_close(found.cpu(), here, **close)
+        for reference in (train, train.cuda()):
+            result = ood.knn(features.cuda(), reference)
+            assert result.device.type == "cuda"
+            torch.testing.assert_close(result.cpu(), here, **close)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False

@@ -22,7 +22,7 @@ from fedlas.posthoc import (
     VectorScaling,
     load_calibrator,
 )
-from fedlas.posthoc.feature_clipping import PUBLISHED
+from fedlas.posthoc.feature_clipping import PAPER_GRID
 from fedlas.predictions import Predictions
 
 
@@ -32,7 +32,7 @@ def uneven(n: int = 1500) -> tuple[torch.Tensor, torch.Tensor]:
     return logits / torch.tensor([0.5, 1.0, 2.0]) - torch.tensor([0.3, 0.0, -0.6]), labels
 
 
-def test_vector_scaling_finds_the_factors_and_offsets():
+def test_vector_scaling_recovers_factors_and_offsets():
     logits, labels = uneven(20_000)
     learned = VectorScaling(penalty=0).fit(logits, labels).learned
     offset = learned["offset"] - learned["offset"].mean()
@@ -41,26 +41,26 @@ def test_vector_scaling_finds_the_factors_and_offsets():
     torch.testing.assert_close(offset, (wanted - wanted.mean()).double(), atol=0.06, rtol=0)
 
 
-@pytest.mark.parametrize("mixes", [False, True])
-def test_affine_maps_reach_the_optimum_of_another_solver(mixes: bool):
+@pytest.mark.parametrize("full_matrix", [False, True])
+def test_affine_maps_match_a_reference_solver(full_matrix: bool):
     logits, labels = uneven(400)
     x, y = logits.numpy(), labels.numpy()
 
     def moved(v: np.ndarray) -> np.ndarray:
-        return x @ v[3:].reshape(3, 3).T + v[:3] if mixes else x * v[3:] + v[:3]
+        return x @ v[3:].reshape(3, 3).T + v[:3] if full_matrix else x * v[3:] + v[:3]
 
     def objective(v: np.ndarray) -> float:
         return float(functional.cross_entropy(torch.from_numpy(moved(v)), labels))
 
-    start = np.concatenate([np.zeros(3), np.eye(3).reshape(-1) if mixes else np.ones(3)])
+    start = np.concatenate([np.zeros(3), np.eye(3).reshape(-1) if full_matrix else np.ones(3)])
     theirs = minimize(objective, start, method="BFGS", options={"gtol": 1e-7}).fun
-    ours = (MatrixScaling if mixes else VectorScaling)(penalty=0).fit(logits, labels)
+    ours = (MatrixScaling if full_matrix else VectorScaling)(penalty=0).fit(logits, labels)
     assert ours.fitted.after == pytest.approx(theirs, abs=1e-7)
     assert len(y) == 400
 
 
 @pytest.mark.parametrize("cls", [VectorScaling, MatrixScaling, Dirichlet])
-def test_a_large_penalty_leaves_temperature_scaling(cls: type):
+def test_a_large_penalty_reduces_to_temperature_scaling(cls: type):
     logits, labels = problem()
     plain = Temperature().fit(logits, labels).transform(logits).log_softmax(1)
     found = cls(penalty=1e9).fit(logits, labels).transform(logits).log_softmax(1)
@@ -69,7 +69,7 @@ def test_a_large_penalty_leaves_temperature_scaling(cls: type):
 
 @pytest.mark.parametrize("cls", [VectorScaling, MatrixScaling, Dirichlet])
 @pytest.mark.parametrize("scale", [0.01, 100.0])
-def test_affine_maps_do_not_depend_on_the_unit_of_the_logits(cls: type, scale: float):
+def test_affine_maps_are_invariant_to_the_scale_of_logits(cls: type, scale: float):
     logits, labels = uneven()
     probs = cls().fit(logits, labels).transform(logits).softmax(1)
     again = cls().fit(scale * logits, labels).transform(scale * logits).softmax(1)
@@ -85,21 +85,21 @@ def test_a_class_without_samples_keeps_a_finite_logit():
         assert cls().fit(logits, labels).learned["offset"].abs().max() < 20
 
 
-def test_matrix_scaling_undoes_swapped_classes():
+def test_matrix_scaling_corrects_swapped_classes():
     logits, labels = problem(2000, 3, scale=1.0)
     swapped = logits[:, [1, 0, 2]]
     found = MatrixScaling().fit(swapped, labels).transform(swapped).argmax(1)
     assert (found == labels).double().mean() > (logits.argmax(1) == labels).double().mean() - 0.01
 
 
-def test_dirichlet_does_not_see_what_softmax_does_not():
+def test_dirichlet_is_invariant_to_a_shift_of_logits():
     logits, labels = problem()
     shifted = logits + torch.linspace(-50, 50, len(logits), dtype=torch.float64)[:, None]
     plain, other = Dirichlet().fit(logits, labels), Dirichlet().fit(shifted, labels)
     torch.testing.assert_close(plain.transform(logits), other.transform(shifted), atol=1e-5, rtol=1e-5)
 
 
-def test_isotonic_equals_scikit_learn():
+def test_isotonic_matches_scikit_learn():
     isotonic = pytest.importorskip("sklearn.isotonic")
     logits, labels = problem(500)
     logits = (4 * logits).round() / 4  # with ties
@@ -115,7 +115,7 @@ def test_isotonic_equals_scikit_learn():
     np.testing.assert_allclose(found.numpy(), wanted, atol=1e-6)
 
 
-def test_histogram_binning_gives_the_frequency_of_each_bin():
+def test_histogram_binning_returns_the_frequency_of_each_bin():
     logits, labels = problem(400, 3)
     probs = logits.softmax(1)
     found = HistogramBinning(bins=10).fit(logits, labels).transform(logits).exp()
@@ -127,7 +127,7 @@ def test_histogram_binning_gives_the_frequency_of_each_bin():
     torch.testing.assert_close(found, wanted / wanted.sum(1, keepdim=True), atol=1e-6, rtol=1e-6)
 
 
-def test_bins_of_equal_mass_hold_equally_many():
+def test_bins_of_equal_mass_hold_equally_many_samples():
     logits, labels = problem(400, 3)
     calibrator = HistogramBinning(bins=8, binning="mass").fit(logits, labels)
     for k, edges in enumerate(calibrator.learned["edges"]):
@@ -144,14 +144,14 @@ def test_a_constant_probability_is_one_bin_in_any_type():
         torch.testing.assert_close(found[0], torch.tensor([0.75, 0.25], dtype=dtype))
 
 
-def test_a_bin_nobody_was_in_keeps_its_probability():
+def test_probabilities_in_an_empty_bin_are_unchanged():
     calibrator = HistogramBinning(bins=10).fit(torch.tensor([[4.0, 0.0], [0.0, 4.0]]), torch.tensor([0, 1]))
     fresh = torch.tensor([[0.4, 0.0]])
     torch.testing.assert_close(calibrator.transform(fresh).exp(), fresh.softmax(1))
 
 
 @pytest.mark.parametrize("cls", [HistogramBinning, Isotonic, EnsembleTemperature])
-def test_what_makes_probabilities_returns_their_logarithms_above_a_floor(cls: type):
+def test_calibrators_of_probabilities_return_logarithms_above_the_floor(cls: type):
     logits, labels = problem(100)
     found = cls(floor=1e-3).fit(logits, labels).transform(logits)
     torch.testing.assert_close(found.exp().sum(1), torch.ones(100, dtype=torch.float64))
@@ -160,7 +160,7 @@ def test_what_makes_probabilities_returns_their_logarithms_above_a_floor(cls: ty
         cls(floor=0)
 
 
-def test_ensemble_weights_are_the_best_on_the_simplex():
+def test_ensemble_weights_are_optimal_on_the_simplex():
     logits, labels = problem(800, scale=3.0)
     labels = torch.where(torch.arange(800) % 9 == 0, torch.randint(4, (800,)), labels)  # some labels are noise
     calibrator = EnsembleTemperature().fit(logits, labels)
@@ -184,7 +184,7 @@ def test_ensemble_weights_are_the_best_on_the_simplex():
     assert calibrator.fitted.after <= Temperature().fit(logits, labels).fitted.after + 1e-9
 
 
-def test_platt_equals_logistic_regression():
+def test_platt_matches_logistic_regression():
     linear = pytest.importorskip("sklearn.linear_model")
     score, labels = binary_problem()
     theirs = linear.LogisticRegression(C=np.inf, tol=1e-10, max_iter=1000).fit(score[:, None].numpy(), labels.numpy())
@@ -193,7 +193,7 @@ def test_platt_equals_logistic_regression():
     assert float(ours.learned["offset"]) == pytest.approx(theirs.intercept_.item(), rel=1e-3)
 
 
-def test_platt_pulls_labels_in_as_published():
+def test_platt_smooths_targets_as_in_the_paper():
     score = torch.tensor([-1000.0, 1000.0, 1000.0], dtype=torch.float64)
     labels = torch.tensor([0, 1, 1])
     found = Platt().fit(score, labels).transform(score).sigmoid()
@@ -225,7 +225,7 @@ class TestFeatureClipping:
         features[: n // 10, 0] *= large
         return Predictions(features @ weight.T + bias, labels, features=features, split="val"), weight, bias
 
-    def test_it_takes_large_features_down(self):
+    def test_large_features_are_clipped(self):
         predictions, weight, bias = self.predictions()
         clipping = FeatureClipping(weight, bias).fit(predictions)
         found = clipping.transform(predictions)
@@ -236,22 +236,22 @@ class TestFeatureClipping:
         torch.testing.assert_close(found.logits, clamped @ weight.T + bias)
         assert found.split == "val"
 
-    def test_it_leaves_good_features_alone(self):
+    def test_good_features_are_unchanged(self):
         predictions, weight, bias = self.predictions(large=1.0)
         clipping = FeatureClipping(weight, bias).fit(predictions)
         before = functional.cross_entropy(predictions.logits, predictions.labels)
         found = clipping.transform(predictions)
         assert functional.cross_entropy(found.logits, found.labels) <= before
 
-    def test_the_published_search_keeps_the_accuracy(self, monkeypatch):
-        assert (len(PUBLISHED), PUBLISHED[0], PUBLISHED[-1]) == (2000, 0.01, 20.0)
-        monkeypatch.setattr("fedlas.posthoc.feature_clipping.PUBLISHED", PUBLISHED[::20])
+    def test_the_search_of_the_paper_keeps_the_accuracy(self, monkeypatch):
+        assert (len(PAPER_GRID), PAPER_GRID[0], PAPER_GRID[-1]) == (2000, 0.01, 20.0)
+        monkeypatch.setattr("fedlas.posthoc.feature_clipping.PAPER_GRID", PAPER_GRID[::20])
         predictions, weight, bias = self.predictions()
         clipping = FeatureClipping(weight, bias, objective="ece").fit(predictions)
         found = clipping.transform(predictions)
         assert found.correct.double().mean() > 0.99 * predictions.correct.double().mean()
 
-    def test_a_wrong_head_is_noticed(self):
+    def test_weights_of_another_layer_raise(self):
         predictions, weight, bias = self.predictions()
         with pytest.raises(ValueError, match="row 0"):
             FeatureClipping(-weight, bias).fit(predictions)
@@ -267,7 +267,7 @@ class TestFeatureClipping:
 
 
 @pytest.mark.parametrize("back", [1, 2, 8])
-def test_a_flipped_bit_in_a_saved_calibrator_is_found(tmp_path, back):
+def test_a_flipped_bit_in_the_tensors_of_a_file_raises(tmp_path, back):
     """It made a temperature negative, and nobody noticed."""
     generator = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(200, 4, generator=generator), torch.arange(200) % 4
@@ -284,7 +284,7 @@ def test_a_flipped_bit_in_a_saved_calibrator_is_found(tmp_path, back):
 
 
 @pytest.mark.parametrize("word", [b"floor", b"1e-0", b"isotonic", b"200"])
-def test_a_flipped_bit_in_the_words_of_a_saved_calibrator_is_found(tmp_path, word):
+def test_a_flipped_bit_in_the_metadata_of_a_file_raises(tmp_path, word):
     """Its options, and what it was fitted on, were read as they came."""
     generator = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(200, 4, generator=generator), torch.arange(200) % 4

@@ -16,7 +16,7 @@ NAMES = [record.name for record in posthoc.list_calibrators() if record.name not
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_gpu_finds_what_the_cpu_finds(name: str, dtype: torch.dtype):
+def test_gpu_fit_matches_the_cpu(name: str, dtype: torch.dtype):
     logits, labels = problem(2000)
     logits = logits.to(dtype)
     here = posthoc.build_calibrator(name).fit(logits, labels)
@@ -30,13 +30,13 @@ def test_the_gpu_finds_what_the_cpu_finds(name: str, dtype: torch.dtype):
     torch.testing.assert_close(there.transform(logits).softmax(1), wanted, atol=1e-3, rtol=1e-3)
 
 
-def test_evaluate_gives_the_same_record():
+def test_evaluate_on_the_gpu_matches_the_cpu():
     logits, labels = problem(2000)
-    foreign = torch.randn(500, 4)
+    ood_logits = torch.randn(500, 4)
     reports = [
         evaluation.evaluate(
             Predictions(logits.float().to(device), labels.to(device)),
-            ood={"noise": foreign.to(device)},
+            ood={"noise": ood_logits.to(device)},
             posthoc=["temperature"],
             resamples=200,
         )

@@ -35,14 +35,14 @@ def fitted(name: str) -> AbstractCalibrator:
     return build(name).fit(*problem(classes=2 if name == "platt" else 4))
 
 
-def test_the_catalogue_holds_what_was_asked_for():
+def test_all_calibrators_are_listed():
     wanted = {"temperature", "vector_scaling", "matrix_scaling", "dirichlet", "histogram_binning", "isotonic"}
     assert wanted | {"ensemble_temperature", "platt", "probmetrics"} <= set(NAMES)
     assert posthoc.Temperature is RECORDS["temperature"].cls
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_documents_itself(name: str):
+def test_calibrator_has_a_summary_and_a_citation(name: str):
     record = RECORDS[name]
     assert record.summary.endswith(".")
     assert re.search(r"(19|20)\d\d", record.citation)
@@ -51,7 +51,7 @@ def test_it_documents_itself(name: str):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_repairs_overconfident_logits(name: str):
+def test_overconfident_logits_are_calibrated(name: str):
     classes = 2 if name == "platt" else 4
     logits, labels = problem(2000, classes)
     fresh, truth = problem(2000, classes, seed=1)
@@ -63,7 +63,7 @@ def test_it_repairs_overconfident_logits(name: str):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_it_keeps_it_keeps(name: str):
+def test_calibrators_that_promise_to_keep_the_order_of_classes_do(name: str):
     calibrator = fitted(name)
     fresh, _ = problem(500, 2 if name == "platt" else 4, seed=1)
     if RECORDS[name].keeps_order:
@@ -71,7 +71,7 @@ def test_what_it_keeps_it_keeps(name: str):
 
 
 @pytest.mark.parametrize("name", MANY)
-def test_numpy_and_torch_agree_and_stay_what_they_are(name: str):
+def test_numpy_and_torch_agree_and_keep_their_type(name: str):
     calibrator = fitted(name)
     fresh, _ = problem(50, seed=1)
     as_torch, as_numpy = calibrator.transform(fresh), calibrator.transform(fresh.numpy())
@@ -83,7 +83,7 @@ def test_numpy_and_torch_agree_and_stay_what_they_are(name: str):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", MANY)
-def test_types_are_float32_or_better(name: str, dtype: torch.dtype):
+def test_outputs_are_float32_or_better(name: str, dtype: torch.dtype):
     calibrator = fitted(name)
     fresh, _ = problem(50, seed=1)
     found = calibrator.transform(fresh.to(dtype))
@@ -92,7 +92,7 @@ def test_types_are_float32_or_better(name: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("name", MANY)
-def test_maps_are_rows(name: str):
+def test_maps_match_rows(name: str):
     logits, labels = problem(600)
     maps = logits.view(6, 10, 10, 4).movedim(-1, 1)
     truth = labels.view(6, 10, 10)
@@ -102,7 +102,7 @@ def test_maps_are_rows(name: str):
 
 
 @pytest.mark.parametrize("name", MANY)
-def test_ignored_samples_do_not_count(name: str):
+def test_ignored_samples_do_not_change_the_fit(name: str):
     logits, labels = problem(600)
     marked = torch.cat([labels, torch.full((50,), 255)])
     more = torch.cat([logits, 100 * torch.randn(50, 4, dtype=torch.float64)])
@@ -122,7 +122,7 @@ def test_a_one_logit_head_is_a_binary_classifier(name: str):
 
 
 @pytest.mark.parametrize("name", SOFT)
-def test_soft_labels_that_are_hard_change_nothing(name: str):
+def test_one_hot_labels_match_class_indices(name: str):
     logits, labels = problem()
     hard, soft = build(name).fit(logits, labels), build(name).fit(logits, functional.one_hot(labels, 4).double())
     torch.testing.assert_close(hard.transform(logits), soft.transform(logits), rtol=1e-5, atol=1e-5)
@@ -137,7 +137,7 @@ def test_soft_labels_are_used(name: str):
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_it_is_saved_and_loaded_without_pickle(name: str, tmp_path: Path):
+def test_calibrator_round_trips_through_its_file_without_pickle(name: str, tmp_path: Path):
     calibrator = fitted(name)
     path = tmp_path / "calibrator.safetensors"
     calibrator.save(path)
@@ -152,7 +152,7 @@ def test_it_is_saved_and_loaded_without_pickle(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_numbers_that_are_not_finite_are_not_loaded(name: str, tmp_path: Path):
+def test_loading_non_finite_parameters_raises(name: str, tmp_path: Path):
     calibrator = fitted(name)
     held = calibrator.learned
     try:
@@ -165,7 +165,7 @@ def test_numbers_that_are_not_finite_are_not_loaded(name: str, tmp_path: Path):
         calibrator.learned = held
 
 
-def test_a_file_of_another_calibrator_is_refused(tmp_path: Path):
+def test_loading_the_file_of_another_calibrator_raises(tmp_path: Path):
     fitted("temperature").save(tmp_path / "one")
     with pytest.raises(ValueError, match=r"'temperature'.*'platt'"):
         posthoc.Platt.load(tmp_path / "one")
@@ -179,22 +179,22 @@ def test_a_file_of_another_calibrator_is_refused(tmp_path: Path):
     ("content", "what"),
     [(b"prob_a,prob_b\n0.3,0.7\n", ""), (b"", "empty"), (b"PK\3\4", "")],
 )
-def test_a_file_of_another_kind_is_told_from_a_calibrator(tmp_path: Path, content: bytes, what: str):
+def test_loading_a_file_that_holds_no_calibrator_raises(tmp_path: Path, content: bytes, what: str):
     """The reader's own words came through: "header too large"."""
     (tmp_path / "one.csv").write_bytes(content)
-    with pytest.raises(ValueError, match=rf"one\.csv.*{what}.*fedlas calibrate fit") as told:
+    with pytest.raises(ValueError, match=rf"one\.csv.*{what}.*fedlas calibrate fit") as caught:
         posthoc.load_calibrator(tmp_path / "one.csv")
-    assert "header" not in str(told.value)
+    assert "header" not in str(caught.value)
 
 
-def test_a_calibrator_is_told_from_predictions(tmp_path: Path):
+def test_reading_predictions_from_a_calibrator_raises(tmp_path: Path):
     fitted("temperature").save(tmp_path / "one.safetensors")
     with pytest.raises(ValueError, match=r"one\.safetensors.*fedlas\.calibrator/1"):
         read_predictions(tmp_path / "one.safetensors")
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_the_test_split_is_warned_of_and_recorded(name: str):
+def test_fitting_on_the_test_split_warns_and_is_recorded(name: str):
     logits, labels = problem(100, 2)
     with pytest.warns(UserWarning, match="'test'"):
         calibrator = build(name).fit(Predictions(logits, labels, split="test"))
@@ -208,7 +208,7 @@ def test_the_test_split_is_warned_of_and_recorded(name: str):
 
 
 @pytest.mark.parametrize("name", MANY)
-def test_predictions_come_back_as_predictions(name: str):
+def test_transform_of_predictions_returns_predictions(name: str):
     logits, labels = problem()
     given = Predictions(logits, labels, features=logits, index=torch.arange(600), class_names=list("abcd"), split="val")
     found = fitted(name).transform(given)
@@ -226,7 +226,7 @@ def named(name: str, names: str = "abcd") -> AbstractCalibrator:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_knows_the_classes_that_it_was_fitted_on(name: str):
+def test_other_class_names_or_another_order_raise(name: str):
     many = 2 if name == "platt" else 4
     names = tuple("abcd")[:many]
     calibrator = named(name)
@@ -246,7 +246,7 @@ def test_it_knows_the_classes_that_it_was_fitted_on(name: str):
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_class_names_are_in_the_file_and_older_files_have_none(name: str, tmp_path: Path):
+def test_class_names_round_trip_and_are_optional_in_a_file(name: str, tmp_path: Path):
     path = tmp_path / "calibrator.safetensors"
     calibrator = named(name)
     calibrator.save(path)
@@ -260,7 +260,7 @@ def test_class_names_are_in_the_file_and_older_files_have_none(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("name", MANY)
-def test_bad_input_is_named(name: str):
+def test_invalid_input_raises_an_error_that_names_it(name: str):
     logits, labels = problem(20)
     calibrator = build(name)
     with pytest.raises(RuntimeError, match=r"fit\("):
@@ -286,14 +286,14 @@ def test_bad_input_is_named(name: str):
         calibrator.transform(broken)
 
 
-def test_the_top_class_alone_cannot_be_calibrated():
+def test_fitting_on_top_label_predictions_raises():
     known = TopLabelPredictions([0.7, 0.8], labels=[0, 1], prediction=[0, 1])
     with pytest.raises(ValueError, match=r"logits.*probabilities"):
         posthoc.Temperature().fit(known)
 
 
 @pytest.mark.parametrize("name", MANY)
-def test_one_sample_of_one_class_does_no_harm(name: str):
+def test_fit_to_one_sample_is_finite(name: str):
     logits = torch.tensor([[2.0, 0.0, -1.0, 0.5], [0.5, 1.0, 0.0, 0.0]])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -304,7 +304,7 @@ def test_one_sample_of_one_class_does_no_harm(name: str):
 
 
 @pytest.mark.parametrize("name", MANY)
-def test_fitting_leaves_its_input_alone_and_works_where_gradients_are_off(name: str):
+def test_fit_does_not_change_its_input_and_works_without_gradients(name: str):
     logits, labels = problem()
     copy = logits.clone()
     with torch.no_grad():
@@ -314,7 +314,7 @@ def test_fitting_leaves_its_input_alone_and_works_where_gradients_are_off(name: 
     assert torch.equal(logits, copy)
 
 
-def test_an_unknown_name_and_keyword_are_explained():
+def test_an_unknown_name_or_keyword_raises_with_a_suggestion():
     with pytest.raises(ValueError, match=r"'temprature'.*'temperature'"):
         posthoc.build_calibrator("temprature")
     with pytest.raises(TypeError, match=r"'objektive'.*'objective'"):
@@ -322,7 +322,7 @@ def test_an_unknown_name_and_keyword_are_explained():
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_a_calibrator_of_few_samples_is_saved_and_loaded(name: str, tmp_path: Path):
+def test_a_calibrator_of_few_samples_round_trips(name: str, tmp_path: Path):
     """Of 60 samples some bins are empty, for which histogram binning holds NaN."""
     logits, labels = problem(60, 2 if name == "platt" else 4)
     with warnings.catch_warnings():

@@ -15,8 +15,9 @@ from scipy.special import logsumexp
 from torch.nn import functional
 
 from fedlas import metrics
-from fedlas.posthoc import Temperature, base, build_calibrator
-from fedlas.posthoc.base import DoubtfulFit, Samples, scaled_nll
+from fedlas.posthoc import Temperature, build_calibrator
+from fedlas.posthoc.base import DoubtfulFit, Samples, solvers
+from fedlas.posthoc.base.solvers import scaled_nll
 from fedlas.predictions import Predictions
 
 
@@ -47,7 +48,7 @@ def test_the_temperature_is_exact_at_every_scale(scale: float):
 
 
 @pytest.mark.parametrize("scale", [0.05, 1, 3, 30, 300])
-def test_it_equals_scikit_learn(scale: float):
+def test_temperature_matches_scikit_learn(scale: float):
     calibration = pytest.importorskip("sklearn.calibration")
     frozen = pytest.importorskip("sklearn.frozen")
     from sklearn.base import BaseEstimator, ClassifierMixin
@@ -74,7 +75,7 @@ def test_it_equals_scikit_learn(scale: float):
 
 # It sees probabilities, which are rounded to zero where logits are larger.
 @pytest.mark.parametrize("scale", [0.05, 1, 3])
-def test_it_equals_probmetrics(scale: float):
+def test_temperature_matches_probmetrics(scale: float):
     pytest.importorskip("probmetrics")
     from fedlas.posthoc import Probmetrics
 
@@ -87,7 +88,7 @@ def test_it_equals_probmetrics(scale: float):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(2, 6), st.floats(-3, 3))
-def test_it_is_never_worse_than_one_and_nothing_near_it_is_better(seed: int, n: int, classes: int, log_scale: float):
+def test_temperature_is_a_local_minimum_and_no_worse_than_one(seed: int, n: int, classes: int, log_scale: float):
     random = np.random.default_rng(seed)
     logits = random.standard_normal((n, classes)) * 10**log_scale
     labels = random.integers(classes, size=n)
@@ -102,7 +103,7 @@ def test_it_is_never_worse_than_one_and_nothing_near_it_is_better(seed: int, n: 
             assert best <= nll_at(logits, labels, nearby) + 1e-12
 
 
-def test_derivatives_are_those_of_the_nll():
+def test_derivatives_match_autograd():
     logits, labels = problem(50)
     for truth in (labels, functional.one_hot(labels, 4).double() * 0.8 + 0.05):
         factor = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
@@ -114,7 +115,7 @@ def test_derivatives_are_those_of_the_nll():
 
 
 @pytest.mark.parametrize("margin", [1e-3, 0.2, 1.0, 40.0])
-def test_samples_that_are_all_right_always_end_at_the_bound(margin: float):
+def test_correct_samples_give_the_lower_bound(margin: float):
     """Steps grew shorter and shorter: 100 of them ended at T = 0.0096, without a warning."""
     logits = torch.tensor([[margin, 0.0, 0.0]] * 20)
     with pytest.warns(UserWarning, match=r"20.*0\.001.*correct"):
@@ -124,19 +125,19 @@ def test_samples_that_are_all_right_always_end_at_the_bound(margin: float):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [0.2, 1.0, 4.0, 50.0])
-def test_few_readings_are_enough(scale: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+def test_solver_needs_few_evaluations(scale: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     """A last step of zero length was taken for a step out of the bracket: 26 bisections followed."""
     make = torch.Generator().manual_seed(1)
     logits = torch.randn(2_000, 5, generator=make)
     labels = torch.multinomial(logits.softmax(1), 1, generator=make)[:, 0]
     asked = []
-    monkeypatch.setattr(base, "scaled_nll", lambda *given: (asked.append(given), scaled_nll(*given))[1])
-    found = base.best_inverse_temperature(Samples((scale * logits).to(dtype), labels), 1e-4, 1e4)
+    monkeypatch.setattr(solvers, "scaled_nll", lambda *given: (asked.append(given), scaled_nll(*given))[1])
+    found = solvers.best_inverse_temperature(Samples((scale * logits).to(dtype), labels), 1e-4, 1e4)
     assert found * scale == pytest.approx(1, rel=0.1)
     assert len(asked) <= 12
 
 
-def test_separable_samples_end_at_the_bound_with_a_warning():
+def test_separable_samples_give_the_lower_bound_and_a_warning():
     logits = torch.randn(100, 3, dtype=torch.float64)
     with pytest.warns(UserWarning, match=r"100.*0\.001.*correct"):
         assert Temperature().fit(logits, logits.argmax(1)).temperature == pytest.approx(1e-3)
@@ -144,13 +145,13 @@ def test_separable_samples_end_at_the_bound_with_a_warning():
         assert Temperature(low=0.05).fit(logits, logits.argmax(1)).temperature == pytest.approx(0.05)
 
 
-def test_logits_that_are_always_wrong_end_at_the_other_bound():
+def test_logits_that_contradict_the_labels_give_the_upper_bound():
     logits = torch.randn(100, 3, dtype=torch.float64)
     with pytest.warns(UserWarning, match=r"100.*10000"):
         assert Temperature().fit(logits, logits.argmin(1)).temperature == pytest.approx(1e4)
 
 
-def test_enormous_logits_are_scaled_and_stay_finite():
+def test_huge_logits_stay_finite():
     logits = torch.tensor([[1e308, -1e308], [1e308, 1e308]] * 10, dtype=torch.float64)
     labels = torch.tensor([0, 1] * 10)
     with pytest.warns(UserWarning, match=r"20.*0\.001.*correct"):
@@ -161,11 +162,11 @@ def test_enormous_logits_are_scaled_and_stay_finite():
     assert found.transform(logits.float().clamp(-3e38, 3e38)).isfinite().all()
 
 
-def test_logits_that_say_nothing_keep_their_temperature():
+def test_constant_logits_have_temperature_one():
     assert Temperature().fit(torch.zeros(10, 3), torch.arange(10) % 3).temperature == 1.0
 
 
-def test_the_paper_s_procedure_finds_the_paper_s_temperature():
+def test_grid_search_matches_the_official_code():
     random = np.random.RandomState(0)
     logits = (2 * random.randn(1000, 5)).astype(np.float32)
     labels = random.randint(0, 5, 1000)
@@ -182,7 +183,7 @@ def test_the_paper_s_procedure_finds_the_paper_s_temperature():
     assert exact.temperature == pytest.approx(2.4, abs=0.06)
 
 
-def test_the_grid_tries_every_tenth_and_takes_the_smallest_of_equals():
+def test_grid_search_takes_the_smallest_temperature_on_ties():
     logits, labels = problem(300)
     tried = {
         t / 10: float(metrics.ece((logits / (t / 10)).softmax(1).float(), labels, compat="official"))
@@ -196,13 +197,13 @@ def test_the_grid_tries_every_tenth_and_takes_the_smallest_of_equals():
     assert Temperature(objective="ece", search="grid").fit(flat, torch.zeros(10).long()).temperature == 0.1
 
 
-def test_soft_labels_have_an_ece_too():
+def test_grid_search_of_the_ece_accepts_soft_labels():
     logits, _ = problem(500)
     found = Temperature(objective="ece", search="grid").fit(logits, (logits / 3).softmax(1))
     assert found.temperature == pytest.approx(3.0, abs=0.2)
 
 
-def test_the_standard_error_is_that_of_repeated_samples():
+def test_standard_error_matches_repeated_samples():
     found, errors = [], []
     for seed in range(200):
         fit = Temperature().fit(*problem(300, scale=2.0, seed=seed))
@@ -213,14 +214,14 @@ def test_the_standard_error_is_that_of_repeated_samples():
         _ = Temperature(search="grid").fit(*problem()).standard_error
 
 
-def test_a_one_logit_head_has_the_temperature_of_its_two_columns():
+def test_binary_logits_match_their_two_columns():
     score, labels = binary_problem()
     found = Temperature().fit(score, labels)
     assert found.temperature == pytest.approx(searched(np.stack([0 * score, score], 1), labels.numpy()), rel=1e-5)
     torch.testing.assert_close(found.transform(score), score / found.temperature)
 
 
-def test_wrong_options_are_explained():
+def test_invalid_options_raise():
     with pytest.raises(ValueError, match='search="grid"'):
         Temperature(objective="ece")
     unchecked = inspect.unwrap(Temperature.__init__)  # as users have it, without the shape checks of the tests
@@ -253,7 +254,7 @@ def rounded(given: Predictions, decimals: int) -> Predictions:
 @pytest.mark.filterwarnings("ignore:.*normalized")
 @pytest.mark.parametrize(("decimals", "within"), [(2, 0.3), (3, 0.3), (4, 0.1), (6, 0.1)])
 @pytest.mark.parametrize("soft", [False, True])
-def test_rounded_probabilities_have_the_temperature_of_their_logits(decimals, within, soft):
+def test_rounded_probabilities_match_their_logits(decimals, within, soft):
     """Zeros had the logarithm of the smallest float64, and T was 100 and more."""
     given = over_confident()
     if soft:
@@ -271,7 +272,7 @@ def test_rounded_probabilities_have_the_temperature_of_their_logits(decimals, wi
 
 
 @pytest.mark.filterwarnings("ignore:.*normalized")
-def test_rounding_that_leaves_no_temperature_is_a_doubtful_fit():
+def test_rounding_that_leaves_the_temperature_undetermined_warns():
     given = over_confident(300)
     sure = Predictions(2 * given.logits, given.labels)
     with pytest.warns(DoubtfulFit, match="300 samples.*logits.*digits"):
@@ -282,7 +283,7 @@ def test_rounding_that_leaves_no_temperature_is_a_doubtful_fit():
         assert Temperature().fit(certain).temperature == 1
 
 
-def test_the_value_of_zeros_is_saved_with_the_temperature(tmp_path):
+def test_log_floor_is_saved_with_the_temperature(tmp_path):
     table = rounded(over_confident(2_000), 3)
     fitted = Temperature().fit(table)
     fitted.save(tmp_path / "t.safetensors")
@@ -291,7 +292,7 @@ def test_the_value_of_zeros_is_saved_with_the_temperature(tmp_path):
     )
 
 
-def test_calibrators_that_need_a_number_for_zeros_are_doubtful_where_labels_have_probability_zero():
+def test_other_calibrators_warn_if_labels_have_probability_zero():
     """Rounded probabilities of an over-confident network: on the true logits these fits raised the NLL."""
     make = torch.Generator().manual_seed(0)
     true = 3 * torch.randn(3_000, 10, generator=make)

@@ -47,7 +47,7 @@ def several(folder: Path) -> Path:
         "command": "fedlas evaluate",
         "resamples": 100,
     }
-    return save_page(folder / "several.html", pages.models(), title="Three models", **options)
+    return save_page(pages.models(), folder / "several.html", title="Three models", **options)
 
 
 @pytest.fixture

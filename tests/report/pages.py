@@ -9,7 +9,7 @@ import torch
 
 from fedlas.evaluation import evaluate
 from fedlas.predictions import Predictions
-from fedlas.report.subjects import Model
+from fedlas.report.model import Model
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 

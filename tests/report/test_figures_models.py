@@ -17,10 +17,10 @@ from fedlas.report.figures import (
     alpha_figure,
     feedback_data,
     feedback_figure,
-    foreign_data,
     indicator_data,
     norm_data,
     norm_figure,
+    ood_data,
     rank_data,
     rank_figure,
     roc_figure,
@@ -36,8 +36,8 @@ NEMENYI = (1.960, 2.343, 2.569, 2.728, 2.850, 2.949, 3.031, 3.102, 3.164)
 
 @pytest.fixture(scope="module")
 def foreign():
-    given, sets = pages.model(200), {"noise": pages.foreign(90), "other": pages.foreign(60, spread=0.5)}
-    return given, sets, foreign_data(given, sets, evaluate(given, ood=sets, intervals=False), "one")
+    given, sets = pages.model(200), {"noise": pages.ood_data(90), "other": pages.ood_data(60, spread=0.5)}
+    return given, sets, ood_data(given, sets, evaluate(given, ood=sets, intervals=False), "one")
 
 
 def test_foreign_scores_are_ranked_as_pairs_are(foreign):
@@ -59,8 +59,8 @@ def test_foreign_scores_are_ranked_as_pairs_are(foreign):
                 assert found
             low, high = score.edges[10], score.edges[20]
             inside = sum(low < value <= high for value in known) / len(known)
-            assert sum(score.known[10:20]) == pytest.approx(inside, abs=1e-3)
-            assert sum(score.foreign) == pytest.approx(1, abs=1e-3)
+            assert sum(score.id[10:20]) == pytest.approx(inside, abs=1e-3)
+            assert sum(score.ood) == pytest.approx(1, abs=1e-3)
 
 
 def test_roc_curves_and_histograms_are_drawn_from_the_data(foreign):
@@ -79,17 +79,17 @@ def test_roc_curves_and_histograms_are_drawn_from_the_data(foreign):
     figure = score_figure(data.sets[0])
     for panel, score in zip(figure.axes, data.sets[0].scores, strict=False):
         known, strange = panel.patches
-        assert list(known.get_data().values) == list(score.known)
-        assert list(strange.get_data().values) == list(score.foreign)
+        assert list(known.get_data().values) == list(score.id)
+        assert list(strange.get_data().values) == list(score.ood)
         assert (known.get_hatch(), bool(strange.get_hatch())) == (None, True)
 
 
 def test_foreign_data_that_is_missing_is_asked_for():
-    given, sets = pages.model(60), {"noise": pages.foreign(20)}
+    given, sets = pages.model(60), {"noise": pages.ood_data(20)}
     with pytest.raises(ValueError, match="evaluate"):
-        foreign_data(given, sets, evaluate(given, intervals=False), "x")
+        ood_data(given, sets, evaluate(given, intervals=False), "x")
     with pytest.raises(ValueError, match="in ood"):
-        foreign_data(given, {}, evaluate(given, ood=sets, intervals=False), "x")
+        ood_data(given, {}, evaluate(given, ood=sets, intervals=False), "x")
 
 
 def test_norms_are_compared_with_confidence_in_tenths():

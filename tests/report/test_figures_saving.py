@@ -16,8 +16,9 @@ from fedlas.evaluation import Report, evaluate
 from fedlas.io import read_predictions
 from fedlas.predictions import Predictions
 from fedlas.report import figures
-from fedlas.report.figures import confidence, foreign, gate, indicator, reliability, saving, selective, style, training
-from fedlas.report.subjects import Model
+from fedlas.report.figures import confidence, gate, indicator, ood, reliability, saving, selective, style, training
+from fedlas.report.html import report_page
+from fedlas.report.model import Model
 from report import pages
 
 ALL = {
@@ -27,7 +28,7 @@ ALL = {
 }  # fmt: skip
 
 
-MODULES = (confidence, foreign, gate, indicator, reliability, selective, training)
+MODULES = (confidence, gate, indicator, ood, reliability, selective, training)
 # Figures that look different for one model: they show its states, those of several models the models.
 OF_STATES = (
     "reliability_figure", "reliability_lines_figure", "smooth_reliability_figure", "over_under_figure",
@@ -233,18 +234,28 @@ def test_files_are_listed_and_hold_what_was_drawn(tmp_path):
     read = {file.stem: json.loads(file.read_text()) for file in files if file.suffix == ".json"}
     assert all(held["figure"] == name for name, held in read.items())
     lines = read["reliability_lines"]["data"]
-    assert [one["title"] for one in lines] == ["as given"]
+    assert [one["title"] for one in lines] == ["uncalibrated"]
     assert sum(lines[0]["share"]) == pytest.approx(1)
     assert sum(read["confidence"]["data"][0]["right"]) == int(given.correct.sum())
     assert read["class_map"]["classes"] == 10
 
 
 def test_a_saved_report_alone_has_diagrams():
-    report = Report.from_dict(evaluate(pages.model(60), posthoc="temperature", intervals=False).to_dict())
-    found = drawn(report, only=())
+    report = evaluate(pages.model(60), posthoc="temperature", intervals=False)
+    found = drawn(Report.from_dict(report.to_dict(samples=False)), only=())
     assert found.keys() == {"reliability", "reliability_lines", "over_under"}
     _, lines = found["reliability_lines"]
-    assert [one.title for one in lines] == ["as given", "temperature"]
+    assert [one.title for one in lines] == ["uncalibrated", "temperature"]
+
+
+def test_a_loaded_report_has_the_same_figures_and_page(tmp_path):
+    report = evaluate(pages.model(200), posthoc="temperature", resamples=100)
+    report.save(tmp_path / "report.json")
+    loaded = Report.load(tmp_path / "report.json")
+    assert report_page(loaded) == report_page(report)
+    fresh, again = (drawn(one, only=()) for one in (report, loaded))
+    assert fresh.keys() > {"reliability_smooth", "confidence", "risk_coverage"}
+    assert {name: data for name, (_, data) in again.items()} == {name: data for name, (_, data) in fresh.items()}
 
 
 def test_many_models_are_spread_over_several_figures():

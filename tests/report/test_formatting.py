@@ -10,8 +10,8 @@ from fedlas.evaluation import evaluate
 from fedlas.metrics.result import Definition, Interval, Result
 from fedlas.report.figures import reliability_data
 from fedlas.report.html import report_page
+from fedlas.report.summary_text import sentences
 from fedlas.report.tables import Cell, Column, Row, Table
-from fedlas.report.words import sentences
 from report import pages
 
 
@@ -110,7 +110,7 @@ def shown_report(ece: Result):
     results = {**report.before.results, "ece": ece}
     signed = Result(0.1, report["signed_ece"].definition, Interval(0.05, 0.15))
     return report.__class__(
-        report.before.__class__("as given", results | {"signed_ece": signed}, report.before.bins), {}, 60, 10
+        report.before.__class__("uncalibrated", results | {"signed_ece": signed}, report.before.bins), {}, 60, 10
     )
 
 

@@ -15,9 +15,9 @@ from fedlas.evaluation import Report, evaluate
 from fedlas.predictions import Predictions
 from fedlas.report import html
 from fedlas.report.html import embedded, report_page, save_page, unbroken
+from fedlas.report.model import Model
 from fedlas.report.page_data import text_data
 from fedlas.report.page_script import FOLDER, join_modules
-from fedlas.report.subjects import Model
 from report import pages
 
 pytest.importorskip("jinja2")
@@ -74,10 +74,10 @@ def attacked() -> str:
 
 
 def test_predictions_alone_make_a_page(tmp_path):
-    path = save_page(tmp_path / "deep" / "page.html", pages.model(200), resamples=50)
+    path = save_page(pages.model(200), tmp_path / "deep" / "page.html", resamples=50)
     text = path.read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>")
-    assert len(data_of(text)["models"][0]["states"]) == 2  # as given, and a temperature
+    assert len(data_of(text)["models"][0]["states"]) == 2  # uncalibrated, and a temperature
     assert [tag for tag, _ in Reader(text).tags].count("html") == 1
 
 
@@ -195,7 +195,7 @@ def test_a_saved_report_alone_makes_a_page(tmp_path):
     report.save(tmp_path / "report.json")
     text = report_page(Report.load(tmp_path / "report.json"))
     names = [a["id"] for t, a in Reader(text).tags if t == "section"]
-    assert names == ["summary", "reliability", "method"]
+    assert names == ["summary", "reliability", "confidences", "selective", "method"]
 
 
 def test_command_recipe_environment_and_definitions_are_written():

@@ -13,7 +13,7 @@ from fedlas.evaluation import Report, evaluate
 from fedlas.metrics.result import Interval, Result
 from fedlas.predictions import Predictions, TopLabelPredictions
 from fedlas.report.html import save_page
-from fedlas.report.subjects import Model
+from fedlas.report.model import Model
 from report import pages
 from report.pages import NARROW, WIDE
 
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.campaign
 
 @pytest.fixture(scope="session")
 def many(folder: Path) -> Path:
-    return save_page(folder / "many.html", pages.many_classes())
+    return save_page(pages.many_classes(), folder / "many.html")
 
 
 @pytest.fixture(scope="session")
 def hostile(folder: Path) -> Path:
     models, options = pages.hostile()
-    return save_page(folder / "hostile.html", models, **options)
+    return save_page(models, folder / "hostile.html", **options)
 
 
 @pytest.mark.parametrize("width", [NARROW, WIDE])
@@ -100,7 +100,7 @@ def test_before_and_after_stand_beside_each_other(visit, several):
     here = visit(several)
     captions = "#reliability-diagrams figcaption"
     assert [one.inner_text().split("\n")[0] for one in here.page.locator(captions).all()] == [
-        "As given",
+        "Uncalibrated",
         "After temperature",
     ]
     here.page.uncheck("#beside")
@@ -112,7 +112,7 @@ def test_before_and_after_stand_beside_each_other(visit, several):
     assert here.count(captions) == 2
     here.page.locator("#reliability-states input[type=radio]").nth(0).check()
     assert here.count(captions) == 1
-    assert here.text(captions).startswith("As given")
+    assert here.text(captions).startswith("Uncalibrated")
 
 
 def test_pointer_and_keys_say_count_accuracy_and_confidence(visit, several):
@@ -575,7 +575,7 @@ ODD: dict[str, Any] = {
     "one epoch": lambda: Model(predictions=small(), posthoc=(), log=pages.log(1)),
     "no gate": lambda: Model(predictions=small(), posthoc=(), log=[one | {"gate": {}} for one in pages.log()]),
     "foreign numbers alone": lambda: Model(
-        predictions=small(), report=evaluate(small(), ood={"x": pages.foreign(classes=3)}, intervals=False)
+        predictions=small(), report=evaluate(small(), ood={"x": pages.ood_data(classes=3)}, intervals=False)
     ),
     "different samples": lambda: {
         "a": Model(predictions=small(), posthoc=()),
@@ -587,7 +587,7 @@ ODD: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_small_and_odd_evaluations_make_pages(visit, tmp_path, name):
-    here = visit(save_page(tmp_path / "odd.html", ODD[name](), resamples=50), NARROW)
+    here = visit(save_page(ODD[name](), tmp_path / "odd.html", resamples=50), NARROW)
     models = here.count("#model option")
     for model in range(max(1, models)):
         if models:
@@ -631,7 +631,7 @@ def test_the_page_rounds_as_the_terminal_does(visit, tmp_path, value):
     report = evaluate(pages.model(60), intervals=False)
     ece = Result(value, report["ece"].definition, Interval(value, value))
     before = dataclasses.replace(report.before, results={**report.before.results, "ece": ece})
-    here = visit(save_page(tmp_path / "page.html", dataclasses.replace(report, before=before)))
+    here = visit(save_page(dataclasses.replace(report, before=before), tmp_path / "page.html"))
     text = here.text("#reliability figcaption")
     assert re.findall(r"\d\d\.\d\d", text)[:3] == [f"{100 * value:.2f}"] * 3
     assert f"{100 * value:.2f} [" in ece.cell()

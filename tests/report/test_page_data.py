@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fedlas import metrics, ood
+from fedlas.comparison import compare_models
 from fedlas.evaluation import evaluate
 from fedlas.io import read_predictions
 from fedlas.metrics.inputs import Pairs, pairs
@@ -13,7 +14,6 @@ from fedlas.ood.detection import ranking
 from fedlas.ood.scores import QUANTITIES
 from fedlas.predictions import Predictions
 from fedlas.report import page_data
-from fedlas.report.duels import duels
 from report import pages
 
 
@@ -38,8 +38,8 @@ def test_the_smooth_diagram_is_the_smoothed_gap():
     given = pages.model()
     data = page_data.smooth_data(pairs(given))
     curve = metrics.smooth_curve(given, points=101)
-    assert [row[0] for row in data["points"]] == curve.place.tolist()
-    wanted = (curve.place - curve.gap).clamp(0, 1)
+    assert [row[0] for row in data["points"]] == curve.center.tolist()
+    wanted = (curve.center - curve.gap).clamp(0, 1)
     assert [row[1] for row in data["points"]] == pytest.approx(wanted.tolist(), rel=1e-12)
     assert all(row[2] <= row[1] <= row[3] and row[6] == row[0] - row[1] for row in data["points"])
     json.dumps(data, allow_nan=False)
@@ -169,7 +169,7 @@ def test_the_samples_shown_are_the_worst():
 
 
 def test_foreign_data_has_curves_and_the_numbers_of_the_report():
-    given, sets = pages.model(), {"noise": pages.foreign()}
+    given, sets = pages.model(), {"noise": pages.ood_data()}
     report = evaluate(given, ood=sets, intervals=False)
     data = page_data.ood_data(given, sets, report)
     scores = data["sets"][0]["scores"]
@@ -238,22 +238,22 @@ def test_a_log_becomes_curves():
 
 def test_models_on_the_same_samples_are_compared_in_pairs():
     given = {"a": pages.model(), "b": pages.model(scale=1.0), "c": pages.model(seed=3)}
-    data = page_data.comparison_data(list(given), duels(given, resamples=1_000))
+    data = page_data.comparison_data(list(given), compare_models(given, resamples=1_000))
     assert {(test["first"], test["second"]) for test in data["tests"]} == {(0, 1), (0, 2), (1, 2)}
     found = next(t for t in data["tests"] if (t["first"], t["second"], t["metric"]) == (0, 1, "ece"))
     wanted = metrics.paired_bootstrap(metrics.ece, given["a"], given["b"], resamples=1_000)
     assert found["difference"] == wanted.difference
     assert (found["low"], found["high"]) == (wanted.interval.low, wanted.interval.high)
     assert found["better"] == {"first": 0, "second": 1}[wanted.better]
-    other = page_data.comparison_data(["a", "b"], duels({"a": pages.model(), "b": pages.model(500)}))
-    assert "500" in other["tests"][0]["why"]
+    other = page_data.comparison_data(["a", "b"], compare_models({"a": pages.model(), "b": pages.model(500)}))
+    assert "500" in other["tests"][0]["reason"]
     assert page_data.comparison_data(["a"], ()) is None
 
 
 def test_all_pairs_of_models_are_compared_with_corrected_p_values():
     """More than four were compared with the first alone, without a correction."""
     given = {f"m{k}": pages.model(60, scale=0.6 + k / 5) for k in range(5)}
-    found = [one for one in duels(given, resamples=200) if one.metric == "ece"]
+    found = [one for one in compare_models(given, resamples=200) if one.metric == "ece"]
     assert len({(one.first, one.second) for one in found}) == len(found) == 10
     single = {
         (one.first, one.second): metrics.paired_bootstrap(
@@ -262,14 +262,14 @@ def test_all_pairs_of_models_are_compared_with_corrected_p_values():
         for one in found
     }
     least = min(single.values())
-    assert min(one.found.p_value for one in found) == pytest.approx(min(1.0, 10 * least))
-    assert all(one.found.p_value >= single[one.first, one.second] for one in found)
-    assert not any(one.found.better for one in found if one.found.p_value > 0.05)
+    assert min(one.comparison.p_value for one in found) == pytest.approx(min(1.0, 10 * least))
+    assert all(one.comparison.p_value >= single[one.first, one.second] for one in found)
+    assert not any(one.comparison.better for one in found if one.comparison.p_value > 0.05)
 
 
 def test_more_than_eight_models_are_compared_with_the_first_and_the_best():
     given = {f"m{k}": pages.model(60, scale=0.6 + k / 5) for k in range(9)}
-    found = [one for one in duels(given, resamples=50) if one.metric == "ece"]
+    found = [one for one in compare_models(given, resamples=50) if one.metric == "ece"]
     assert len({(one.first, one.second) for one in found}) == len(found) == 15
     best = min(given, key=lambda name: float(metrics.ece(given[name])))
     assert {one.first for one in found} == {"m0", best}

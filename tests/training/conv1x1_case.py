@@ -136,12 +136,12 @@ def back_by_kernels(given: dict[str, torch.Tensor], added: str, every: int) -> d
 
     about, other = looked(y, ""), (skip, looked(skip, "skip ")) if added == "norm" else ()
     _, bits = batch_norm.activation(y, about, None if added == "nothing" else skip, other[1] if other else None)
-    owed = conv1x1.Product(given["gradient"], given["factors"])
+    product = conv1x1.Product(given["gradient"], given["factors"])
     second: torch.Tensor | batch_norm.StridedGradient | None = given["second"] if every else None
     if every > 1:
         looked_at = given["second"][:, :, ::every, ::every].contiguous(memory_format=torch.channels_last)
         second = batch_norm.StridedGradient(looked_at, every)
-    sums = conv1x1.gradient_sums(owed, second, y, bits, about, counter, *other)
+    sums = conv1x1.gradient_sums(product, second, y, bits, about, counter, *other)
     assert not counter.any()
     found = batch_norm.gradients(sums, y, about, *other)
     parts = {"y": found.y, "weight": found.weight, "bias": found.bias}

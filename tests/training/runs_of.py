@@ -27,7 +27,7 @@ def short(loss: str = "fedlas_ls", **changes: Any) -> Recipe:
     return recipe_for("digits", loss=loss, **{**SHORT, **changes})
 
 
-def photographs(folder: Path, count: int = 30, seed: int = 0) -> Path:
+def natural_images(folder: Path, count: int = 30, seed: int = 0) -> Path:
     """Write coloured images of three classes, a folder each."""
     image, random = pytest.importorskip("PIL.Image"), np.random.default_rng(seed)
     for number, name in enumerate(("cat", "dog", "owl")):

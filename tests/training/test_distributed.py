@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from _pytest.capture import CaptureManager
-from runs_of import SignalAt, large, log_without_times, photographs, prediction_bytes, short
+from runs_of import SignalAt, large, log_without_times, natural_images, prediction_bytes, short
 from torch import nn
 
 from fedlas.training import Recipe, Run, StoppedError, fit, recipe_for
@@ -75,9 +75,9 @@ except StoppedError as error:
     say(f"stopped by {error.signal_number} and {threads() - before} threads are left")
 fit(recipe, out=folder / "stopped", resume=True)
 fit(recipe.replace(model_options={"width": 8}, deterministic=False), out=folder / "norms")
-photographs = large(images, model_options={"in_channels": 3, "norm": "group", "width": 8}, workers=1)
-fit(photographs, out=folder / "photographs")
-sync, other = photographs.replace(sync_batchnorm=True), recipe.replace(lr=1.0)
+natural_images = large(images, model_options={"in_channels": 3, "norm": "group", "width": 8}, workers=1)
+fit(natural_images, out=folder / "natural_images")
+sync, other = natural_images.replace(sync_batchnorm=True), recipe.replace(lr=1.0)
 for wrong, name in ((sync, "sync"), (other, "unbroken"), (recipe, "unbroken/log.jsonl/run")):
     try:
         fit(wrong, out=folder / name)
@@ -145,7 +145,7 @@ def capture(pytestconfig: pytest.Config) -> CaptureManager:
 def made(tmp_path_factory: pytest.TempPathFactory, capture: CaptureManager) -> tuple[Path, str, Path]:
     """The folder of the runs of two processes, what they said, and the images that they have read."""
     base = tmp_path_factory.mktemp("processes")
-    images, script = photographs(base / "images"), base / "runs.py"
+    images, script = natural_images(base / "images"), base / "runs.py"
     script.write_text(RUNS)
     changes = [f"{name}={value}" for name, value in OPTIONS.items()]
     folder, said, error = torchrun(base, capture, lambda folder: [script, HERE, folder, images, *changes])
@@ -238,7 +238,7 @@ def test_two_processes_stop_resume_bit_for_bit_and_read_images(made):
         assert said.count(words) == 2  # errors reach both
     assert_predictions_of_one_network(Run(folder / "norms"))
     recipe = large(images, model_options={"in_channels": 3, "norm": "group", "width": 8}, workers=0)
-    two, one = Run(folder / "photographs"), fit(recipe, out=folder / "one")
+    two, one = Run(folder / "natural_images"), fit(recipe, out=folder / "one")
     for mine, theirs in zip(two.log, one.log, strict=True):
         assert mine["train"] == pytest.approx(theirs["train"], rel=1e-3)
     for name in ("best-test", "last-val"):

@@ -306,7 +306,7 @@ def test_log_records_are_flushed_to_disk(tmp_path, monkeypatch):
 
 
 class Collect(AbstractCallback):
-    """Remembers what it was told."""
+    """Records the calls of its hooks."""
 
     def __init__(self):
         self.steps, self.epochs, self.ends = [], [], 0
@@ -325,13 +325,13 @@ class Collect(AbstractCallback):
 
 
 def test_callbacks_see_steps_and_epochs(tmp_path):
-    told = Collect()
-    fit(short("ce"), out=tmp_path / "run", callbacks=[told])
-    assert told.steps == list(range(1, 22))
-    assert told.epochs == [1, 2, 3]
-    assert told.ends == 1
-    list(fit_many([short("ce", epochs=1, seed=3)], folder=tmp_path / "many", callbacks=[told], progress=True))
-    assert told.ends == 2
+    recorder = Collect()
+    fit(short("ce"), out=tmp_path / "run", callbacks=[recorder])
+    assert recorder.steps == list(range(1, 22))
+    assert recorder.epochs == [1, 2, 3]
+    assert recorder.ends == 1
+    list(fit_many([short("ce", epochs=1, seed=3)], folder=tmp_path / "many", callbacks=[recorder], progress=True))
+    assert recorder.ends == 2
 
 
 class FailsToClose(AbstractCallback):

@@ -166,8 +166,8 @@ def test_after_precompilation_a_step_compiles_few_kernels(model, monkeypatch):
         with compilation.precompiled(session.step, inputs):
             pass
         assert len(ended) == 1  # nothing went wrong, and nothing warned
-        rehearsed = compiled(*modules)
-        assert len(rehearsed) >= 10
-        assert all(one.module is not None for one in rehearsed)  # loaded: it can start at once
+        precompiled = compiled(*modules)
+        assert len(precompiled) >= 10
+        assert all(one.module is not None for one in precompiled)  # loaded: it can start at once
         session.execute(*inputs)
-        assert len(compiled(*modules)) <= len(rehearsed) + 4
+        assert len(compiled(*modules)) <= len(precompiled) + 4

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs_of import SignalAt, large, photographs, prediction_bytes, short
+from runs_of import SignalAt, large, natural_images, prediction_bytes, short
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -27,8 +27,8 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Run:
     here = tmp_path_factory.mktemp("folder")
-    photographs(here / "other", count=4, seed=1)
-    return fit(large(photographs(here / "home"), "ce", epochs=1, workers=0), out=here / "run")
+    natural_images(here / "other", count=4, seed=1)
+    return fit(large(natural_images(here / "home"), "ce", epochs=1, workers=0), out=here / "run")
 
 
 def test_predictions_do_not_make_an_unfinished_run_look_finished(tmp_path):
@@ -73,7 +73,7 @@ def test_a_finished_run_needs_no_checkpoint(digits, tmp_path):
 
 
 def test_changed_images_raise(tmp_path):
-    home, out = photographs(tmp_path / "home"), tmp_path / "run"
+    home, out = natural_images(tmp_path / "home"), tmp_path / "run"
     recipe = large(home, "ce", workers=0)
 
     def swap() -> None:

@@ -303,7 +303,7 @@ def test_errors_that_are_not_compilation_errors_are_raised():
     wrapped = dynamo.TorchDynamoException("while compiling")
     wrapped.__cause__ = torch.OutOfMemoryError("no memory left")
     named = dynamo.TorchDynamoException("CUDA error: out of memory")
-    for error in (torch.OutOfMemoryError("no memory left"), wrapped, named, RuntimeError("a bug of one's own")):
+    for error in (torch.OutOfMemoryError("no memory left"), wrapped, named, RuntimeError("a bug in user code")):
         session = Session(short("ce"), CPU)
         replace_calls(session, FailsOnce(session.net, error, backward=False))
         with pytest.raises(type(error)):

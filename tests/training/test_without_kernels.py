@@ -1,27 +1,60 @@
 """Training without the custom kernels."""
 
+import os
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from runs_of import prediction_bytes, short
 
+import fedlas
+from fedlas.training import Run, fit
+from fedlas.training.build import load_accelerator
+
+TRAIN = """
+import sys
+import warnings
+
+import torch
+from runs_of import short
+
+import fedlas
 from fedlas.training import fit
 from fedlas.training.build import load_accelerator
+
+assert fedlas.__file__.startswith(sys.argv[1]), fedlas.__file__
+warnings.simplefilter("ignore")
+assert load_accelerator(short(compile=True), torch.device("cuda")) is None
+fit(short(), out=sys.argv[2])
+"""
 
 
 @pytest.fixture
 def no_kernels(monkeypatch):
     """Make every import of the custom kernels fail, as if their folder were deleted."""
     name = "fedlas.training.accelerators"
-    for module in [one for one in sys.modules if one.startswith(f"{name}.")]:
+    for module in [module for module in sys.modules if module.startswith(f"{name}.")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
 
 
-def test_cpu_training_does_not_need_the_kernels(tmp_path, no_kernels, request):
-    without = fit(short(), out=tmp_path / "without")
-    request.getfixturevalue("monkeypatch").undo()
+def test_cpu_training_gives_the_same_with_the_folder_of_the_kernels_deleted(tmp_path):
+    source, tests = tmp_path / "source", Path(__file__).parent
+    shutil.copytree(
+        Path(fedlas.__file__).parent, source / "fedlas", ignore=shutil.ignore_patterns("accelerators", "__pycache__")
+    )
+    assert not (source / "fedlas" / "training" / "accelerators").exists()
+    paths = os.pathsep.join(map(str, (source, tests, tests.parent)))
+    subprocess.run(
+        [sys.executable, "-c", TRAIN, str(source), str(tmp_path / "without")],
+        env={**os.environ, "PYTHONPATH": paths},
+        cwd=tmp_path,
+        check=True,
+    )
+    without = Run(tmp_path / "without")
     assert prediction_bytes(fit(short(), out=tmp_path / "with")) == prediction_bytes(without)
 
 

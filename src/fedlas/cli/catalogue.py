@@ -1,16 +1,16 @@
-"""`fedlas list`: what there is."""
+"""`fedlas list`: losses, data sets, models, calibrators, recipes and experiments."""
 
 from enum import StrEnum
 from typing import Annotated
 
 import typer
 
-from fedlas.cli.endings import one_line_errors
+from fedlas.cli.errors import one_line_errors
 from fedlas.cli.terminal import show_table
 
 
 class Catalogue(StrEnum):
-    """What can be listed."""
+    """Kinds of entries."""
 
     losses = "losses"
     data = "data"
@@ -21,40 +21,40 @@ class Catalogue(StrEnum):
 
 
 def list_catalogue(
-    what: Annotated[Catalogue, typer.Argument(help="losses, data, models, calibrators, recipes or experiments")],
+    kind: Annotated[Catalogue, typer.Argument(help="losses, data, models, calibrators, recipes or experiments")],
 ) -> None:
-    """List what there is."""
+    """List losses, data sets, models, calibrators, recipes or experiments."""
     with one_line_errors():
-        head, rows = listed(what)
+        head, rows = entries_of(kind)
         show_table(head, rows)
 
 
-def listed(what: Catalogue) -> tuple[list[str], list[list[str]]]:
-    """Make the table of a catalogue."""
-    if what is Catalogue.losses:
+def entries_of(kind: Catalogue) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of the table of a catalogue."""
+    if kind is Catalogue.losses:
         from fedlas.losses import list_losses
 
-        return ["name", "in a sentence", "source"], [[r.name, r.summary, r.citation] for r in list_losses()]
-    if what is Catalogue.data:
+        return ["name", "description", "source"], [[r.name, r.summary, r.citation] for r in list_losses()]
+    if kind is Catalogue.data:
         from fedlas.data import list_data
 
-        everywhere = set.intersection(*(set(r.keywords) for r in list_data()))
-        own = {r.name: " ".join(word for word in r.keywords if word not in everywhere) for r in list_data()}
-        head = ["name", "in a sentence", "keywords of its own", "source"]
+        shared = set.intersection(*(set(r.keywords) for r in list_data()))
+        own = {r.name: " ".join(keyword for keyword in r.keywords if keyword not in shared) for r in list_data()}
+        head = ["name", "description", "own keywords", "source"]
         return head, [[r.name, r.summary, own[r.name], r.citation] for r in list_data()]
-    if what is Catalogue.models:
+    if kind is Catalogue.models:
         from fedlas.models import list_models
 
         rows = [[r.name, str(r.image_size or "any"), r.summary] for r in list_models()]
-        return ["name", "images", "in a sentence"], rows
-    if what is Catalogue.calibrators:
+        return ["name", "images", "description"], rows
+    if kind is Catalogue.calibrators:
         from fedlas.posthoc import list_calibrators
 
-        return ["name", "in a sentence", "source"], [[r.name, r.summary, r.citation] for r in list_calibrators()]
-    if what is Catalogue.experiments:
+        return ["name", "description", "source"], [[r.name, r.summary, r.citation] for r in list_calibrators()]
+    if kind is Catalogue.experiments:
         from fedlas.experiments.planning import list_experiments
 
-        return ["name", "in a sentence"], list_experiments()
+        return ["name", "description"], list_experiments()
     from fedlas.training import list_recipes
 
     head = ["protocol", "data", "model", "loss", "epochs", "batch", "optimizer", "lr", "options of the loss", "key"]

@@ -1,4 +1,4 @@
-"""Options that several commands have, and how their words are taken apart."""
+"""Options that several commands share, and how they are parsed."""
 
 import functools
 import inspect
@@ -10,7 +10,7 @@ import typer
 
 from fedlas.errors import UserError
 
-LARGEST_SEED = 2**63 - 1  # that generators of random numbers take
+LARGEST_SEED = 2**63 - 1  # of random number generators
 
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Any field of the recipe; may be repeated.")
@@ -18,12 +18,12 @@ Settings = Annotated[
 Root = Annotated[
     Path | None, typer.Option("--data-root", help="Where data lies; else $FEDLAS_DATA, else the user's cache.")
 ]
-Level = Annotated[float, typer.Option(help="How often an interval should hold the true value.")]
+Level = Annotated[float, typer.Option(help="Confidence level of intervals.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")]
 
 
 def words(text: str | None) -> tuple[str, ...] | None:
-    """Take words apart that are separated by commas; an empty text, or a word that stands twice, is a mistake."""
+    """Split a text at commas; an empty text or a repeated word is an error."""
     if text is None:
         return None
     found = tuple(word.strip() for word in text.split(",") if word.strip())
@@ -35,7 +35,7 @@ def words(text: str | None) -> tuple[str, ...] | None:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Take whole numbers apart that are separated by commas."""
+    """Parse integers separated by commas."""
     try:
         found = tuple(int(word) for word in text.split(","))
     except ValueError:
@@ -46,7 +46,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def parsed(settings: Sequence[str] | None) -> dict[str, str]:
-    """Take FIELD=VALUE apart."""
+    """Parse FIELD=VALUE."""
     found: dict[str, str] = {}
     for text in settings or ():
         name, equals, value = text.partition("=")
@@ -59,7 +59,7 @@ def parsed(settings: Sequence[str] | None) -> dict[str, str]:
 
 
 def parsed_fields(settings: Sequence[str] | None) -> dict[str, str]:
-    """Take fields of a recipe apart, but for those that decide which recipe it is."""
+    """Parse fields of a recipe; those that select the recipe are an error."""
     found = parsed(settings)
     for name in ("data", "model", "loss"):
         if name in found:
@@ -90,7 +90,7 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
 
 
 def with_columns(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that name the columns of files to a command, which takes them as `columns`."""
+    """Add the options of columns of files to a command, which takes them as `columns`."""
     given = inspect.signature(command)
     own = [one for name, one in given.parameters.items() if name != "columns"]
     kind = inspect.Parameter.KEYWORD_ONLY

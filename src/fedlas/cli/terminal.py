@@ -1,8 +1,10 @@
-"""What a person sees: lines that cannot steer a terminal, tables of which nothing is cut off, and progress.
+"""Terminal output: sanitised text, tables, progress bars and log messages.
 
-A table that does not go to a terminal is as wide as it has to be.
+A table that does not go to a terminal is as wide as its content.
 """
 
+import logging
+import os
 import shlex
 import sys
 import unicodedata
@@ -12,21 +14,51 @@ from typing import Any
 
 import typer
 
+logger = logging.getLogger("fedlas")
+
+
+class _LogHandler(logging.Handler):
+    """Print log messages to the current standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        show(self.format(record), err=True)
+
+
+_handler = _LogHandler()
+
+
+def configure_logging(*, quiet: bool, verbose: bool) -> None:
+    """Print warnings (quiet), progress messages too, or debug messages too (verbose), to standard error."""
+    logger.setLevel(logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO)
+    _handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s" if verbose else "%(message)s"))
+    if _handler not in logger.handlers:
+        logger.addHandler(_handler)
+
+
+def is_quiet() -> bool:
+    """Return whether `--quiet` was given."""
+    return logger.level == logging.WARNING
+
+
+def is_verbose() -> bool:
+    """Return whether `--verbose` was given or `FEDLAS_DEBUG` is set."""
+    return logger.level == logging.DEBUG or bool(os.environ.get("FEDLAS_DEBUG"))
+
 
 def show(text: object, *, err: bool = False) -> None:
-    """Print a text; what files say cannot steer the terminal."""
-    typer.echo(harmless(str(text)), err=err)
+    """Print a sanitised text."""
+    typer.echo(sanitize(str(text)), err=err)
 
 
-def harmless(text: str) -> str:
-    """Replace letters that would steer a terminal, such as those that begin a colour or set its title."""
+def sanitize(text: str) -> str:
+    """Replace control characters, which could set the colours or the title of the terminal."""
     return "".join(
         letter if letter in "\n\t" or unicodedata.category(letter) not in {"Cc", "Cf"} else "\ufffd" for letter in text
     )
 
 
 def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, err: bool = False) -> None:
-    """Print a table; nothing in it is cut off."""
+    """Print a table without truncating any cell."""
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
@@ -34,27 +66,27 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, err: bool 
     terminal = (sys.stderr if err else sys.stdout).isatty()
     table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
     for name in head:
-        table.add_column(harmless(name), overflow="fold", no_wrap=not terminal)
+        table.add_column(sanitize(name), overflow="fold", no_wrap=not terminal)
     for row in rows:
-        table.add_row(*map(harmless, row))
-    widest = sum(max(len(row[n]) for row in [head, *rows]) + 4 for n in range(len(head)))
-    width = None if terminal else widest
+        table.add_row(*map(sanitize, row))
+    content_width = sum(max(len(row[n]) for row in [head, *rows]) + 4 for n in range(len(head)))
+    width = None if terminal else content_width
     console = Console(width=width, highlight=False, markup=False, stderr=err)
-    # Rich ends the process by itself where nobody reads on, so it only draws.
-    with console.capture() as drawn:
+    # Rich exits the process if standard output is closed, so it only renders.
+    with console.capture() as rendered:
         console.print(table)
-    typer.echo(drawn.get(), nl=False, err=err)
+    typer.echo(rendered.get(), nl=False, err=err)
 
 
 def command_line() -> str:
-    """Write the command that was given, as one would type it."""
+    """Return the command as typed."""
     return shlex.join(["fedlas", *sys.argv[1:]])
 
 
 @contextmanager
 def progress() -> Iterator[Callable[[str, float], None]]:
-    """Show how far something is, on a terminal only; a program that reads the output sees nothing of it."""
-    if not sys.stderr.isatty():
+    """Yield a callback (stage, fraction done) that drives a progress bar, on a terminal and without `--quiet` only."""
+    if not sys.stderr.isatty() or is_quiet():
         yield lambda *_: None
         return
     from rich.console import Console
@@ -64,9 +96,9 @@ def progress() -> Iterator[Callable[[str, float], None]]:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         tasks: dict[str, Any] = {}
 
-        def watch(word: str, share: float) -> None:
-            if word not in tasks:
-                tasks[word] = bar.add_task(escape(harmless(word)), total=1.0)  # names of files may look like markup
-            bar.update(tasks[word], completed=share)
+        def update(stage: str, fraction: float) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(escape(sanitize(stage)), total=1.0)  # file names may look like markup
+            bar.update(tasks[stage], completed=fraction)
 
-        yield watch
+        yield update

@@ -1,4 +1,4 @@
-"""Data sets, one file each, behind one interface; the folder is the catalogue."""
+"""Data sets, one file each, with one interface; the folder is the catalogue."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,7 @@ CATALOG: Catalog[AbstractDataset] = Catalog("fedlas.data", AbstractDataset, "dat
 
 @dataclass(frozen=True)
 class DataRecord:
-    """What the catalogue tells about one data set."""
+    """The catalogue entry of one data set."""
 
     name: str
     summary: str
@@ -40,7 +40,7 @@ class DataRecord:
 
 
 def build_data(name: str, **options: Any) -> AbstractDataset:
-    """Build a data set by its catalogue name; keywords it does not take are an error that lists those it takes."""
+    """Build a data set by its catalogue name; unknown keywords raise an error that lists the known ones."""
     return CATALOG.build(name, **options)
 
 

@@ -1,32 +1,24 @@
-"""CIFAR-10 in its binary version (`cifar-10-batches-bin/`) or, if that is absent, pickled (`cifar-10-batches-py/`).
-
-The pickles are opened only if their MD5 is the published one, by an unpickler that makes plain data and arrays only.
-"""
+"""CIFAR-10, in `cifar-10-batches-bin/` (binary) or `cifar-10-batches-py/` (pickled)."""
 
 from typing import ClassVar
 
-import numpy as np
-
-from fedlas.data.base import AbstractDataset, Part, as_images, as_labels
+from fedlas.data.base.cifar import AbstractCIFAR
 from fedlas.data.base.fetching import Source
-from fedlas.data.base.formats import read_cifar_binary, read_cifar_pickle
-from fedlas.data.base.images import CIFAR, Transform
 
 
-class CIFAR10(AbstractDataset):
-    """Ten kinds of things, 32 x 32, coloured: 50,000 for training and 10,000 for testing."""
+class CIFAR10(AbstractCIFAR):
+    """Ten classes of objects, 32 x 32 pixels, colour: 50,000 images for training and 10,000 for testing."""
 
     name = "cifar10"
     title = "CIFAR-10"
     citation = "Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009."
     num_classes = 10
-    transform = Transform(size=32, channels=3, mean=CIFAR[0], std=CIFAR[1], pad=4, flip=True)
-    sizes: ClassVar = {"train": 50_000, "test": 10_000}
     per_class: ClassVar = {"train": (5000,) * 10, "test": (1000,) * 10}
     archive: ClassVar[Source] = Source(
         ("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",), "c32a1d4ab5d03f1284b67883e8d87530"
     )
-    # Of each file: MD5 of the binary version and of the pickled one.
+    binary_folder = "cifar-10-batches-bin"
+    pickle_folder = "cifar-10-batches-py"
     files: ClassVar[dict[str, tuple[str, str]]] = {
         "data_batch_1": ("5dd7e06a14cb22eb9f671a540d1b7c25", "c99cafc152244af753f735de768cd75f"),
         "data_batch_2": ("5ea93a67294ea407fff1d09f752e9692", "d4bba439e000b95fd0a9bffe97cbabec"),
@@ -39,14 +31,3 @@ class CIFAR10(AbstractDataset):
     @property
     def class_names(self) -> tuple[str, ...]:
         return ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-
-    def read(self, part: str) -> Part:
-        names = [name for name in self.files if name.startswith("test") == (part == "test")]
-        pickled = self.root / "cifar-10-batches-py"
-        if pickled.exists() and not (self.root / "cifar-10-batches-bin").exists():
-            batches = [read_cifar_pickle(pickled / name, "labels", self.files[name][1]) for name in names]
-        else:
-            folder = self.unpacked(self.archive, "cifar-10-batches-bin")
-            batches = [read_cifar_binary(folder / f"{name}.bin", 1, self.files[name][0]) for name in names]
-        images, labels = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
-        return Part(as_images(images), as_labels(labels))

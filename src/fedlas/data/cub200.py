@@ -1,46 +1,35 @@
 """Caltech-UCSD Birds 200-2011, as unpacked to `CUB_200_2011/`.
 
-`images.txt` gives the order and `train_test_split.txt` the official parts. No validation split is official: by default
-a tenth of each training class is held out for selection. The published code selects on the test split, which flatters
-itself; `selection="official"` does that too.
+`images.txt` gives the order and `train_test_split.txt` the official training and test parts.
 """
 
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
 import torch
 
-from fedlas.data.base import AbstractDataset, FineGrained, Part, as_labels, fine_grained_options, there
+from fedlas.data.base import Part, as_labels, there
 from fedlas.data.base.fetching import DamagedFileError, Source
+from fedlas.data.base.fine_grained import AbstractFineGrained
 from fedlas.data.base.formats import lines_of
 
 FOLDER = "CUB_200_2011"
 
 
-class CUB200(AbstractDataset):
-    """Two hundred species of birds in photographs: 5,994 for training and 5,794 for testing.
-
-    Args:
-        options: selection, image_size, resize, normalisation, antialias, and what every data set takes.
-    """
+class CUB200(AbstractFineGrained):
+    """Two hundred bird species, natural images: 5,994 for training and 5,794 for testing."""
 
     name = "cub200"
     title = "CUB-200-2011"
     citation = "Wah et al., The Caltech-UCSD Birds-200-2011 Dataset, California Institute of Technology 2011."
     published: ClassVar = {"selection": "official", "antialias": False}
     num_classes = 200
-    resident = False
-    stratified = True
     sizes: ClassVar = {"train": 5994, "test": 5794}
     per_class: ClassVar = {"train": range(29, 31), "test": range(11, 31)}
     archive: ClassVar[Source] = Source(
         ("https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz",), "97eceeb196236b17998738112f37df78"
     )
-
-    def __init__(self, **options: Unpack[FineGrained]) -> None:
-        self.selection, self.transform, common = fine_grained_options(options)
-        super().__init__(**common)
 
     @cached_property
     def class_names(self) -> tuple[str, ...]:
@@ -55,12 +44,12 @@ class CUB200(AbstractDataset):
         ids = [[row[0] for row in rows] for rows in (files, labels, training)]
         if not ids[0] == ids[1] == ids[2]:
             raise DamagedFileError(f"{folder} is damaged: {', '.join(names)} do not list the same images")
-        mine = [n for n, row in enumerate(training) if (row[1] == "1") == (part == "train")]
-        images = [folder / "images" / files[n][1] for n in mine]
+        chosen = [n for n, row in enumerate(training) if (row[1] == "1") == (part == "train")]
+        images = [folder / "images" / files[n][1] for n in chosen]
         return Part(
             there(images, folder / names[0]),
-            as_labels([int(labels[n][1]) - 1 for n in mine]),
-            torch.tensor(mine, dtype=torch.int64),
+            as_labels([int(labels[n][1]) - 1 for n in chosen]),
+            torch.tensor(chosen, dtype=torch.int64),
         )
 
 

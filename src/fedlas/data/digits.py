@@ -1,11 +1,11 @@
 """Digits of scikit-learn: 1,797 handwritten digits of 8 x 8 pixels that come with the package.
 
-They are the test part of a UCI collection, so no official split exists. Ours: the first 1,000 samples in scikit-learn's
-order are the training part, of which a seed holds out 200, and the last 797 are for testing. Pixels from 0 to 16 become
-bytes from 0 to 255.
+They are the test part of a UCI collection, so there is no official split. Here the first 1,000 samples in
+scikit-learn's order are the training part, of which 200 are held out by the seed, and the last 797 are the test part.
+Pixels from 0 to 16 become bytes from 0 to 255.
 
-As it is, the task is too easy for calibration to matter. `label_noise` and `train_samples` make it hard; they touch the
-training split only, so validation and test tell the truth.
+The task is too easy for calibration to matter. `label_noise` and `train_samples` make it harder; they change only the
+training split.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ class Digits(AbstractDataset):
 
     Args:
         train_samples: keep only so many samples for training, chosen by the seed.
-        label_noise: share of the training labels that are replaced by another class, chosen by the seed.
+        label_noise: fraction of the training labels that are replaced by another class, chosen by the seed.
         common: root, seed, download and progress, as for every data set.
     """
 
@@ -37,7 +37,7 @@ class Digits(AbstractDataset):
     title = "Digits"
     citation = "Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository 1998."
     num_classes = 10
-    # Mean and deviation of the 1,000 samples. No mirroring: it makes other characters.
+    # Mean and standard deviation of the 1,000 samples. No flips: they make other characters.
     transform = Transform(size=8, channels=1, mean=(0.307,), std=(0.376,), pad=1)
     val_share = 0.2
     sizes: ClassVar = {"train": 1000, "test": 797}
@@ -79,7 +79,7 @@ class Digits(AbstractDataset):
 
 
 def _embedded() -> tuple[NDArray[Any], NDArray[Any]]:
-    """Read the file that comes with scikit-learn, without the package: its import takes as long as a short training."""
+    """Read the file that comes with scikit-learn without importing it, which takes as long as a short training."""
     found = find_spec("sklearn")
     for folder in [] if found is None else found.submodule_search_locations or []:
         file = Path(folder) / "datasets" / "data" / "digits.csv.gz"

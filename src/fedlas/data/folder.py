@@ -1,8 +1,8 @@
-"""Anyone's own images: a class per directory, or a table of paths and labels.
+"""Custom images: a directory per class, or a CSV file with paths and labels.
 
-    PATH/cat/1.png, PATH/dog/2.png ...          a seed holds out a tenth of each class; a fixed tenth is for testing
-    PATH/train/cat/1.png, PATH/test/dog/2.png   the splits are as given; without `val/` a tenth of `train/` is held out
-    PATH/1.png, PATH/2.png ...                  one class, called like the folder: nothing to train on, but to look at
+    PATH/cat/1.png, PATH/dog/2.png ...          a fixed tenth of each class is for testing, another is held out
+    PATH/train/cat/1.png, PATH/test/dog/2.png   given splits; without `val/` a tenth of `train/` is held out
+    PATH/1.png, PATH/2.png ...                  one class with the name of the folder: for predictions only
     PATH.csv with columns path, label and perhaps split; paths are relative to the file
 
 Classes are numbered in the order of their names, or of `class_names` if it is given. The split "all" holds every image.
@@ -33,8 +33,8 @@ from fedlas.errors import UserError
 
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 GIVEN = ("train", "val", "test")
-ALSO = {"training": "train", "valid": "val", "validation": "val", "testing": "test"}  # what others call them
-SHOWN = 8  # classes that a message names
+ALSO = {"training": "train", "valid": "val", "validation": "val", "testing": "test"}  # other common names
+SHOWN = 8  # classes listed in a message
 
 
 class _Row(NamedTuple):
@@ -44,17 +44,17 @@ class _Row(NamedTuple):
 
 
 class Folder(AbstractDataset):
-    """Images of your own: a class per directory, or a CSV file with path and label.
+    """Custom images: a directory per class, or a CSV file with the columns path and label.
 
     Args:
-        path: the directory or the CSV file; relative ones are looked for here first, then below the root.
-        class_names: names in the order of their class numbers, for a network that knows more classes than are here; a
-            list, or a text with commas between them.
+        path: the directory or the CSV file; a relative path is searched in the working directory, then below the root.
+        class_names: names in the order of the class numbers, for a network with more classes than the images have; a
+            list, or a string separated by commas.
         image_size: side of the square that the network sees.
-        resize: side of the square that images are brought to before they are cropped; by default a little larger.
+        resize: side of the square that images are resized to before they are cropped; by default a little larger.
         normalisation: "imagenet", or "half" for networks that expect values from -1 to 1.
-        flip: whether training mirrors every other image.
-        antialias: whether resizing blurs before it makes images smaller.
+        flip: whether to flip images horizontally with probability 0.5 in training.
+        antialias: whether to blur before an image is made smaller.
         common: root, seed, download and progress, as for every data set.
     """
 
@@ -84,18 +84,18 @@ class Folder(AbstractDataset):
 
     @property
     def title(self) -> str:  # type: ignore[override]
-        """What tables call it."""
+        """The name in tables."""
         return self.path.stem
 
     @property
     def num_classes(self) -> int:  # type: ignore[override]
-        """How many classes there are, or were named."""
+        """The number of classes found, or of the names given."""
         return len(self.class_names)
 
     @cached_property
     def class_names(self) -> tuple[str, ...]:
-        """The names given, or those found, in order."""
-        if self._names is not None and not self.path.exists():  # a network that was trained on it can still be used
+        """The given names, or those found, sorted."""
+        if self._names is not None and not self.path.exists():  # for a trained network whose training images are gone
             return self._names
         found = {row.label for row in self._rows}
         if self._names is None:
@@ -110,7 +110,7 @@ class Folder(AbstractDataset):
         if not self.path.exists():
             both = " nor ".join(map(str, dict.fromkeys((self._here, self.path))))
             gone = f"{both} is not there" if self._here == self.path else f"neither {both} is there"
-            raise MissingFileError(f"{gone}: give a directory with a class per directory, or a CSV")
+            raise MissingFileError(f"{gone}: give a directory with one directory per class, or a CSV file")
         rows = _rows_of_table(self.path) if self.path.is_file() else _rows_of_directory(self.path)
         if not rows and self.path.is_file():
             raise DamagedFileError(f"{self.path} has no rows below its header")
@@ -127,7 +127,7 @@ class Folder(AbstractDataset):
         return rows
 
     def read(self, part: str) -> Part:
-        """Read the rows that a split was given, or all of them."""
+        """Read the rows of one given split, or all of them."""
         chosen = [n for n, row in enumerate(self._rows) if part in {row.split, "all"}]
         numbers = {name: number for number, name in enumerate(self.class_names)}
         labels = as_labels([numbers[self._rows[n].label] for n in chosen])
@@ -143,13 +143,13 @@ class Folder(AbstractDataset):
         part = self.part(wanted)
         assert part.index is not None
         if wanted == "train":
-            _tell_of_classes(self.path, self.class_names, part.labels)
+            _warn_of_empty_classes(self.path, self.class_names, part.labels)
         whole = Split(name, part.images, part.labels, part.index, self.class_names, self.name)
         if name == "all" or wanted in {"val", "test"} or (wanted == "train" and "val" in given):
             return whole
         rest = whole
         if pooled:
-            # The seed of a run does not change what it is tested on.
+            # The test split does not depend on the seed.
             places, test = held_out_of_each_class(whole.labels, 0, self.val_share)
             if name == "test":
                 return self._not_empty(whole.picked(test), whole)
@@ -158,7 +158,7 @@ class Folder(AbstractDataset):
         return self._not_empty(rest.picked(train if name == "train" else val), whole)
 
     def _not_empty(self, made: Split, whole: Split) -> Split:
-        """Refuse a split that no class is large enough for."""
+        """Return the split; raise if no class has enough images for it."""
         if len(made):
             return made
         counts = zip(self.class_names, torch.bincount(whole.labels, minlength=self.num_classes).tolist(), strict=True)
@@ -170,12 +170,12 @@ class Folder(AbstractDataset):
         )
 
 
-def _tell_of_classes(path: Path, names: tuple[str, ...], labels: torch.Tensor) -> None:
-    """Say which classes nobody can learn."""
+def _warn_of_empty_classes(path: Path, names: tuple[str, ...], labels: torch.Tensor) -> None:
+    """Warn of classes without training images."""
     counts = torch.bincount(labels, minlength=len(names)).tolist()
     missing = [name for name, count in zip(names, counts, strict=True) if not count]
     if missing:
-        warnings.warn(f"{path} has no images to train on of: {', '.join(missing)}", stacklevel=3)
+        warnings.warn(f"{path} has no training images of: {', '.join(missing)}", stacklevel=3)
 
 
 def _rows_of_directory(folder: Path) -> list[_Row]:
@@ -184,11 +184,11 @@ def _rows_of_directory(folder: Path) -> list[_Row]:
     for one in divided:
         meant = ALSO.get(one.name.lower(), one.name.lower())
         if meant in GIVEN and one.name != meant:
-            raise UserError(f"{one} holds directories, as a split does; call it {meant}, so that it is taken for one")
+            raise UserError(f"{one} contains directories like a split; rename it to {meant} to use it as one")
     if any(one.name in GIVEN for one in divided):
         others = [one.name for one in inside if one.name not in GIVEN]
         if others:
-            warnings.warn(f"{folder} is divided into splits; passed over: {', '.join(others)}", stacklevel=2)
+            warnings.warn(f"{folder} is divided into splits; ignored: {', '.join(others)}", stacklevel=2)
         return [row._replace(split=name) for name in GIVEN for row in _rows_below(folder / name)]
     flat = [path for path in _seen(folder.glob("*"), folder) if path.suffix.lower() in IMAGES and path.is_file()]
     return _rows_below(folder) or [_Row(path, folder.name, "") for path in flat]
@@ -199,7 +199,7 @@ def _directories(folder: Path) -> list[Path]:
 
 
 def _seen(paths: Iterable[Path], folder: Path) -> list[Path]:
-    """Pass over what is hidden: copies that editors and other systems leave behind are no images of anyone's."""
+    """Sort paths and skip hidden ones, such as copies left by editors and other systems."""
     return sorted(path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
 
@@ -210,13 +210,13 @@ def _rows_below(folder: Path) -> list[_Row]:
     empty = sorted({inside.name for inside in classes} - {row.label for row in rows})
     if rows and empty:
         warnings.warn(
-            f"{folder} has directories without images, which are no classes: {', '.join(empty)}", stacklevel=2
+            f"{folder} has directories without images, which are not classes: {', '.join(empty)}", stacklevel=2
         )
     return rows
 
 
 def _may_be_image(path: Path) -> bool:
-    """Pass over folders, devices and pipes; a link to nowhere stays, and is named as an image that is not there."""
+    """Skip folders, devices and pipes; a broken link stays, and is reported as a missing image."""
     return path.is_file() or not path.exists()
 
 
@@ -226,7 +226,7 @@ def _rows_of_table(file: Path) -> list[_Row]:
     except UnicodeDecodeError as error:
         raise DamagedFileError(f"{file} is not text in UTF-8; save it in that encoding") from error
     except csv.Error as error:
-        raise DamagedFileError(f"{file} is no CSV file: {error}") from error
+        raise DamagedFileError(f"{file} is not a CSV file: {error}") from error
 
 
 def _rows_of_text(file: Path) -> list[_Row]:
@@ -252,7 +252,7 @@ def _rows_of_text(file: Path) -> list[_Row]:
 
 
 def _names(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Take names of classes apart if they are one text, and refuse those that cannot be told apart."""
+    """Parse class names; raise if one is empty or occurs twice."""
     parts = given.strip("[]() ").split(",") if isinstance(given, str) else given
     names = tuple(str(part).strip() for part in parts)
     if not all(names):

@@ -1,8 +1,8 @@
-"""Large images, read from files while the network trains: torchvision, worker processes, pinned memory.
+"""A data loader that reads images in worker processes and prefetches them into pinned memory.
 
-Workers decode, resize, crop and mirror bytes; normalisation happens on the device, so that a quarter of the memory
-travels. The draws are those of `Resident`: functions of (seed, epoch, sample), whatever the number of workers, so both
-ways to the same image give the same image.
+Workers decode, resize, crop and flip uint8 images; normalisation happens on the device, so that a quarter of the bytes
+are copied. The augmentation is that of `Resident`: a function of (seed, epoch, sample) for any number of workers, so
+both give the same images.
 """
 
 import gc
@@ -24,7 +24,7 @@ from fedlas.data.base.images import Transform, decode, fitted, normalised
 from fedlas.data.base.keyed import crops, order
 from fedlas.extras import optional_module
 
-Place = tuple[int, int]  # epoch, position in the split: what a worker is asked for
+Place = tuple[int, int]  # epoch and position in the split, sent to a worker
 
 
 class Loader:
@@ -35,7 +35,7 @@ class Loader:
 
     Args:
         split: image files, or images as bytes.
-        transform: of the data set that the network is trained on, also for images from elsewhere.
+        transform: that of the data set the network was trained on, also for OOD images.
         batch_size: samples in a batch of all ranks together when training, of one rank otherwise.
         train: whether to augment, and to visit the samples in a new order each epoch.
         seed: decides augmentation and order.
@@ -45,9 +45,9 @@ class Loader:
         drop_last: leave out a last batch that is not full.
         rank: which of the ranks this is.
         world: how many ranks there are.
-        workers: processes that read; 0 reads in this one. By default one for each processor that this rank has for
-            itself when training, and half as many otherwise.
-        cache: a folder that keeps decoded and resized images; workers then read those.
+        workers: worker processes; 0 reads in this process. By default one per processor of this rank when training,
+            and half as many otherwise.
+        cache: a folder in which decoded and resized images are cached for the workers.
     """
 
     def __init__(
@@ -81,18 +81,18 @@ class Loader:
             collate_fn=_as_it_is,
             num_workers=workers,
             pin_memory=pinned,
-            persistent_workers=train and workers > 0,  # an evaluation is seldom; its workers go when it is over
+            persistent_workers=train and workers > 0,  # evaluations are rare; their workers end with them
             worker_init_fn=_begin_worker,
             generator=torch.Generator().manual_seed(seed),
         )
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Choose the epoch of the next pass, and the batch that it starts with; those before are not read."""
+        """Set the epoch of the next pass and its first batch; the batches before are not read."""
         self._places.epoch, self._places.start = epoch, start
 
     def close(self) -> None:
-        """End the processes that read; another pass would start new ones."""
-        # What torch itself does when the iterator is forgotten, which may be late: tracebacks remember for long.
+        """Stop the worker processes; another pass would start new ones."""
+        # torch does this when the iterator is collected, which may be late, because tracebacks keep references.
         iterator, self._loader._iterator = self._loader._iterator, None
         if iterator is not None and self._loader.num_workers:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
@@ -110,14 +110,14 @@ class Loader:
 
 
 def usual_workers(train: bool) -> int:
-    """Say how many processes read by default: the processors, shared by the ranks of this machine."""
+    """Return the default number of workers: the processors, divided by the ranks of this machine."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     mine = max(1, processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return mine if train else max(1, mine // 2)
 
 
 class _Places(Sampler[list[Place]]):
-    """Which samples make up which batch; the epoch travels with them, so workers may live on."""
+    """Samples of each batch, with the epoch, so that workers can persist across epochs."""
 
     def __init__(
         self, samples: int, *, batch_size: int, train: bool, seed: int, drop_last: bool, rank: int, world: int
@@ -148,7 +148,7 @@ class _Places(Sampler[list[Place]]):
 
 
 class _Crops(Dataset[Any]):
-    """Cropped and mirrored bytes, a whole batch at a time."""
+    """Cropped and flipped uint8 images, a batch at a time."""
 
     def __init__(
         self, split: Split, transform: Transform, train: bool, seed: int, cache: str | Path | None = None
@@ -156,11 +156,11 @@ class _Crops(Dataset[Any]):
         self.split, self.transform, self.train, self.seed = split, transform, train, seed
         self.images: Images = split.images
         self.places = torch.arange(len(split))
-        if cache is not None:  # kept images stay in their file, mapped into memory, beside those of other splits
+        if cache is not None:  # cached images are memory-mapped from a file that splits share
             self.images, self.places = split.kept(transform, cache)
 
     def __getitems__(self, places: list[Place]) -> tuple[Tensor, Tensor, Tensor] | Exception:
-        """Read a batch; a file that cannot be read comes back as an error, which torch would bury in a traceback."""
+        """Read a batch; return errors of files, which torch would wrap into a traceback if they were raised."""
         try:
             return self._read(places)
         except (OSError, DamagedFileError) as error:
@@ -197,13 +197,13 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _begin_worker(number: int) -> None:
-    """Prepare a process that reads."""
-    gc.freeze()  # what the parent left to the collector is not ours to destroy: its threads and devices are not here
+    """Initialise a worker process."""
+    gc.freeze()  # do not collect objects of the parent, whose threads and devices do not exist here
     _seed_worker(number)
 
 
 def _seed_worker(number: int) -> None:
-    """Seed the generators that code running in a worker might use; torch has seeded its own."""
+    """Seed the generators of Python and NumPy; torch has seeded its own."""
     seed = torch.initial_seed() % (1 << 32)
     random.seed(seed + number)
     np.random.seed((seed + number) % (1 << 32))  # noqa: NPY002

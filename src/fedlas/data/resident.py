@@ -1,11 +1,11 @@
-"""A split that lives on the training device as bytes, and gives augmented, normalised batches from there.
+"""A split kept on the training device as uint8 images, with augmentation and normalisation there.
 
-    bytes on the device, black border around them ─► rows and columns of each crop ─► scale, shift
+    padded uint8 images on the device ─► rows and columns of each crop ─► scale, shift
 
 The augmentation is torchvision's RandomCrop(size, padding) and RandomHorizontalFlip in distribution, but a function of
-(seed, epoch, sample): no batch, rank or device changes it. The draws of an epoch are made for all samples at once by
-`set_epoch`, in place, so that `batch` is six small kernels, has fixed shapes, never waits for the device, and can be
-compiled or captured in a CUDA graph; a captured `batch` follows when `set_epoch` is called outside.
+(seed, epoch, sample), whatever the batch, rank or device. The draws of an epoch are made for all samples at once by
+`set_epoch`, in place, so that `batch` is six small kernels with fixed shapes, without synchronisation, and can be
+compiled or captured in a CUDA graph; a captured `batch` uses the new draws after `set_epoch` is called outside.
 """
 
 from collections.abc import Iterator
@@ -22,17 +22,17 @@ from fedlas.data.base.keyed import Number, crops, order
 
 
 class Resident:
-    """A split on a device, ready to be taken in batches.
+    """A split on a device, read in batches.
 
     Args:
-        split: images as bytes, or image files, which are then decoded.
-        transform: of the data set that the network is trained on, also for images from elsewhere.
+        split: uint8 images, or image files, which are then decoded.
+        transform: that of the data set the network was trained on, also for OOD images.
         train: whether to augment, and to visit the samples in a new order each epoch.
         seed: decides augmentation and order.
         device: where the images live.
         dtype: of the images that come out.
         channels_last: memory layout of the images that come out.
-        cache: a folder that keeps decoded image files for the next time.
+        cache: a folder in which decoded images are cached.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Resident:
         self.images, self.labels, self.index = self._placed(split)
         self._steps = torch.arange(transform.size, device=device)
         self._constants = transform.constants(device)
-        # Of each sample: first row, first column, and the direction in which columns are read.
+        # For each sample: first row, first column, and the direction of the columns (-1 if flipped).
         self._crops = torch.full((len(split), 3), transform.centre, dtype=torch.int64, device=device)
         self._crops[:, 2] = 1
         self.set_epoch(0)
@@ -72,11 +72,11 @@ class Resident:
         return images, split.labels.to(self.device), split.index.to(self.device)
 
     def set_epoch(self, epoch: Number, seed: Number | None = None) -> None:
-        """Draw the crops of an epoch; numbers that are tensors on the device stay there.
+        """Draw the crops of an epoch; arguments may be tensors on the device.
 
         Args:
             epoch: number of the epoch.
-            seed: another seed from now on.
+            seed: if given, replaces the seed.
         """
         _set(self.epoch, epoch)
         if seed is not None:
@@ -89,7 +89,7 @@ class Resident:
         self._crops.copy_(torch.stack([top, left + last * mirrored, 1 - 2 * mirrored.long()], dim=1))
 
     def batch(self, index: Int[Tensor, " n"]) -> Float[Tensor, "n channels size size"]:
-        """Return the images at some positions of the split, as the network sees them in this epoch."""
+        """Return the transformed images at some positions of the split, augmented for this epoch."""
         top, left, direction = self._crops[index].unbind(1)
         rows = top[:, None] + self._steps
         columns = torch.addcmul(left[:, None], direction[:, None], self._steps)
@@ -97,13 +97,13 @@ class Resident:
         return normalised(pixels.permute(0, 3, 1, 2), self._constants, self.dtype, self.channels_last)
 
     def order(self) -> Int[Tensor, " n"]:
-        """Return the positions of all samples in the order of this epoch; in evaluation that is their own."""
+        """Return the positions of all samples in the order of this epoch, which is not shuffled in evaluation."""
         if not self.train:
             return torch.arange(len(self), device=self.device)
         return order(len(self), self.seed, self.epoch, self.device)
 
     def batches(self, batch_size: int, *, drop_last: bool = False, rank: int = 0, world: int = 1) -> Iterator[Sample]:
-        """Go through the split once.
+        """Iterate over the split once.
 
         `index` in a batch is the position in the split when training, and in the data set's own order otherwise.
         In training, `world` ranks share each batch; otherwise they share the samples, none of which is seen twice.

@@ -1,7 +1,7 @@
 """Street View House Numbers, the 32 x 32 crops: MATLAB files in `svhn/` or the root.
 
-For the test part a rebuilt set of crops (`svhn_rebuilt/test.npz`) is read where the MATLAB file is absent. It shows the
-same digits, cut out of the full photographs again, so its pixels are close but not equal; `title` says which one it is.
+If the MATLAB file of the test part is missing, a reconstruction of the crops (`svhn_rebuilt/test.npz`) is read. It has
+the same digits, cropped again from the full images, so its pixels are close but not equal; `title` names it.
 """
 
 import hashlib
@@ -25,12 +25,12 @@ LARGEST_REBUILT = 2**28  # unpacked; the test images are 80 million bytes
 
 
 class SVHN(AbstractDataset):
-    """House numbers cut into digits, 32 x 32, coloured: 73,257 for training and 26,032 for testing."""
+    """Digits of house numbers, 32 x 32 pixels, colour: 73,257 for training and 26,032 for testing."""
 
     name = "svhn"
     citation = "Netzer et al., Reading Digits in Natural Images with Unsupervised Feature Learning, NIPS workshop 2011."
     num_classes = 10
-    # CIFAR's constants, as in the code behind the published tables. Digits are not mirrored.
+    # CIFAR's constants, as in the official code. Digits are not flipped.
     transform = Transform(size=32, channels=3, mean=CIFAR[0], std=CIFAR[1], pad=4)
     sizes: ClassVar = {"train": 73_257, "test": 26_032}
     per_class: ClassVar = {
@@ -41,7 +41,7 @@ class SVHN(AbstractDataset):
         "train_32x32.mat": "e26dedcc434d2e4c54c9b2d4a06d8373",
         "test_32x32.mat": "eb5a983be6a315427106f1b164d9cef3",
     }
-    # The publishers give no checksum. TensorFlow Datasets and torchvision's prototypes wrote down the same ones.
+    # The publishers give no checksum. TensorFlow Datasets and torchvision's prototypes recorded the same ones.
     sha256: ClassVar[dict[str, str]] = {
         "train_32x32.mat": "435e94d69a87fde4fd4d7f3dd208dfc32cb6ae8af2240d066de1df7508d083b8",
         "test_32x32.mat": "cdce80dfb2a2c4c6160906d0bd7c68ec5a99d7ca4831afa54f09182025b6a75b",
@@ -53,7 +53,7 @@ class SVHN(AbstractDataset):
 
     @property
     def title(self) -> str:  # type: ignore[override]
-        """What tables call it: the rebuilt crops are not quite the official data set."""
+        """The name in tables; the rebuilt crops are not quite the official data set."""
         return "SVHN (rebuilt crops)" if self._is_rebuilt("test") else "SVHN"
 
     @property
@@ -77,7 +77,7 @@ class SVHN(AbstractDataset):
         try:
             arrays = optional_module("scipy.io", "train").loadmat(content, variable_names=["X", "y"])
             images, labels = arrays["X"].transpose(3, 2, 0, 1), arrays["y"].reshape(-1).astype(np.int64)
-        except Exception as error:  # what SciPy raises for a damaged file is not written down anywhere
+        except Exception as error:  # SciPy does not document what it raises for a damaged file
             raise DamagedFileError(f"{path} is damaged: {error!r}") from error
         labels[labels == 10] = 0  # MATLAB counts from 1, and the digit 0 came last
         return Part(as_images(images), as_labels(labels))

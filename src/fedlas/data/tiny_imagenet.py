@@ -1,9 +1,9 @@
 """Tiny ImageNet: 200 of ImageNet's classes at 64 x 64 pixels, as unpacked to `tiny-imagenet-200/`.
 
-The labels of its test images were never published, so its validation images are used for testing, as everywhere. They
-lie in one folder, and `val_annotations.txt` says what they show: a reader that takes folders for classes gets half a
-percent right. Class numbers are ranks of the WordNet numbers in `wnids.txt`; training images are ordered by class, then
-by name as text, on which the published splits depend.
+The labels of its test images were never released, so the validation images are the test part, as is usual. They are in
+one folder, and `val_annotations.txt` has their classes: reading folders as classes gives an accuracy of half a percent.
+Class numbers are the ranks of the WordNet ids in `wnids.txt`; training images are ordered by class, then by name as
+text, on which the official splits depend.
 """
 
 from functools import cached_property
@@ -19,7 +19,7 @@ FOLDER = "tiny-imagenet-200"
 
 
 class TinyImageNet(AbstractDataset):
-    """Two hundred kinds of things, 64 x 64, coloured: 100,000 for training and 10,000 for testing."""
+    """Two hundred classes of objects, 64 x 64 pixels, colour: 100,000 for training and 10,000 for testing."""
 
     name = "tiny_imagenet"
     title = "Tiny-ImageNet"
@@ -29,7 +29,7 @@ class TinyImageNet(AbstractDataset):
     stratified = True
     sizes: ClassVar = {"train": 100_000, "test": 10_000}
     per_class: ClassVar = {"train": (500,) * 200, "test": (50,) * 200}
-    # The publishers give no checksum; several projects that fetched the file wrote down the same ones.
+    # The publishers give no checksum; several projects recorded the same ones.
     archive: ClassVar[Source] = Source(
         ("https://cs231n.stanford.edu/tiny-imagenet-200.zip", "http://cs231n.stanford.edu/tiny-imagenet-200.zip"),
         "90528d7ca1a48142e341f4ef8d21d0de",
@@ -38,7 +38,7 @@ class TinyImageNet(AbstractDataset):
 
     @cached_property
     def class_names(self) -> tuple[str, ...]:
-        """WordNet numbers in their order; `words.txt` beside them explains each."""
+        """WordNet ids in their order; `words.txt` in the same folder explains them."""
         return read_names(self.unpacked(self.archive, FOLDER) / "wnids.txt", self.num_classes, "classes")
 
     def read(self, part: str) -> Part:
@@ -61,7 +61,7 @@ class TinyImageNet(AbstractDataset):
             name, _, rest = line.partition("\t")
             wnid = rest.partition("\t")[0]
             if wnid not in numbers:
-                raise DamagedFileError(f"{file} is damaged: the line {line!r} names no known class")
+                raise DamagedFileError(f"{file} is damaged: the line {line!r} does not name a known class")
             images.append(folder / "images" / name)
             labels.append(numbers[wnid])
         return Part(there(images, file), as_labels(labels))

@@ -1,8 +1,8 @@
 """What each part of the method is worth: the parts exchanged one at a time, and controls that the paper lacks.
 
 Controls: label smoothing with the mean alpha that FeDLaS ended with (is it only less smoothing?), the learned gate's
-directions dealt to other samples of the batch (does it matter which sample gets which?), and the indicator dealt in the
-same way. The first of them can be planned when FeDLaS-LS is in the ledger.
+directions shuffled across samples of the batch (does it matter which sample gets which?), and the indicator shuffled
+in the same way. The first of them can be planned when FeDLaS-LS is in the ledger.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import Any
 
 from fedlas.errors import UserError
 from fedlas.experiments.base import Choice
-from fedlas.experiments.grid import AbstractGrid, Measured, Place, judged
+from fedlas.experiments.grid import AbstractGrid, Measured, Place, evaluated_split
 from fedlas.experiments.ledger import ADVICE, Ledger
 from fedlas.training import recipe_for
 from fedlas.training.recipe import Recipe
@@ -108,10 +108,10 @@ class Ablations(AbstractGrid):
         if row == HALF:
             options["alpha"] = float(made.loss_options.get("alpha", ALPHA)) / 2
         varied = made.replace(loss_options={**made.loss_options, **options}).with_settings(choice.changes)
-        return varied.replace(splits=tuple(dict.fromkeys((*varied.splits, judged(varied, choice)))))
+        return varied.replace(splits=tuple(dict.fromkeys((*varied.splits, evaluated_split(varied, choice)))))
 
     def _mean_alpha(self, place: Place, seed: int, choice: Choice, ledger: Ledger) -> float | None:
-        """Take the mean alpha of the last epoch of FeDLaS-LS with the same seed."""
+        """Return the mean alpha of the last epoch of FeDLaS-LS with the same seed."""
         ours = self.recipe(place, OURS, seed, choice, ledger)
         line = None if ours is None else ledger.find(ours)
         if line is None or ours is None:

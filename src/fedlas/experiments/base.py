@@ -1,4 +1,4 @@
-"""What an experiment is: runs that it wants, and the tables and figures that their ledger lines make.
+"""The base class of experiments: planned runs, and the tables and figures made from their ledger lines.
 
 plan(choice)   ─► recipes             (what has to be trained)
 tables(ledger) ─► rows and columns    (from ledger lines and printed numbers alone)
@@ -22,17 +22,17 @@ from fedlas.training import protocol_named
 from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import Run
 
-FOR = "For "  # how a note begins that says what stands for the data of a heading
-CHANGED = "Changed: "  # and one that says what is not as the protocol has it
+FOR = "For "  # prefix of notes on data that replaces the data of a heading
+CHANGED = "Changed: "  # prefix of notes on fields that differ from the protocol
 
-# Fields of a recipe that say what a number of a table is of; changed, it would stand under another's name.
+# Fields that decide to which cell of a table a run belongs; they have options of their own.
 NAMING = {"data": "--data", "model": "--model", "loss": "--losses", "seed": "--seeds"}
-LOOKS = (TEST, f"{TEST}-published")  # at test images: ours, and that of the published code
+LOOKS = (TEST, f"{TEST}-published")  # splits of the test images: our preprocessing, and that of the official code
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a user asks an experiment for; None leaves it to the experiment.
+    """The part of an experiment that a user chooses; None leaves it to the experiment.
 
     Args:
         data: data sets.
@@ -41,7 +41,7 @@ class Choice:
         seeds: one run for each.
         protocol: "paper", "official", "fast" or "small".
         changes: fields of all recipes that shall be otherwise, as on the command line.
-        split: what is judged: "test", or "test-published", normalised as in the published code.
+        split: split to evaluate: "test", or "test-published" with the normalisation of the official code.
         data_root: where data lies; experiments that take what is at hand look there.
     """
 
@@ -63,17 +63,17 @@ class Choice:
 
     @property
     def summary(self) -> str:
-        """The protocol in a sentence, which says whether something is otherwise."""
+        """The protocol in a sentence, with a remark if a field is changed."""
         return protocol_named(self.protocol).summary + (", but for what is changed" if self.changes else "")
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """A note on what is not as the protocol has it, where something is."""
+        """A note on fields that differ from the protocol, if any."""
         said = ", ".join(f"{name}={value}" for name, value in self.changes.items())
         return (f"{CHANGED}{said}.",) if said else ()
 
     def of(self, known: Iterable[str], asked: Sequence[str] | None, kind: str) -> list[str]:
-        """Give what was asked for of what is known, in the order of the known."""
+        """Return the requested names in the order of the known ones; raise if one is unknown."""
         names = list(known)
         for name in asked or ():
             if name not in names:
@@ -82,14 +82,14 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """One run that an experiment wants.
+class PlannedRun:
+    """One run of an experiment.
 
     Args:
         recipe: what to train.
         protocol: the recipe's protocol, by name.
         posthoc: which of its lines the experiment reads: as trained (None), or after a calibrator.
-        split: on what it is judged.
+        split: split to evaluate.
         rows: the rows of the table that it fills, by name; without any, the loss says what it is.
     """
 
@@ -100,17 +100,17 @@ class Wanted:
     rows: tuple[str, ...] = ()
 
     def missing(self, ledger: Ledger) -> bool:
-        """Say whether the ledger lacks one of the lines, or their foreign data."""
+        """Return whether the ledger lacks a line of the run, or its OOD data."""
         return any(line is None or not set(self.recipe.ood) <= set(line.ood) for line in self.lines(ledger))
 
     def lines(self, ledger: Ledger) -> list[Line | None]:
-        """Look up the line of each way to judge it."""
+        """Return the ledger line of each evaluation of the run."""
         return [ledger.find(self.recipe, one, self.split) for one in self.posthoc]
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """Where figures are drawn from, and where they go.
+    """Inputs and output folder of figures.
 
     Args:
         ledger: what was measured.
@@ -130,7 +130,7 @@ class Drawing:
 
 
 class AbstractExperiment(ABC):
-    """One table or figure of the paper, or one of our own."""
+    """One table or figure of the paper or of this project."""
 
     name: ClassVar[str]
     seeds: ClassVar[tuple[int, ...]] = (1, 2, 3)  # by default
@@ -139,21 +139,21 @@ class AbstractExperiment(ABC):
 
     @property
     def file_names(self) -> str:
-        """A pattern of what files of tables and figures are called, without ending."""
+        """Regular expression of the file names of tables and figures, without suffix."""
         return f"{re.escape(self.name)}([-_].*)?"
 
     @abstractmethod
-    def plan(self, choice: Choice, ledger: Ledger) -> list[Wanted]:
-        """List the runs that the experiment is made of, in the order in which they matter.
+    def plan(self, choice: Choice, ledger: Ledger) -> list[PlannedRun]:
+        """Return the runs of the experiment, the most important first.
 
-        Runs whose recipe depends on the outcome of others are listed once those are in the ledger.
+        Runs whose recipe depends on the results of others follow once those are in the ledger.
         """
 
     @abstractmethod
     def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
-        """Make the tables; cells without runs are empty."""
+        """Return the tables; cells without runs are empty."""
 
     def draw(self, drawing: Drawing) -> list[Path]:
-        """Draw the figures; by default there are none."""
+        """Draw the figures, none by default; return their files."""
         del drawing
         return []

@@ -8,7 +8,7 @@ CIFAR-100. Data and methods can be selected; the protocol is always "standard".
 from pathlib import Path
 
 from fedlas.experiments import closed_loop_design as design
-from fedlas.experiments.base import AbstractExperiment, Choice, Drawing, Wanted
+from fedlas.experiments.base import AbstractExperiment, Choice, Drawing, PlannedRun
 from fedlas.experiments.closed_loop_tables import (
     ablation_table,
     comparison_tables,
@@ -30,10 +30,10 @@ class ClosedLoopEvaluation(AbstractExperiment):
     name = "closed_loop"
     seeds = (1, 2, 3, 4, 5)
 
-    def plan(self, choice: Choice, ledger: Ledger) -> list[Wanted]:
+    def plan(self, choice: Choice, ledger: Ledger) -> list[PlannedRun]:
         """List the runs of the search and, for each method whose search is complete, all others."""
         found = [
-            Wanted(design.search_recipe(data, one, choice), design.PROTOCOL, design.POSTHOC, V2, (one.row,))
+            PlannedRun(design.search_recipe(data, one, choice), design.PROTOCOL, design.POSTHOC, V2, (one.row,))
             for data in design.data_sets(choice)
             for one in design.candidates(choice)
             if data not in design.CONFIRMATION
@@ -73,5 +73,5 @@ class ClosedLoopEvaluation(AbstractExperiment):
         return save_with_data(feedback_figure(known), known, drawing.folder, "closed_loop_feedback") if known else []
 
 
-def _wanted(recipe: Recipe, row: str) -> Wanted:
-    return Wanted(recipe, design.PROTOCOL, design.POSTHOC, rows=(row,))
+def _wanted(recipe: Recipe, row: str) -> PlannedRun:
+    return PlannedRun(recipe, design.PROTOCOL, design.POSTHOC, rows=(row,))

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from fedlas.comparison import paired_metrics
 from fedlas.experiments import closed_loop_design as design
 from fedlas.experiments.base import Choice
 from fedlas.experiments.closed_loop_design import OURS, POSTHOC, Candidate, data_sets, methods, row_name, selected
 from fedlas.experiments.grid import Measured
-from fedlas.experiments.kept import kept_of
 from fedlas.experiments.ledger import TEMPERATURE, V2, Ledger, Line
 from fedlas.experiments.paper import data_name
-from fedlas.experiments.versus import METRICS as COMPARED
+from fedlas.experiments.stored_predictions import load_stored_predictions
 from fedlas.metrics.paired import of_each_sample
 from fedlas.metrics.seeds import SeedComparison, ece_values, holm, over_seeds
 from fedlas.report.tables import Cell, Column, Row, Table
@@ -264,11 +264,13 @@ class _SampleValues:
     def _of(self, line: Line) -> dict[str, Tensor]:
         """Return for each metric one value per test sample, whose mean is the metric."""
         if line.id not in self._read:
-            kept = kept_of(line, self._ledger)
+            kept = load_stored_predictions(line, self._ledger)
             stored, top = kept.of_each_sample(), kept.tops()
             found = {name: one.values for name, one in stored.items()} | {"ece": ece_values(top)}
             found |= {
-                name: of_each_sample(COMPARED[name], top).values for name in (*TESTED, *MARGINS) if name not in found
+                name: of_each_sample(paired_metrics()[name], top).values
+                for name in (*TESTED, *MARGINS)
+                if name not in found
             }
             self._read[line.id] = found
         return self._read[line.id]

@@ -1,14 +1,15 @@
-"""The demonstration: five losses on handwritten digits, and what their confidence is worth.
+"""The demonstration: the calibration of five losses on handwritten digits.
 
-As they come, the digits are too easy: nearly every network is right, and its confidence hardly ever wrong. So only
-about four images of each digit are trained on, many times and without weight decay. The networks learn them by heart,
-and with plain cross-entropy they are then too sure of all other images (with each of the seeds 1, 2 and 3).
+With all training images, nearly every model is accurate and well calibrated. So the training set has only about four
+images per digit, for many epochs and without weight decay. The models memorise them, and with plain cross-entropy they
+are over-confident on all other images (with each of the seeds 1, 2 and 3).
 
-About 17 settings were tried, with the numbers of all five losses in sight, until cross-entropy was clearly off. So the
-demonstration shows what the numbers look like, and is no evidence for any loss.
+About 17 settings were tried, with the results of all five losses in view, until cross-entropy was clearly
+miscalibrated. So the demonstration illustrates the metrics and is no evidence for any loss.
 """
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,22 +19,24 @@ from fedlas.report.figures import Reliability, reliability_data, reliability_fig
 from fedlas.training import Recipe, Run, fit_many, recipe_for
 from fedlas.training.protocols import compared_losses
 
+logger = logging.getLogger(__name__)
+
 SAMPLES, BATCH, EPOCHS = 40, 10, 60
 FIGURES, FIGURE = "figures", "reliability"  # the folder, and the name of the files in it
 METRICS = ("accuracy", "ece", "aece", "over_ece", "under_ece", "nll")
 HEAD = ("loss", "paper", "", "accuracy %", "ECE %", "AECE %", "O-ECE %", "U-ECE %", "NLL")
 TEXT = f"""\
-Handwritten digits, 8 x 8 pixels. Only {SAMPLES} images of 800 are trained on, and learned by heart: so the networks are
-often wrong, and too sure of it, and calibration is a real question. 200 images for validation, 797 for testing.
+Handwritten digits, 8 x 8 pixels. Only {SAMPLES} images of 800 are trained on and memorised: so the
+models are often wrong and over-confident. 200 images for validation, 797 for testing.
 A row for each loss: first as trained, below it after temperature scaling on the validation split; in brackets the 95 %
-interval. O-ECE is confidence that is too high, U-ECE too low; they add up to the ECE. One seed on few images: only
-intervals that are far apart mean something. Chance alone makes these errors larger than they are, which intervals allow
-for: where a value is mostly noise, its interval lies below it."""
+interval. O-ECE is the over-confident part of the ECE, U-ECE the under-confident part. One seed on few images: only
+large differences between intervals mean something. Estimates of these errors are biased upwards, intervals are not:
+where a value is mostly noise, its interval lies below it."""
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What a demonstration shows.
+class DemoResult:
+    """Results of the demonstration.
 
     Args:
         text: what was done.
@@ -49,7 +52,7 @@ class Shown:
 
 
 def recipes() -> Iterator[Recipe]:
-    """Make the recipes of the demonstration."""
+    """Yield the recipes of the demonstration."""
     for loss in compared_losses():
         yield recipe_for(
             "digits",
@@ -64,18 +67,19 @@ def recipes() -> Iterator[Recipe]:
         )
 
 
-def run_demo(folder: Path, told: Callable[[str], None]) -> Shown:
-    """Train, measure and draw; runs that are there already are not repeated.
+def run_demo(folder: Path, *, progress: bool | None = None) -> DemoResult:
+    """Train, evaluate and draw; finished runs are not trained again.
 
     Args:
-        folder: for run folders and figures.
-        told: gets a line when something happens.
+        folder: folder for run folders and figures.
+        progress: show progress bars; None for terminals only.
     """
     wanted = list(recipes())
     reports: dict[str, Report] = {}
     runs: list[Run] = []
-    for number, (recipe, run) in enumerate(zip(wanted, fit_many(wanted, folder=folder), strict=True), start=1):
-        told(f"trained {recipe.loss} ({number} of {len(wanted)})")
+    trained = fit_many(wanted, folder=folder, progress=progress)
+    for number, (recipe, run) in enumerate(zip(wanted, trained, strict=True), start=1):
+        logger.info("trained %s (%d of %d)", recipe.loss, number, len(wanted))
         reports[recipe.loss] = evaluate(
             run.predictions("best-test"), posthoc=["temperature"], calibration=run.predictions("best-val")
         )
@@ -84,22 +88,22 @@ def run_demo(folder: Path, told: Callable[[str], None]) -> Shown:
     rows = [_row(name, paper[name], report) for name, report in reports.items()]
     drawn = {
         "as trained": [_diagram(report.before, paper[name]) for name, report in reports.items()],
-        "temperature": [_diagram(_repaired(report), paper[name]) for name, report in reports.items()],
+        "temperature": [_diagram(_calibrated(report), paper[name]) for name, report in reports.items()],
     }
     figure = save_with_data(reliability_figure(drawn), drawn, folder / FIGURES, FIGURE, ("png",))
-    return Shown(TEXT, HEAD, rows, [*figure, *(run.folder for run in runs)])
+    return DemoResult(TEXT, HEAD, rows, [*figure, *(run.folder for run in runs)])
 
 
 def _diagram(state: State, title: str) -> Reliability:
     return reliability_data(state.bins["width"], state["ece"], title)
 
 
-def _repaired(report: Report) -> State:
+def _calibrated(report: Report) -> State:
     return report.after["temperature"]
 
 
 def _row(name: str, paper: str, report: Report) -> list[str]:
-    states = (report.before, _repaired(report))
+    states = (report.before, _calibrated(report))
     cells = ["\n".join(_cell(state[metric]) for state in states) for metric in METRICS]
     return [name, paper, "as trained\ntemperature", *cells]
 

@@ -1,4 +1,4 @@
-"""The table of photographs: birds and aircraft, networks that were trained before."""
+"""The table of fine-grained natural images: birds and aircraft, with pretrained models."""
 
 from fedlas.experiments.grid import AbstractGrid
 
@@ -7,5 +7,5 @@ class Finegrained(AbstractGrid):
     """Accuracy, ECE and AECE of nine losses on CUB and Aircraft, ResNet-101 and ViT, with mean ranks."""
 
     name = "finegrained"
-    title = "Accuracy and calibration on fine-grained photographs"
+    title = "Accuracy and calibration on fine-grained natural images"
     ranked = ("ECE %", "AECE %")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from fedlas.experiments.base import AbstractExperiment, Choice, Drawing, Wanted
+from fedlas.experiments.base import AbstractExperiment, Choice, Drawing, PlannedRun
 from fedlas.experiments.ledger import Ledger, Line
 from fedlas.experiments.paper import data_name
 from fedlas.report.figures import course_data, gate_data, gate_figure, save_with_data
@@ -63,18 +63,18 @@ class GateStability(AbstractExperiment):
 
     name = "gate_stability"
 
-    def plan(self, choice: Choice, ledger: Ledger) -> list[Wanted]:
-        """List the runs of the main table that have a gate."""
+    def plan(self, choice: Choice, ledger: Ledger) -> list[PlannedRun]:
+        """Return the runs of the main table that have a gate."""
         del ledger
         return [
-            Wanted(recipe, choice.protocol)
+            PlannedRun(recipe, choice.protocol)
             for place in _places(choice)
             for loss in _losses(choice)
             for recipe in _recipes(choice, place, loss)
         ]
 
     def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
-        """Make a table of the first and the last epoch."""
+        """Return a table of the first and the last epoch."""
         places, losses = _places(choice), _losses(choice)
         columns = tuple(
             Column(one.heading, _heading(choice, place), percent=one.percent, ranked=False)
@@ -113,13 +113,13 @@ class GateStability(AbstractExperiment):
 
 
 def _losses(choice: Choice) -> dict[str, str]:
-    """Name the losses with a gate that were asked for, with the paper's names."""
+    """Return the requested losses with a gate, with the paper's names."""
     gated = {name: paper for name, paper in compared_losses().items() if name.startswith("fedlas_")}
     return {name: gated[name] for name in choice.of(gated, choice.losses, "loss")}
 
 
 def _places(choice: Choice) -> list[Place]:
-    """List what was asked for; otherwise the paper's data, where the protocol has a network for it."""
+    """Return the requested data sets and models; by default the paper's, if the protocol has a model."""
     known = list(dict.fromkeys(r.data for protocol, r in list_recipes(["ce"]) if protocol == choice.protocol))
     usual = [PAPER] if PAPER in known else known[:1]
     wanted = choice.of(known, usual if choice.data is None else choice.data, "data set")

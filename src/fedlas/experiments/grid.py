@@ -1,7 +1,7 @@
-"""Tables of methods against data sets and networks, as most of the paper's are: what they share.
+"""The base class of tables of methods against data sets and models, as most of the paper's are.
 
-A file of its own says which methods, places and numbers a table has; here the runs are planned, and the cells filled
-from ledger lines, a value for each seed, with the paper's number beside them.
+A subclass in a file of its own names the methods, data sets, models and metrics. The base class plans the runs and
+fills the cells from ledger lines, one value per seed, with the paper's number beside them.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 from fedlas.errors import UserError
 from fedlas.experiments import paper
-from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
+from fedlas.experiments.base import AbstractExperiment, Choice, PlannedRun
 from fedlas.experiments.ledger import TEST, Ledger, Line, Measure
 from fedlas.report.tables import Cell, Column, Row, Table, mean_rank_columns
 from fedlas.training import official_preprocessing_differs, protocol_named, published_models, recipe_for
@@ -21,7 +21,7 @@ PUBLISHED = ("paper", "official")
 
 
 class Place(NamedTuple):
-    """A data set and a network."""
+    """A data set and a model."""
 
     data: str
     model: str
@@ -29,16 +29,16 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """A number of a table.
+    """A metric of a table.
 
     Args:
-        metric: its name in a ledger line, and in the paper's numbers.
-        heading: what stands above its column.
+        metric: its name in ledger lines and in the paper's numbers.
+        heading: heading of its column.
         higher_is_better: whether larger is better.
-        ood: the foreign data set, for an AUROC.
-        printed_as: its name in the paper's numbers.
-        score: what tells foreign samples apart, for an AUROC.
-        printed: whether the paper prints it.
+        ood: the OOD data set of an AUROC.
+        printed_as: name of the OOD data set in the paper's numbers.
+        score: the OOD score of an AUROC.
+        printed: whether the paper has it.
     """
 
     metric: str
@@ -50,23 +50,23 @@ class Measured:
     printed: bool = True
 
     def of(self, line: Line) -> Measure | None:
-        """Take the number from a ledger line."""
+        """Return the value and interval in a ledger line."""
         held = line.metrics if self.ood is None else line.ood.get(self.ood, {})
         return held.get(self.metric if self.ood is None else self.score)
 
 
-def judged(recipe: Recipe, choice: Choice) -> str:
-    """Give the split that is judged; where the published code looks at images as the recipe does, the usual one."""
+def evaluated_split(recipe: Recipe, choice: Choice) -> str:
+    """Return the split to evaluate; "test" if the preprocessing of the official code equals that of the recipe."""
     return choice.split if official_preprocessing_differs(recipe.data, recipe.data_options) else TEST
 
 
 class AbstractGrid(AbstractExperiment):
-    """Methods in rows, places and metrics in columns."""
+    """A table with methods in rows, and data sets, models and metrics in columns."""
 
     title: ClassVar[str]
-    compared: ClassVar[bool] = True  # whether the paper prints such numbers
-    one_network: ClassVar[bool] = False  # whether only the first network of each data set is meant
-    ranked: ClassVar[tuple[str, ...]] = ()  # headings of the numbers that mean ranks are made of
+    compared: ClassVar[bool] = True  # whether the paper has such numbers
+    one_network: ClassVar[bool] = False  # whether to use only the first model of each data set
+    ranked: ClassVar[tuple[str, ...]] = ()  # headings of the columns that have mean ranks
 
     @property
     def methods(self) -> dict[str, str]:
@@ -78,7 +78,7 @@ class AbstractGrid(AbstractExperiment):
         return paper.data_sets(self.name)
 
     def measured(self, data: str, choice: Choice) -> Sequence[Measured]:
-        """List the numbers of a place; the paper's are laid beside them where it prints them."""
+        """Return the metrics of a data set."""
         del data, choice
         return (
             Measured("accuracy", "accuracy %", higher_is_better=True),
@@ -86,22 +86,22 @@ class AbstractGrid(AbstractExperiment):
             Measured("aece", "AECE %"),
         )
 
-    def foreign(self, data: str, choice: Choice) -> tuple[str, ...]:
-        """List the foreign data sets that a network is shown."""
+    def ood_data(self, data: str, choice: Choice) -> tuple[str, ...]:
+        """Return the OOD data sets of a data set."""
         return tuple(sorted({one.ood for one in self.measured(data, choice) if one.ood is not None}))
 
-    def sees_otherwise(self, data: str, choice: Choice) -> bool:
-        """Say whether foreign data of a network is looked at as the published code does, and that is otherwise."""
+    def uses_official_ood(self, data: str, choice: Choice) -> bool:
+        """Return whether OOD data is preprocessed as by the official code, and that differs from ours."""
         del data, choice
         return False
 
     def models(self, data: str, protocol: str) -> Sequence[str]:
-        """List the networks of a data set; those of the paper, or those of another protocol."""
+        """Return the models of a data set under a protocol."""
         models = protocol_named(protocol).models(data)
         return models[:1] if self.one_network else models
 
     def places(self, choice: Choice) -> list[Place]:
-        """List the places that were asked for."""
+        """Return the chosen data sets and models."""
         protocol = protocol_named(choice.protocol)
         # Any data set may be named; without a name, those of the paper that the protocol has a network for.
         known = choice.data or [data for data in self.known_data() if protocol.models(data)]
@@ -118,20 +118,20 @@ class AbstractGrid(AbstractExperiment):
         return recipe_for(data, protocol=choice.protocol).model
 
     def rows(self, choice: Choice) -> list[str]:
-        """List the rows that were asked for."""
+        """Return the chosen rows."""
         return choice.of(self.methods, choice.losses, "row")
 
     def recipe(self, place: Place, row: str, seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:
-        """Make the recipe of one run; None as long as it depends on runs that are not in the ledger."""
+        """Return the recipe of one run; None while it depends on runs that are not in the ledger."""
         del ledger
         made = recipe_for(place.data, place.model, loss_of(row), protocol=choice.protocol, seed=seed)
         made = made.with_settings(choice.changes)
-        splits = tuple(dict.fromkeys((*made.splits, judged(made, choice))))
-        return made.replace(ood=self.foreign(place.data, choice), splits=splits)
+        splits = tuple(dict.fromkeys((*made.splits, evaluated_split(made, choice))))
+        return made.replace(ood=self.ood_data(place.data, choice), splits=splits)
 
-    def plan(self, choice: Choice, ledger: Ledger) -> list[Wanted]:
+    def plan(self, choice: Choice, ledger: Ledger) -> list[PlannedRun]:
         return [
-            Wanted(recipe, choice.protocol, (calibrator_of(row),), judged(recipe, choice), (row,))
+            PlannedRun(recipe, choice.protocol, (calibrator_of(row),), evaluated_split(recipe, choice), (row,))
             for place in self.places(choice)
             for row in self.rows(choice)
             for seed in choice.seeds
@@ -165,7 +165,7 @@ class AbstractGrid(AbstractExperiment):
         return [mean_rank_columns(table, self.ranked) if len(rows) > 1 and self.ranked else table]
 
     def _with_mean_accuracy(self, table: Table, ledger: Ledger, choice: Choice) -> Table:
-        """Add the mean accuracy over the paper's places; ours has the seeds that were run at each of them."""
+        """Add a column of the mean accuracy over all data sets and models of the paper."""
         places = [Place(*place) for place in paper.places(self.name)]
         printed = paper.mean_accuracies(self.name)
 
@@ -195,17 +195,17 @@ class AbstractGrid(AbstractExperiment):
     def _mean_accuracy(
         self, ledger: Ledger, choice: Choice, places: Sequence[Place], row: str, seed: int
     ) -> float | None:
-        """Give the mean accuracy of one seed; None as long as a place is missing."""
+        """Return the mean accuracy of one seed; None while a run is missing."""
         recipes = [self.recipe(place, row, seed, choice, ledger) for place in places]
         found = [
-            None if recipe is None else ledger.find(recipe, calibrator_of(row), judged(recipe, choice))
+            None if recipe is None else ledger.find(recipe, calibrator_of(row), evaluated_split(recipe, choice))
             for recipe in recipes
         ]
         known = [line.metrics["accuracy"][0] for line in found if line is not None]
         return fmean(known) if len(known) == len(places) else None
 
     def notes(self, choice: Choice) -> tuple[str, ...]:
-        """Say below a table what has to be known about it."""
+        """Return the notes below a table."""
         protocol = protocol_named(choice.protocol)
         test = (
             ()
@@ -221,10 +221,10 @@ class AbstractGrid(AbstractExperiment):
         return (*test, long if self.compared else short, *choice.changed)
 
     def _cells(self, ledger: Ledger, choice: Choice, place: Place, row: str) -> list[Cell]:
-        """Give the cells of a row at one place: one for each number that is measured there."""
+        """Return the cells of a row for one data set and model, one per metric."""
         recipes = [self.recipe(place, row, seed, choice, ledger) for seed in choice.seeds]
         posthoc, made = calibrator_of(row), [recipe for recipe in recipes if recipe is not None]
-        found = [ledger.find(recipe, posthoc, judged(recipe, choice)) for recipe in made]
+        found = [ledger.find(recipe, posthoc, evaluated_split(recipe, choice)) for recipe in made]
         lines = [line for line in found if line is not None]
         return [self._cell(lines, choice, place, row, one) for one in self.measured(place.data, choice)]
 
@@ -243,12 +243,12 @@ class AbstractGrid(AbstractExperiment):
 
 
 def loss_of(row: str) -> str:
-    """Give the loss of a row such as "ce+temperature"."""
+    """Return the loss of a row such as "ce+temperature"."""
     return row.partition("+")[0]
 
 
 def calibrator_of(row: str) -> str | None:
-    """Give the calibrator of a row such as "ce+temperature"; None of one that is judged as trained."""
+    """Return the calibrator of a row such as "ce+temperature"; None for a row without."""
     return row.partition("+")[2] or None
 
 

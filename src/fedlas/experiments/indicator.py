@@ -30,7 +30,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from fedlas.experiments.base import AbstractExperiment, Choice, Drawing, Wanted
+from fedlas.experiments.base import AbstractExperiment, Choice, Drawing, PlannedRun
 from fedlas.experiments.ledger import Ledger
 from fedlas.predictions import Predictions
 from fedlas.report.figures import (
@@ -60,7 +60,7 @@ PAPER, ALWAYS_THERE = "mnist", "digits"
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """What a network makes of all test images.
+    """Outputs of a model on all test images.
 
     Args:
         predictions: with all features, not only their norm.
@@ -81,21 +81,21 @@ class Indicator(AbstractExperiment):
     name = "indicator"
     draws_runs = True
 
-    def plan(self, choice: Choice, ledger: Ledger) -> list[Wanted]:
-        """List one run, on the first data that was trained on, else that is at hand; or on all that was asked for."""
+    def plan(self, choice: Choice, ledger: Ledger) -> list[PlannedRun]:
+        """Return one run, on the first data set with a run or on disk; or one on each requested data set."""
         recipes = list(_recipes(choice))
         if choice.data is None:
             known = [one for one in recipes if ledger.find(one) is not None]
             recipes = known[:1] or [next(one for one in recipes if _at_hand(one, choice.data_root))]
-        return [Wanted(recipe, PROTOCOL) for recipe in recipes]
+        return [PlannedRun(recipe, PROTOCOL) for recipe in recipes]
 
     def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
-        """Make none: the figures' data holds the numbers, which need the network itself."""
+        """Return no tables: the numbers need the model and are stored with the figures."""
         del ledger, choice
         return []
 
     def draw(self, drawing: Drawing) -> list[Path]:
-        """Draw from the first run that there is, or from the runs on all data that was asked for."""
+        """Draw the first finished run, or the runs on all requested data sets."""
         found = [drawing.find(recipe) for recipe in _recipes(drawing.choice)]
         there = [run for run in found if run is not None]
         used = there[:1] if drawing.choice.data is None else there
@@ -103,7 +103,7 @@ class Indicator(AbstractExperiment):
 
 
 def _recipes(choice: Choice) -> Iterator[Recipe]:
-    """Make the recipes of all data that was asked for, or could be used, the paper's first."""
+    """Return the recipes of all requested or available data sets, the paper's first."""
     choice.of([MODEL], choice.models, "network")
     choice.of([LOSS], choice.losses, "loss")
     small = {recipe.data for name, recipe in list_recipes([LOSS]) if name == PROTOCOL and recipe.model == MODEL}
@@ -114,7 +114,7 @@ def _recipes(choice: Choice) -> Iterator[Recipe]:
 
 
 def _at_hand(recipe: Recipe, data_root: Path | None) -> bool:
-    """Say whether the data can be read without fetching it."""
+    """Return whether the data can be read without a download."""
     # A session is the way to data from here; this variant of the recipe, which may not fetch, is never trained.
     offline = recipe.replace(data_options={**recipe.data_options, "download": False})
     cpu = torch.device("cpu")
@@ -138,7 +138,7 @@ def _drawn(drawing: Drawing, run: Run) -> Iterator[Path]:
         after = look(session)
     written = run.predictions("best-test")
     if written.index is None or not torch.equal(written.index, cast("Tensor", after.predictions.index)):
-        raise RunError(f"the test split of {recipe.data} is not the one that {run.folder} was judged on")
+        raise RunError(f"the test split of {recipe.data} is not the one that {run.folder} was evaluated on")
     title = session.data.title if recipe.data == PAPER else f"{session.data.title} instead of the paper's MNIST"
     indicator = indicator_data(written, title)
     yield from save_with_data(indicator_figure(indicator), indicator, drawing.folder, f"indicator-{recipe.data}")
@@ -151,14 +151,14 @@ def _drawn(drawing: Drawing, run: Run) -> Iterator[Path]:
 
 
 def _theorem(seen: Look, title: str, written: Predictions | None = None) -> Theorem:
-    """Check the theorem, on the norms that the run wrote down where there are any."""
+    """Check the theorem, on the norms that the run stored, if any."""
     norms = None if written is None or written.features is None else written.features[:, 0]
     return theorem_data(seen.predictions, seen.weight, seen.bias, norms=norms, title=title)
 
 
 @torch.no_grad()
 def look(session: Session) -> Look:
-    """Let the network of a session look at all test images."""
+    """Run the model of a session on all test images."""
     split, net = session.data.split("test"), session.net
     source: Any = session.evaluation("test")  # small images live on the device
     net.eval()

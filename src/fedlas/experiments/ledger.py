@@ -38,7 +38,7 @@ Measure: TypeAlias = tuple[float, float | None, float | None]  # value, and the 
 
 @dataclass(frozen=True)
 class Line:
-    """One finished run, judged as trained or after a calibrator.
+    """One finished run, evaluated as trained or after a calibrator.
 
     Args:
         id: name of the run folder, the calibrator's name behind a plus, another split than "test" behind an at sign.
@@ -47,13 +47,13 @@ class Line:
         posthoc: the calibrator and what it learned on the validation split; None as trained.
         split: what was evaluated: "test", "test-published", normalised as in the published code, or "V2" in a search.
         metrics: value and interval of each metric, as fractions.
-        ood: AUROC of each score on each foreign data set.
+        ood: AUROC of each score on each OOD data set.
         curve: for each epoch what the log says, shortened.
         best_epoch: the epoch with the best validation accuracy.
         seconds: of training and validation.
         images_per_second: in the median epoch.
-        environment: versions, device and commit, and what foreign data sets call themselves.
-        data: checksums of the splits, and of foreign data.
+        environment: versions, device and commit, and titles of the OOD data sets.
+        data: checksums of the splits, and of OOD data.
         predictions: file and checksum.
         date: the day.
     """
@@ -86,21 +86,21 @@ class Line:
 
     @property
     def own_id(self) -> str:
-        """What the line has to be called, by its recipe and by how it was judged."""
+        """The id that the line must have, by its recipe, calibrator and split."""
         return line_id(self.recipe, None if self.posthoc is None else self.posthoc["name"], self.split)
 
     def to_json(self) -> str:
-        """Write the line."""
+        """Return the line as JSON."""
         values = {"format": FORMAT, **asdict(self), "recipe": self.recipe.to_dict()}
         return json.dumps(values, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str, where: str) -> "Line":
-        """Read what `to_json` wrote; `where` is named in errors."""
-        strange: list[str] = []
+        """Parse a line written by `to_json`; errors name `where`."""
+        not_finite: list[str] = []
 
         def no_number(word: str) -> float:
-            strange.append(word)
+            not_finite.append(word)
             return math.nan
 
         try:
@@ -111,7 +111,7 @@ class Line:
             values["ood"] = {place: _measures(scores, f"ood of {place}") for place, scores in held.items()}
             values["curve"] = tuple(values.get("curve", ()))
             _check_rest(values)
-            _check(not strange, "every number", strange, "finite")
+            _check(not not_finite, "every number", not_finite, "finite")
             line = cls(**values)
             _check(line.id == line.own_id, "id", line.id, f"what its recipe is called, {line.own_id}")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -143,13 +143,13 @@ class Ledger:
         return found
 
     def _texts(self) -> Iterator[tuple[str, str]]:
-        """Go through all lines as they are written, with file and number of each."""
+        """Yield each line of text with its file and line number."""
         for path in sorted(self.folder.glob("*.jsonl")):
             for number, text in enumerate(_text_of(self.own(path.name)).splitlines(), start=1):
                 yield f"{path}:{number}", text
 
     def find(self, recipe: Recipe, posthoc: str | None = None, split: str = TEST) -> Line | None:
-        """Look up the line of a recipe."""
+        """Return the line of a recipe, if any."""
         return self.lines.get(line_id(recipe, posthoc, split))
 
     def add(self, lines: Sequence[Line], content: bytes) -> None:
@@ -172,14 +172,14 @@ class Ledger:
             self.__dict__.pop("lines", None)
 
     def file_of(self, line: Line) -> Path:
-        """Say where the predictions of a line lie; nowhere but in the ledger."""
+        """Return the file of the stored predictions of a line; raise if it is not inside the ledger."""
         name = Path(line.predictions["file"])
         if name.is_absolute() or ".." in name.parts:
             raise UserError(f"{self.where(line)}: predictions lie outside of the ledger ({name}); {ADVICE}")
         return self.own(name)
 
     def content_of(self, line: Line) -> bytes:
-        """Read the file of a line's predictions; one that is not what was written with the line is refused."""
+        """Read the stored predictions of a line; raise if their checksum differs."""
         path = self.file_of(line)
         try:
             content = path.read_bytes()
@@ -193,11 +193,11 @@ class Ledger:
         return content
 
     def where(self, line: Line) -> str:
-        """Give file and number of a line, for errors."""
+        """Return file and number of a line, for errors."""
         return next((where for where, text in self._texts() if Line.from_json(text, where).id == line.id), line.id)
 
     def own(self, name: str | Path) -> Path:
-        """Give the path of one of the ledger's files; one that is a link, a pipe or a device is refused."""
+        """Return the path of a ledger file; raise if it is a link, a pipe or a device."""
         path = path_inside(self.folder, name, "a ledger")
         check_file(path)
         return path
@@ -214,7 +214,7 @@ class Ledger:
 
 
 def line_id(recipe: Recipe, posthoc: str | None, split: str = TEST) -> str:
-    """Name the line of a recipe."""
+    """Return the id of the line of a recipe."""
     name = recipe.name if posthoc is None else f"{recipe.name}+{posthoc}"
     return name if split == TEST else f"{name}@{split}"
 
@@ -227,7 +227,7 @@ def _text_of(path: Path) -> str:
 
 
 def _fields(values: Any) -> dict[str, Any]:
-    """Check that a line has our format, all fields that it needs, and none that we do not know."""
+    """Raise if a line has another format, lacks a field or has an unknown one."""
     found = dict(_table(values, "line"))
     if found.pop("format", None) != FORMAT:
         raise UserError("it has another format")
@@ -247,7 +247,7 @@ def _table(value: Any, name: str) -> dict[str, Any]:
 
 
 def _measures(given: Any, name: str, needed: tuple[str, ...] = ()) -> dict[str, Measure]:
-    """Check that each is a number and the ends of its interval, which may be null."""
+    """Raise unless each value is a number and the ends of its interval, which may be null."""
     found = _table(given, name)
     lacking = [word for word in needed if word not in found]
     if lacking or not found:
@@ -262,7 +262,7 @@ def _measures(given: Any, name: str, needed: tuple[str, ...] = ()) -> dict[str, 
 
 
 def _check_rest(values: Mapping[str, Any]) -> None:
-    """Check the types of whatever else is read from a line."""
+    """Check the types of the other fields of a line."""
     for name in ("id", "protocol", "split", "date"):
         _check(isinstance(values.get(name, ""), str), name, values.get(name), "a text")
     for name in ("best_epoch", "seconds", "images_per_second"):
@@ -280,7 +280,7 @@ def _check_rest(values: Mapping[str, Any]) -> None:
 
 
 def _check_epoch(record: Mapping[str, Any]) -> None:
-    """Check what figures read of an epoch."""
+    """Check the fields of an epoch that figures use."""
     number = record.get("epoch")
     _check(type(number) is int and number >= 0, "epoch of its curve", number, "a whole number")
     for word, value in _table(record.get("gate", {}), "gate of its curve").items():

@@ -1,4 +1,4 @@
-"""The table of foreign data: how well networks tell images apart that they were not trained on."""
+"""The table of out-of-distribution detection: the AUROC of OOD scores."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ class OutOfDistribution(AbstractGrid):
     """AUROC of entropy and of the largest probability, CIFAR-10 and CIFAR-100 against SVHN and each other."""
 
     name = "ood"
-    title = "Detection of foreign data"
+    title = "Out-of-distribution detection"
     one_network = True  # the paper does not say; ResNet-50 is presumed
 
     def measured(self, data: str, choice: Choice) -> Sequence[Measured]:
@@ -24,26 +24,26 @@ class OutOfDistribution(AbstractGrid):
         return tuple(
             Measured(
                 "auroc", f"AUROC % {paper.data_name(ood)}, {shown}", higher_is_better=True, score=score,
-                ood=self._looked_at(ood, choice), printed_as=ood, printed=score == "entropy",
+                ood=self._preprocessed(ood, choice), printed_as=ood, printed=score == "entropy",
             )
-            for ood in paper.foreign_data(self.name, data)
+            for ood in paper.ood_data(self.name, data)
             for score, shown in scores.items()
         )  # fmt: skip
 
-    def _looked_at(self, ood: str, choice: Choice) -> str:
-        """Name a foreign data set as the published code looks at it, where that was asked for and it does otherwise."""
+    def _preprocessed(self, ood: str, choice: Choice) -> str:
+        """Return the name of an OOD data set, with a suffix if the official code preprocesses it differently."""
         return f"{ood}{PUBLISHED}" if choice.split != TEST and official_preprocessing_differs(ood) else ood
 
-    def foreign(self, data: str, choice: Choice) -> tuple[str, ...]:
-        """List the foreign data sets; those that are looked at as published also as they should be.
+    def ood_data(self, data: str, choice: Choice) -> tuple[str, ...]:
+        """Return the OOD data sets; those with the official preprocessing also with ours.
 
-        So a line of the ledger that is written anew knows all that the one before knew.
+        So a ledger line that is written again keeps all values of the previous one.
         """
-        names = super().foreign(data, choice)
+        names = super().ood_data(data, choice)
         return tuple(sorted({*names, *(name.removesuffix(PUBLISHED) for name in names)}))
 
-    def sees_otherwise(self, data: str, choice: Choice) -> bool:
-        return any(name.endswith(PUBLISHED) for name in self.foreign(data, choice))
+    def uses_official_ood(self, data: str, choice: Choice) -> bool:
+        return any(name.endswith(PUBLISHED) for name in self.ood_data(data, choice))
 
     def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
         said = {
@@ -58,5 +58,5 @@ class OutOfDistribution(AbstractGrid):
 
     def notes(self, choice: Choice) -> tuple[str, ...]:
         theirs = "Every data set is normalised by itself, as in the published code: CIFAR-100 by other constants."
-        ours = "Foreign images pass through the transform of the data that the network was trained on."
+        ours = "OOD images pass through the transform of the training data."
         return (*super().notes(choice), ours if choice.split == TEST else theirs)

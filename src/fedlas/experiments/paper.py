@@ -30,7 +30,7 @@ def printed(table: str, method: str, data: str, model: str, *, metric: str, ood:
         data: the data set.
         model: the network.
         metric: "ece", "aece", "accuracy", "over_ece", "under_ece" or "auroc".
-        ood: the foreign data set of an AUROC.
+        ood: the OOD data set of an AUROC.
     """
     return _numbers().get((table, method, data, model, metric, ood))
 
@@ -68,8 +68,8 @@ def mean_accuracies(table: str) -> dict[str, float]:
     return {method: held["mean_Acc"] / 100 for method, held in found.items() if "mean_Acc" in held}
 
 
-def foreign_data(table: str, data: str) -> tuple[str, ...]:
-    """List the foreign data sets that a table holds against a data set."""
+def ood_data(table: str, data: str) -> tuple[str, ...]:
+    """Return the OOD data sets of a data set in a table."""
     rows = (row for row in _paper()["numbers"] if row["table"] == table and row["data"] == data and "ood" in row)
     return tuple(dict.fromkeys(row["ood"] for row in rows))
 

@@ -1,4 +1,4 @@
-"""What an experiment wants, and what of it is missing: the plan, and how long it will take."""
+"""The plan of an experiment: its runs, which of them are missing, and the estimated training time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from typing import Any
 
 from fedlas.catalog import Catalog, summary
 from fedlas.errors import UserError
-from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
+from fedlas.experiments.base import AbstractExperiment, Choice, PlannedRun
 from fedlas.experiments.ledger import TEMPERATURE, Ledger
 from fedlas.training import check_parts
 from fedlas.training.recipe import Recipe
@@ -21,20 +21,20 @@ CATALOG = Catalog("fedlas.experiments", AbstractExperiment, "experiment")  # typ
 
 @dataclass(frozen=True)
 class Plan:
-    """What an experiment wants, and what of it is missing.
+    """The runs of an experiment, and which of them are missing.
 
     Args:
         wanted: every run.
-        missing: those that the ledger lacks, in the order in which they will be trained.
-        minutes: how long those of them will take that the ledger knows such runs of; None where it knows none.
-        unknown: how many it knows no such runs of.
-        again: how many of the missing ones the ledger has; figures of their networks cannot be drawn without them.
-        device: what the runs in the ledger took that time on; None where it is unknown, or several.
-        unscaled: how many have a line as trained and none after temperature scaling.
+        missing: runs that the ledger lacks, in the order of training.
+        minutes: estimated minutes of the missing runs with similar runs in the ledger; None without any.
+        unknown: number of missing runs without similar runs in the ledger.
+        again: number of missing runs that are in the ledger, but whose model a figure needs.
+        device: device of the similar runs; None if unknown or several.
+        unscaled: number of runs with a line as trained and none after temperature scaling.
     """
 
-    wanted: tuple[Wanted, ...]
-    missing: tuple[Wanted, ...]
+    wanted: tuple[PlannedRun, ...]
+    missing: tuple[PlannedRun, ...]
     minutes: float | None
     unknown: int = 0
     again: int = 0
@@ -57,55 +57,55 @@ class Plan:
 
     @property
     def protocols(self) -> str:
-        """Name the protocols of all runs; some experiments have one of their own."""
+        """The protocols of all runs; some experiments have a protocol of their own."""
         return ", ".join(dict.fromkeys(one.protocol for one in self.wanted))
 
     def rows(self) -> list[list[str]]:
-        """List the runs that are missing: data, network, row, how it is judged, seed, epochs, folder."""
+        """Return a row for each missing run: data, model, row, evaluation, seed, epochs, folder."""
         return [_row(one.recipe, one) for one in self.missing]
 
 
-HEAD = ("data", "model", "row", "judged", "seed", "epochs", "folder")
+HEAD = ("data", "model", "row", "evaluated", "seed", "epochs", "folder")
 
 
-def _row(recipe: Recipe, wanted: Wanted) -> list[str]:
+def _row(recipe: Recipe, wanted: PlannedRun) -> list[str]:
     row = ", ".join(wanted.rows) or recipe.loss
-    judged = ", ".join(one or "as trained" for one in wanted.posthoc)
-    return [recipe.data, recipe.model, row, judged, str(recipe.seed), str(recipe.epochs), recipe.name]
+    evaluated = ", ".join(one or "as trained" for one in wanted.posthoc)
+    return [recipe.data, recipe.model, row, evaluated, str(recipe.seed), str(recipe.epochs), recipe.name]
 
 
 def experiment_named(name: str) -> AbstractExperiment:
-    """Look an experiment up."""
+    """Return the experiment of a name."""
     return CATALOG.find(name)()
 
 
 def list_experiments() -> list[list[str]]:
-    """List all experiments: name, and what it is."""
+    """Return name and description of all experiments."""
     return [[name, summary(cls)] for name, cls in CATALOG.entries.items()]
 
 
-def planned(
+def make_plan(
     experiment: AbstractExperiment,
     choice: Choice,
     ledger: Ledger,
     only: str | None = None,
     runs: Path | None = None,
 ) -> Plan:
-    """Say what is wanted, and what is missing; runs that several rows share count once.
+    """Return the plan of an experiment; runs that several rows share count once.
 
     Args:
-        experiment: what to make again.
-        choice: which part of it.
-        ledger: what was measured already.
-        only: a part of the names of the run folders that are meant; None for all.
-        runs: where run folders lie, if figures are to be drawn; some are drawn of networks that then have to be there.
+        experiment: the experiment.
+        choice: part of the experiment.
+        ledger: finished runs.
+        only: keep runs whose folder name contains this text; None for all.
+        runs: folder of the run folders, if figures are to be drawn that need the models; otherwise None.
     """
-    wanted: dict[str, Wanted] = {}
+    wanted: dict[str, PlannedRun] = {}
     for one in experiment.plan(choice, ledger):
         before = wanted.get(one.recipe.name)
-        judged = (*before.posthoc, *one.posthoc) if before else one.posthoc
+        posthoc = (*before.posthoc, *one.posthoc) if before else one.posthoc
         rows = (*before.rows, *one.rows) if before else one.rows
-        wanted[one.recipe.name] = replace(one, posthoc=tuple(dict.fromkeys(judged)), rows=tuple(dict.fromkeys(rows)))
+        wanted[one.recipe.name] = replace(one, posthoc=tuple(dict.fromkeys(posthoc)), rows=tuple(dict.fromkeys(rows)))
     meant = tuple(one for name, one in wanted.items() if only is None or only in name)
     if only is not None and not meant:
         more = f" and {len(wanted) - NAMED} more" if len(wanted) > NAMED else ""
@@ -113,7 +113,7 @@ def planned(
         raise UserError(f"no planned run has a folder whose name contains {only!r}; {held}")
     here = runs if experiment.draws_runs else None
     missing = tuple(
-        one for one in meant if one.missing(ledger) or (here is not None and not trained_in(here, one.recipe))
+        one for one in meant if one.missing(ledger) or (here is not None and not has_trained_run(here, one.recipe))
     )
     again = sum(not one.missing(ledger) for one in missing)
     for one in missing:
@@ -126,16 +126,16 @@ def planned(
     return Plan(meant, missing, minutes, unknown, again, device, unscaled)
 
 
-def trained_in(runs: Path, recipe: Recipe) -> bool:
-    """Say whether a folder of run folders has the finished run of a recipe, with its network."""
+def has_trained_run(runs: Path, recipe: Recipe) -> bool:
+    """Return whether a folder of run folders has the finished run of a recipe, with its checkpoint."""
     run = run_in(runs, recipe)
     return run.recipe_file.exists() and run.finished and run.checkpoint.exists()
 
 
-def _minutes(missing: Sequence[Wanted], ledger: Ledger) -> tuple[float | None, int, str | None]:
-    """Estimate from runs of the same data, network and batch size: seconds an epoch.
+def _minutes(missing: Sequence[PlannedRun], ledger: Ledger) -> tuple[float | None, int, str | None]:
+    """Estimate the minutes of missing runs from ledger runs with the same data, model and batch size.
 
-    Count those it has none of, and name the device of all the others, if it is one.
+    Return the minutes, the number of runs without such ledger runs, and the device if all ran on one.
     """
     known: dict[tuple[Any, ...], list[float]] = {}
     asked, devices = {_kind(one.recipe) for one in missing}, set()

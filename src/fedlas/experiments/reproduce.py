@@ -1,22 +1,22 @@
-"""From the name of a table to the table: plan, train what is missing, write the ledger, lay out.
+"""Reproduce an experiment: plan it, train missing runs, write the ledger, make the tables.
 
-plan ─► what the ledger lacks ─► launch ─► run folders ─► ledger ─► tables
+plan ─► what the ledger lacks ─► scheduler ─► run folders ─► ledger ─► tables
 
-Runs whose recipe depends on others are planned when those are done, so planning is repeated until nothing is missing.
+Runs whose recipe depends on others are make_plan when those are done, so planning is repeated until nothing is missing.
 Everything can be stopped at any time, and started again: finished runs are found, broken ones continue.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fedlas.errors import UserError
 from fedlas.experiments.base import AbstractExperiment, Choice, Drawing
-from fedlas.experiments.kept import record
-from fedlas.experiments.launch import LaunchError, launched
 from fedlas.experiments.ledger import Ledger
-from fedlas.experiments.planning import planned, trained_in
+from fedlas.experiments.planning import has_trained_run, make_plan
+from fedlas.experiments.scheduler import FailedRunsError, train_recipes
+from fedlas.experiments.stored_predictions import record
 from fedlas.report.tables import Table
 from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import Run, run_in
@@ -28,31 +28,29 @@ def reproduce(
     *,
     ledger: Ledger,
     runs: Path,
-    told: Callable[[str], None],
     only: str | None = None,
     limit_minutes: float | None = None,
     draws: bool = False,
-    **launch: Any,
+    **options: Any,
 ) -> Iterator[list[Table]]:
-    """Train what is missing, and give the tables anew whenever a run is finished and another one still to come.
+    """Train missing runs; yield the tables whenever a run finishes and others remain.
 
     Args:
-        experiment: what to make again.
-        choice: which part of it.
-        ledger: where finished runs are written down.
+        experiment: the experiment.
+        choice: part of the experiment.
+        ledger: ledger of finished runs.
         runs: folder of the run folders.
-        told: gets a line when something happens.
-        only: a part of the names of the run folders that are trained; None for all.
-        limit_minutes: when to stop; the rest is done next time.
-        draws: whether figures shall be drawn, some of which need networks that the ledger knows and nobody has here.
-        launch: where to train, as for `launched`.
+        only: train runs whose folder name contains this text; None for all.
+        limit_minutes: time limit; the next call continues.
+        draws: also train runs of the ledger whose model is needed for a figure and not in `runs`.
+        options: further options of `train_recipes`.
     """
     check_limit(limit_minutes)
     clock = _Clock(limit_minutes)
     tried: set[str] = set()
     failed: dict[str, str] = {}
     while True:
-        plan = planned(experiment, choice, ledger, only, runs if draws else None)
+        plan = make_plan(experiment, choice, ledger, only, runs if draws else None)
         new = [one for one in plan.missing if one.recipe.name not in tried]
         if not new or clock.over:
             break
@@ -62,49 +60,49 @@ def reproduce(
         by_name = {one.recipe.name: one for one in new}
         recipes = [one.recipe for one in new]
         try:
-            trained = launched(recipes, folder=runs, limit_minutes=clock.left, told=told, **launch)
+            trained = train_recipes(recipes, folder=runs, limit_minutes=clock.left, **options)
             for count, run in enumerate(trained, start=1):
                 one = by_name[run.folder.name]
                 if one.missing(ledger):  # not if it was trained again for its figures alone
                     record(run, one.protocol, ledger, one.split)
                 if count < len(new):
                     yield experiment.tables(ledger, choice)
-        except LaunchError as error:  # what does not depend on the failed runs goes on
-            failed |= error.failed
+        except FailedRunsError as error:  # what does not depend on the failed runs goes on
+            failed |= error.reasons
     if failed:
-        raise LaunchError(failed)
+        raise FailedRunsError(failed)
 
 
 def check_limit(minutes: float | None) -> None:
-    """Refuse a limit in which nothing could be done."""
+    """Raise unless the time limit is positive or None."""
     if minutes is not None and not minutes > 0:
         raise UserError(f"limit_minutes must be a positive number, not {minutes:g}")
 
 
 class _Clock:
-    """Counts the minutes that are left."""
+    """A countdown of minutes."""
 
     def __init__(self, minutes: float | None) -> None:
         self._end = None if minutes is None else time.monotonic() + 60 * minutes
 
     @property
     def left(self) -> float | None:
-        """How many minutes there are; None for any number."""
+        """Remaining minutes; None without a limit."""
         return None if self._end is None else max(0.0, self._end - time.monotonic()) / 60
 
     @property
     def over(self) -> bool:
-        """Whether there are none."""
+        """Whether the time is up."""
         return self.left == 0.0
 
 
-def drawn(
+def save_results(
     experiment: AbstractExperiment, choice: Choice, *, ledger: Ledger, runs: Path, folder: Path, **where: Any
 ) -> list[Path]:
-    """Draw the figures of an experiment, and write its tables in every format."""
+    """Write the tables of an experiment in every format and draw its figures; return the files."""
 
     def find(recipe: Recipe) -> Run | None:
-        return run_in(runs, recipe) if trained_in(runs, recipe) else None
+        return run_in(runs, recipe) if has_trained_run(runs, recipe) else None
 
     written = [path for table in experiment.tables(ledger, choice) for path in table.save(folder)]
     return written + experiment.draw(Drawing(ledger, choice, folder, find, **where))

@@ -1,4 +1,4 @@
-"""Hyperparameters of a loss, searched on the validation split; the test split is never looked at.
+"""Search hyperparameters of a loss on the validation split; the test split is not used.
 
 A trial is a run whose recipe asks for no predictions but those of the validation split. Suggestions are drawn by a
 seeded sampler, and finished runs are found again: a search that was stopped and is started anew repeats its first
@@ -6,6 +6,7 @@ trials in no time, and goes on. Everything is recorded in `search.json`: what wa
 """
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,20 +17,22 @@ from fedlas.errors import UserError
 from fedlas.extras import optional_module
 from fedlas.io.atomic import write_atomic
 from fedlas.io.untrusted import path_inside
-from fedlas.metrics.catalogue import all_metrics
+from fedlas.metrics.registry import all_metrics
 from fedlas.training import DivergedError, fit
 from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import run_in
 from fedlas.training.validation import tuning_predictions
 
+logger = logging.getLogger(__name__)
+
 FORMAT = "fedlas.search/1"
-KEPT = "search.json"
+FILE_NAME = "search.json"
 METRICS = {name: one for name, one in all_metrics().items() if one.in_summary and one.higher_is_better is not None}
 
 
 @dataclass(frozen=True)
 class Range:
-    """What values a keyword of the loss may have: between two ends, or one of a list.
+    """Search range of a keyword of the loss: an interval or a list of values.
 
     Args:
         name: the keyword.
@@ -67,8 +70,8 @@ class Range:
             raise UserError(f"{text}: with :log the lower end has to be above zero, not {parts[0]}")
         return cls(name, low, high, log)
 
-    def suggested(self, trial: Any) -> Any:
-        """Let a trial choose."""
+    def suggest(self, trial: Any) -> Any:
+        """Return the value that an Optuna trial suggests."""
         if self.values:
             return trial.suggest_categorical(self.name, list(self.values))
         return trial.suggest_float(self.name, self.low, self.high, log=self.log)
@@ -76,7 +79,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Trial:
-    """One try.
+    """One trial.
 
     Args:
         options: keywords of the loss.
@@ -93,7 +96,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Search:
-    """All that a search did.
+    """The record of a search.
 
     Args:
         recipe: what was varied.
@@ -138,10 +141,9 @@ def search(
     metric: str = "nll",
     seeds: Sequence[int] = (1,),
     sampler_seed: int = 0,
-    told: Callable[[str], None],
     **training: Any,
 ) -> Search:
-    """Try keywords of a loss, and record every try in `folder/search.json`.
+    """Try keywords of a loss and record every trial in `folder/search.json`.
 
     Args:
         recipe: what to train; its loss is varied.
@@ -151,7 +153,6 @@ def search(
         metric: "nll", "ece", "aece", "brier" or "accuracy", on the validation split.
         seeds: runs of each trial, whose mean counts.
         sampler_seed: equal seeds suggest equal values.
-        told: gets a line after each trial.
         training: device and data_root.
     """
     if metric not in METRICS:
@@ -174,31 +175,30 @@ def search(
     )
     done: list[Trial] = []
     for number in range(1, trials + 1):
-        asked = study.ask()
-        options = {one.name: one.suggested(asked) for one in ranges}
+        optuna_trial = study.ask()
+        options = {one.name: one.suggest(optuna_trial) for one in ranges}
         varied = recipe.replace(loss_options={**recipe.loss_options, **options}, splits=("val",), ood=())
-        trial = _tried([varied.replace(seed=seed) for seed in seeds], options, METRICS[metric], folder, training)
+        trial = _run_trial([varied.replace(seed=seed) for seed in seeds], options, METRICS[metric], folder, training)
         done.append(trial)
         if trial.mean is None:
-            study.tell(asked, state=optuna.trial.TrialState.FAIL)
+            study.tell(optuna_trial, state=optuna.trial.TrialState.FAIL)
         else:
-            study.tell(asked, trial.mean)
+            study.tell(optuna_trial, trial.mean)
         versions = {"optuna": optuna.__version__}
-        found = Search(recipe, tuple(ranges), metric, tuple(seeds), sampler_seed, tuple(done), versions)
+        result = Search(recipe, tuple(ranges), metric, tuple(seeds), sampler_seed, tuple(done), versions)
         write_atomic(
-            path_inside(folder, KEPT, "a search"),
-            (json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n").encode(),
+            path_inside(folder, FILE_NAME, "a search"),
+            (json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n").encode(),
         )
         words = " ".join(
             f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in options.items()
         )
-        told(
-            f"trial {number} of {trials}: {words}: {'diverged' if trial.mean is None else f'{metric} {trial.mean:.5f}'}"
-        )
-    return found
+        outcome = "diverged" if trial.mean is None else f"{metric} {trial.mean:.5f}"
+        logger.info("trial %d of %d: %s: %s", number, trials, words, outcome)
+    return result
 
 
-def _tried(
+def _run_trial(
     variants: Sequence[Recipe],
     options: dict[str, Any],
     metric: Callable[..., float],

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fedlas.experiments.base import AbstractExperiment, Choice, Drawing, Wanted
+from fedlas.experiments.base import AbstractExperiment, Choice, Drawing, PlannedRun
 from fedlas.experiments.ledger import Ledger
 from fedlas.report.figures import save_with_data, smoothing_data, smoothing_figure
 from fedlas.report.tables import Table
@@ -31,13 +31,13 @@ class SmoothingCurve(AbstractExperiment):
     name = "smoothing_curve"
     needs_runs = False
 
-    def plan(self, choice: Choice, ledger: Ledger) -> list[Wanted]:
-        """List no runs."""
+    def plan(self, choice: Choice, ledger: Ledger) -> list[PlannedRun]:
+        """Return no runs."""
         del choice, ledger
         return []
 
     def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
-        """Make none."""
+        """Return no tables."""
         del ledger, choice
         return []
 
@@ -50,7 +50,7 @@ class SmoothingCurve(AbstractExperiment):
 
 
 def alpha_of(nci: Float[Tensor, " n"], *, alpha: float, beta: float, mode: str) -> tuple[Tensor, Tensor]:
-    """Let the loss compute the smoothing of some values of the indicator; gives both as it saw them.
+    """Return values of the indicator and the smoothing that the loss computes for them.
 
     Args:
         nci: values of the indicator.

@@ -1,4 +1,4 @@
-"""What frameworks are told about a training run: numbers of validation, and what the gate of a FeDLaS loss does."""
+"""Validation metrics and gate statistics that the integrations log."""
 
 import math
 from typing import Any
@@ -9,21 +9,21 @@ from torch import Tensor
 
 from fedlas.losses.base import AbstractLoss
 from fedlas.losses.fedlas import AbstractFeDLaS
-from fedlas.losses.gate_history import GateHistory
-from fedlas.metrics.catalogue import find_metric
+from fedlas.losses.flip_rate import GateHistory
+from fedlas.metrics.registry import find_metric
 from fedlas.predictions import Predictions
 
 LOGGED = ("accuracy", "nll", "ece", "aece", "over_ece", "under_ece")
 
 
 class ValidationMetrics:
-    """Takes logits and labels batch by batch, and computes the usual metrics of all samples of all ranks.
+    """Accumulates logits and labels of batches, and computes the default metrics over all samples of all ranks.
 
     Args:
         bins: number of bins of calibration errors.
-        ignore_index: label of samples that do not count.
-        keep: keep every sample, for a loss that learns from validation data between epochs.
-        shared: each rank of a distributed run sees other samples; otherwise each sees all of them.
+        ignore_index: label of ignored samples.
+        keep: keep all samples, for a loss that learns from validation data between epochs.
+        shared: the samples are distributed over ranks; otherwise each rank has all of them.
     """
 
     def __init__(self, bins: int = 15, ignore_index: int = -100, *, keep: bool = False, shared: bool = True) -> None:
@@ -31,12 +31,12 @@ class ValidationMetrics:
         self.kept: list[tuple[Tensor, Tensor]] = []
         metrics = {name: find_metric(name) for name in LOGGED}
         self.accumulators = {
-            name: one.accumulator(**({"bins": bins} if one.is_binned else {})) for name, one in metrics.items()
+            name: metric.accumulator(**({"bins": bins} if metric.is_binned else {})) for name, metric in metrics.items()
         }
 
     @torch.no_grad()
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch: rows of logits or maps of them, hard or soft labels."""
+        """Add a batch of logits, (N, C) or (N, C, d1, ...), and hard or soft labels."""
         rows = logits.detach().movedim(1, -1).reshape(-1, logits.shape[1])
         if labels.is_floating_point():
             truth = labels.movedim(1, -1).reshape(rows.shape)
@@ -46,8 +46,8 @@ class ValidationMetrics:
             rows, truth = rows[counts], truth[counts]
         if not len(rows):
             return
-        for one in self.accumulators.values():
-            one.update_logits(rows, truth)
+        for accumulator in self.accumulators.values():
+            accumulator.update_logits(rows, truth)
         if self.keep:
             self.kept.append((rows.cpu(), truth.cpu()))
 
@@ -57,14 +57,18 @@ class ValidationMetrics:
         return self.accumulators["ece"].store.about.n > 0
 
     def read(self) -> dict[str, float]:
-        """Return the metrics by name; nothing without samples. Every rank has to call it."""
+        """Return the metrics by name, empty without samples. Call it on all ranks."""
         if self.shared:
-            for one in self.accumulators.values():
-                one.sync()
-        return {name: float(one.compute()) for name, one in self.accumulators.items()} if self.filled else {}
+            for accumulator in self.accumulators.values():
+                accumulator.sync()
+        return (
+            {name: float(accumulator.compute()) for name, accumulator in self.accumulators.items()}
+            if self.filled
+            else {}
+        )
 
     def predictions(self) -> Predictions | None:
-        """Give the samples of all processes, where they were kept. Every process has to ask."""
+        """Return the samples of all processes, if they were kept. Call it on all ranks."""
         every = [self.kept]
         if self.shared and _processes() > 1:
             every = [[] for _ in range(_processes())]
@@ -77,10 +81,10 @@ class ValidationMetrics:
 
 
 class Gate:
-    """Adds up what the gate of a FeDLaS loss does from one look to the next; for other losses it does nothing.
+    """Accumulates statistics of the gate of a FeDLaS loss; does nothing for other losses.
 
     Args:
-        loss: the loss, whose latest batch is looked at.
+        loss: the loss.
     """
 
     def __init__(self, loss: AbstractLoss) -> None:
@@ -90,22 +94,22 @@ class Gate:
 
     @torch.no_grad()
     def add(self, index: Tensor | None = None, num_samples: int | None = None) -> None:
-        """Take in the latest batch of the loss; with sample numbers, also which samples changed their mode."""
+        """Add the latest batch of the loss; with indices of the samples, also for the flip rate."""
         if self.loss is None or self.loss.psi is None or self.loss.alpha_i is None:
             return
         psi, alpha_i = self.loss.psi, self.loss.alpha_i
         counts = ~psi.isnan()  # NaN: ignored samples
-        found = torch.stack([counts.sum(), (psi > 0).sum(), torch.where(counts, alpha_i, 0).sum()]).to(alpha_i.dtype)
-        self.sums = found if self.sums is None else self.sums.to(found.device) + found
+        sums = torch.stack([counts.sum(), (psi > 0).sum(), torch.where(counts, alpha_i, 0).sum()]).to(alpha_i.dtype)
+        self.sums = sums if self.sums is None else self.sums.to(sums.device) + sums
         if index is not None and num_samples is not None and index.shape == psi.shape:
             if self.history is None:
                 self.history = GateHistory(num_samples).to(psi.device)
             self.history.update(index, psi)
 
     def read(self) -> dict[str, float]:
-        """Give the shares of both modes, the mean alpha_i and, where samples are known, the flip rate; start again.
+        """Return the fractions of both modes, the mean alpha_i and, if indices are known, the flip rate; then reset.
 
-        Every process has to ask. A flip rate needs two epochs.
+        Call it on all ranks. A flip rate needs two epochs.
         """
         if self.loss is None or self.sums is None:
             return {}
@@ -115,22 +119,22 @@ class Gate:
         samples, positive, alpha = sums.tolist()
         if not samples:
             return {}
-        found = {
+        statistics = {
             "gate_positive": positive / samples,
             "gate_negative": 1 - positive / samples,
             "alpha": alpha / samples,
         }
         if self.history is not None:
             epoch = self.history.end_epoch()
-            found |= {} if math.isnan(epoch.flip_rate) else {"flip_rate": epoch.flip_rate}
-        return found
+            statistics |= {} if math.isnan(epoch.flip_rate) else {"flip_rate": epoch.flip_rate}
+        return statistics
 
     def state(self) -> dict[str, Any]:
-        """Give what the next epoch needs."""
+        """Return the state that the next epoch needs."""
         return {} if self.history is None else {"samples": len(self.history.now), "history": self.history.state_dict()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
         if state:
             self.history = GateHistory(state["samples"])
             self.history.load_state_dict(state["history"])

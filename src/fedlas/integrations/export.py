@@ -1,15 +1,15 @@
-"""A network and its calibrator as one file, for `torch.export` and for ONNX.
+"""Export of a network with its calibrator to one file, with `torch.export` or ONNX.
 
     inputs ─► network ─► logits ─► calibrator ─► calibrated logits ─► softmax ─► probs
 
-The graph is what the calibrator's own `apply` does, traced; there is no second version of any calibrator here, so one
-that is new in the catalogue can be exported as soon as torch can trace it. ONNX knows no search in a sorted list, which
-bins and rising curves need; it becomes a count of the entries below a value. What a calibrator does outside of torch
-(all of probmetrics) has no graph, and is refused.
+The graph is a trace of the `apply` method of the calibrator, so a new calibrator of the catalogue can be exported if
+torch can trace it. ONNX has no `searchsorted`, which binning and isotonic calibrators use; it is replaced by a count of
+the entries below a value. Calibrators that compute outside of torch (all of probmetrics) have no graph and raise an
+error.
 
-`FeatureClipping` is taken too, for a network whose features are known: its features are clamped before the last layer.
+`FeatureClipping` is supported too: it clamps the features before the last layer.
 
-Files are written whole or not at all, and hold the names of the classes and which calibrator was used.
+Files are written atomically and contain the class names and the calibrator.
 """
 
 import io
@@ -33,15 +33,14 @@ from fedlas.io.atomic import write_atomic
 from fedlas.io.untrusted import file_errors
 from fedlas.models.base import WithFeatures
 from fedlas.posthoc import AbstractCalibrator, FeatureClipping
-from fedlas.posthoc.base import wide
+from fedlas.posthoc.base import float32_or_better
 from fedlas.predictions import two_columns
 
 FORMAT = "fedlas.exported/1"
-ABOUT = "fedlas"
+ABOUT = "fedlas"  # name of the description: an extra file of a program, a metadata entry of an ONNX model
 FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch reads it at every load
-"""Under this name a file says what it is: an extra file of a program, a metadata entry of an ONNX model."""
 
-Said = Literal["probs", "logits"]
+OutputType = Literal["probs", "logits"]
 Inputs = Tensor | tuple[Tensor, ...]
 
 
@@ -49,10 +48,10 @@ class CalibratedModel(nn.Module):
     """A network with its calibrator, which returns one tensor: calibrated probabilities or logits.
 
     Args:
-        net: a network that returns logits, or one in a `WithFeatures`; feature clipping puts it into one by itself.
-        calibrator: a fitted one; None leaves the logits as they are.
+        net: a network that returns logits, or a `WithFeatures`; feature clipping wraps the network if necessary.
+        calibrator: a fitted calibrator, or None.
         output: "probs" or "logits".
-        class_names: one for each class, kept in the files.
+        class_names: names of the classes, stored in the file.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class CalibratedModel(nn.Module):
         net: nn.Module,
         calibrator: AbstractCalibrator | FeatureClipping | None = None,
         *,
-        output: Said = "probs",
+        output: OutputType = "probs",
         class_names: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
@@ -74,19 +73,19 @@ class CalibratedModel(nn.Module):
         self.class_names = None if class_names is None else tuple(map(str, class_names))
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Return what the calibrated network says, a row for each sample, in float32 or better."""
-        said = self.net(*inputs)
+        """Return calibrated probabilities or logits, one row per sample, in float32 or float64."""
+        output = self.net(*inputs)
         if isinstance(self.calibrator, FeatureClipping):
-            logits = _clipped(self.calibrator, said.features)
+            logits = _clipped(self.calibrator, output.features)
         else:
-            logits = two_columns(wide(_logits(said)), "logits")
+            logits = two_columns(float32_or_better(_logits(output)), "logits")
             if self.calibrator is not None:
                 logits = self.calibrator.apply(logits)
         return logits.softmax(1) if self.output == "probs" else logits
 
     @property
     def about(self) -> dict[str, Any]:
-        """What a file says about itself."""
+        """Description that is stored in the file."""
         known: dict[str, Any] = {"format": FORMAT, "output": self.output, "class_names": self.class_names}
         if isinstance(self.calibrator, AbstractCalibrator):
             assert self.calibrator.fitted is not None
@@ -94,18 +93,18 @@ class CalibratedModel(nn.Module):
             known["calibrator"]["fitted"] = asdict(self.calibrator.fitted)
         elif isinstance(self.calibrator, FeatureClipping):
             threshold = self.calibrator.threshold
-            # JSON has no infinity, which is the threshold where nothing was to be gained by clipping.
+            # JSON has no infinity, the threshold if clipping does not help.
             known["calibrator"] = {"name": "feature_clipping", "threshold": threshold if _finite(threshold) else None}
         return known
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A program that was read back: `exported.model(images)`.
+    """A program that was read from a file: `exported.model(images)`.
 
     Args:
-        model: maps inputs to what the file promises.
-        about: what the file says about itself: "output", "class_names", "calibrator".
+        model: maps inputs to calibrated probabilities or logits.
+        about: description that is stored in the file: "output", "class_names", "calibrator".
     """
 
     model: nn.Module
@@ -113,7 +112,7 @@ class Exported:
 
 
 def program(model: CalibratedModel, example: Inputs) -> torch.export.ExportedProgram:
-    """Trace a calibrated network as it is used for prediction; any number of samples may go in.
+    """Trace a calibrated network in evaluation mode, with a dynamic number of samples.
 
     Args:
         model: the network and its calibrator.
@@ -121,18 +120,18 @@ def program(model: CalibratedModel, example: Inputs) -> torch.export.ExportedPro
     """
     inputs = _two_or_more(example)
     with _predicting(model), torch.no_grad():
-        said = model(*inputs)  # what is wrong with network or inputs is said by them, and not by the tracer
-        _check_classes(model, said)
+        output = model(*inputs)  # errors of network or inputs are raised here and not by the tracer
+        _check_classes(model, output)
         batch = torch.export.Dim("batch")
         shapes = (tuple({0: batch} for _ in inputs),)
         try:
             return torch.export.export(model, inputs, dynamic_shapes=shapes)
         except Exception as error:
-            raise UserError(_blame(model, said, error)) from error
+            raise UserError(_explain_failure(model, output, error)) from error
 
 
 def save_program(model: CalibratedModel, example: Inputs, path: str | Path) -> Path:
-    """Write a calibrated network for `torch.export.load`; by habit such a file ends in .pt2."""
+    """Write a calibrated network for `torch.export.load`; the usual extension is .pt2."""
     content = io.BytesIO()
     torch.export.save(program(model, example), content, extra_files={ABOUT: json.dumps(model.about)})
     write_atomic(Path(path), content.getvalue())
@@ -140,23 +139,23 @@ def save_program(model: CalibratedModel, example: Inputs, path: str | Path) -> P
 
 
 def load_program(path: str | Path) -> Exported:
-    """Read a file that `save_program` wrote; it needs torch, and none of the code that made the network.
+    """Read a file of `save_program`; it needs torch, but not the code of the network.
 
-    Nothing in it is unpickled but tensors. What it holds is a program all the same: run none that you do not trust.
+    Only tensors are unpickled. The file contains a program: do not run a program that you do not trust.
     """
-    words = {ABOUT: ""}
+    extra_files = {ABOUT: ""}
     with file_errors(path), _tensors_only():
         content = Path(path).read_bytes()
         _check_constants(content)
-        found = torch.export.load(io.BytesIO(content), extra_files=words)
-        about = json.loads(words[ABOUT] or "{}")
+        exported = torch.export.load(io.BytesIO(content), extra_files=extra_files)
+        about = json.loads(extra_files[ABOUT] or "{}")
     if about.get("format") != FORMAT:
-        raise UserError(f"{path} is not a program that fedlas wrote; torch.export.load reads any other")
-    return Exported(found.module(), about)
+        raise UserError(f"{path} was not written by fedlas; read it with torch.export.load")
+    return Exported(exported.module(), about)
 
 
 def _check_constants(content: bytes) -> None:
-    """Refuse constants that torch would unpickle whatever they are; a network with a calibrator has none."""
+    """Raise if the file has constants that torch would unpickle unsafely; a network with a calibrator has none."""
     with zipfile.ZipFile(io.BytesIO(content)) as folder:
         for name in folder.namelist():
             parts = name.split("/")
@@ -166,7 +165,7 @@ def _check_constants(content: bytes) -> None:
 
 @contextmanager
 def _tensors_only() -> Iterator[None]:
-    """Have `torch.load` make nothing but tensors, also where torch itself asks it for more."""
+    """Restrict `torch.load` to tensors, also where torch calls it without the restriction."""
     before = os.environ.get(FORCED)
     os.environ[FORCED] = "1"
     try:
@@ -181,7 +180,7 @@ def _tensors_only() -> Iterator[None]:
 def save_onnx(
     model: CalibratedModel, example: Inputs, path: str | Path, *, tolerance: float | None = 1e-4, **options: Any
 ) -> Path:
-    """Write a calibrated network as an ONNX file, all in one, and compare what onnxruntime makes of it.
+    """Write a calibrated network as a single ONNX file, and compare the output of onnxruntime.
 
     Its inputs are called `input` (`input_0`, `input_1` ... if there are several) and its output `probs` or `logits`.
 
@@ -189,9 +188,9 @@ def save_onnx(
         model: the network and its calibrator.
         example: inputs of the right shape and type; one sample is enough.
         path: the file.
-        tolerance: how far onnxruntime's answer to the example may be from the network's own; None compares nothing.
-            Bins have steps, at which the last digit of a logit decides.
-        options: passed on to `torch.onnx.export`, such as `opset_version`.
+        tolerance: largest difference of onnxruntime and network for the example; None skips the comparison. Binning
+            calibrators are discontinuous, so rounding of a logit may change their output.
+        options: passed to `torch.onnx.export`, such as `opset_version`.
     """
     for package in ("onnx", "onnxscript", *(["onnxruntime"] if tolerance is not None else [])):
         optional_module(package, "integrations")
@@ -200,15 +199,15 @@ def save_onnx(
     traced = program(model, inputs)
     if any(node.target in _SEARCHES for node in traced.graph.nodes):
         traced = traced.run_decompositions(dict(_SEARCHES))
-    made = torch.onnx.export(
+    onnx_program = torch.onnx.export(
         traced, (), input_names=names, output_names=[model.output], dynamo=True, verbose=False, **options
     )
-    assert made is not None
-    made.model.metadata_props[ABOUT] = json.dumps(model.about)
+    assert onnx_program is not None
+    onnx_program.model.metadata_props[ABOUT] = json.dumps(model.about)
     try:
-        content = made.model_proto.SerializeToString()
+        content = onnx_program.model_proto.SerializeToString()
     except ValueError as error:
-        raise UserError("a single ONNX file holds up to 2 GiB; this network is larger, take save_program") from error
+        raise UserError("a single ONNX file holds up to 2 GiB; this network is larger, use save_program") from error
     if tolerance is not None:
         _compare(model, inputs, content, names, tolerance)
     write_atomic(Path(path), content)
@@ -216,39 +215,40 @@ def save_onnx(
 
 
 def _compare(model: CalibratedModel, inputs: tuple[Tensor, ...], content: bytes, names: list[str], most: float) -> None:
-    """Raise an error where onnxruntime says something else than the network."""
+    """Raise if the outputs of onnxruntime and network differ."""
     session = optional_module("onnxruntime", "integrations").InferenceSession(
         content, providers=["CPUExecutionProvider"]
     )
     with _predicting(model), torch.no_grad():
-        for count in (1, len(inputs[0])):  # the number of samples is free
-            part = [one[:count] for one in inputs]
-            own = model(*part).cpu()
-            fed = {name: one.cpu().numpy() for name, one in zip(names, part, strict=True)}
-            theirs = torch.from_numpy(session.run(None, fed)[0])
-            apart = float((own - theirs).abs().max()) if own.shape == theirs.shape else math.inf
-            if not apart <= most:
+        for count in (1, len(inputs[0])):  # the number of samples is dynamic
+            part = [tensor[:count] for tensor in inputs]
+            expected = model(*part).cpu()
+            fed = {name: tensor.cpu().numpy() for name, tensor in zip(names, part, strict=True)}
+            actual = torch.from_numpy(session.run(None, fed)[0])
+            difference = float((expected - actual).abs().max()) if expected.shape == actual.shape else math.inf
+            if not difference <= most:
                 raise UserError(
                     f"the ONNX file says something else than the network: {model.output} of the example differ by "
-                    f"{apart:.3g}, more than tolerance={most:g}, and nothing was written. A calibrator with steps can "
-                    "do that where a sample lies on one; then compare on your own data, and set tolerance=None"
+                    f"{difference:.3g}, more than tolerance={most:g}, and nothing was written. A binning calibrator "
+                    "is discontinuous; if that is the reason, compare on your own data and set tolerance=None"
                 )
 
 
-def _logits(said: Any) -> Tensor:
-    found = getattr(said, "logits", said)
-    if not isinstance(found, Tensor) or found.ndim != 2:
-        kind = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+def _logits(output: Any) -> Tensor:
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or logits.ndim != 2:
+        is_tensor = isinstance(logits, Tensor)
+        kind = f"a tensor of shape {tuple(logits.shape)}" if is_tensor else f"a {type(logits).__name__}"
         raise UserError(
             f"the network returns {kind}; one row of logits per sample is expected (WithFeatures(net) takes them out "
             "of what other libraries return)"
         )
-    return found
+    return logits
 
 
 def _clipped(clipping: FeatureClipping, features: Tensor) -> Tensor:
     assert clipping.threshold is not None
-    given = wide(features)
+    given = float32_or_better(features)
     clamped = given.clamp(-clipping.threshold, clipping.threshold) if _finite(clipping.threshold) else given
     return functional.linear(
         clamped, clipping.weight.to(clamped), None if clipping.bias is None else clipping.bias.to(clamped)
@@ -267,8 +267,8 @@ def _check_fitted(calibrator: AbstractCalibrator | FeatureClipping | None) -> No
         raise RuntimeError(f"{calibrator.name} is not fitted yet; call fit(logits, labels) first, or load it")
 
 
-def _check_classes(model: CalibratedModel, said: Tensor) -> None:
-    classes = said.shape[1]
+def _check_classes(model: CalibratedModel, output: Tensor) -> None:
+    classes = output.shape[1]
     if model.class_names is not None and len(model.class_names) != classes:
         raise UserError(f"class_names has {len(model.class_names)} names for {classes} classes")
     fitted = getattr(model.calibrator, "fitted", None)
@@ -279,16 +279,16 @@ def _check_classes(model: CalibratedModel, said: Tensor) -> None:
 
 
 def _two_or_more(example: Inputs) -> tuple[Tensor, ...]:
-    """Give every input two samples at least: the tracer takes a single one for a number that never changes."""
+    """Repeat a single sample, because the tracer would treat a batch size of 1 as constant."""
     inputs = (example,) if isinstance(example, Tensor) else tuple(example)
-    counts = {len(one) if one.ndim else 0 for one in inputs}
+    counts = {len(tensor) if tensor.ndim else 0 for tensor in inputs}
     if len(counts) != 1 or 0 in counts:
-        raise UserError("example holds tensors whose first axis counts samples: one at least, and equally many in all")
-    return tuple(torch.cat([one, one]) if len(one) == 1 else one for one in inputs)
+        raise UserError("the tensors of example need the same number of samples on their first axis, at least one")
+    return tuple(torch.cat([tensor, tensor]) if len(tensor) == 1 else tensor for tensor in inputs)
 
 
 class _Alone(nn.Module):
-    """A calibrator by itself, to see whether it can be traced."""
+    """A calibrator as a module, to check whether it can be traced."""
 
     def __init__(self, calibrator: AbstractCalibrator) -> None:
         super().__init__()
@@ -298,23 +298,23 @@ class _Alone(nn.Module):
         return self.calibrator.apply(logits)
 
 
-def _blame(model: CalibratedModel, said: Tensor, error: Exception) -> str:
-    """Say which part cannot be traced."""
+def _explain_failure(model: CalibratedModel, output: Tensor, error: Exception) -> str:
+    """Return an error message that names the part that cannot be traced."""
     if isinstance(model.calibrator, AbstractCalibrator):
         try:
-            torch.export.export(_Alone(model.calibrator), (said,))
+            torch.export.export(_Alone(model.calibrator), (output,))
         except Exception as reason:
             why = str(reason).strip().partition("\n")[0]
             return (
-                f"{model.calibrator.name} cannot be exported: it does its work outside of torch, or by its numbers "
-                f"({why}). Take another calibrator, or export with calibrator=None and apply it afterwards"
+                f"{model.calibrator.name} cannot be exported: it computes outside of torch, or depends on values "
+                f"({why}). Use another calibrator, or export with calibrator=None and apply it afterwards"
             )
     return f"torch.export cannot trace {type(model.net).__name__}: {error}"
 
 
 @contextmanager
 def _predicting(model: nn.Module) -> Iterator[None]:
-    """Put every part into the mode for prediction, and each back into its own afterwards."""
+    """Set evaluation mode, and restore the mode of each module afterwards."""
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:
@@ -324,14 +324,14 @@ def _predicting(model: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def _count_below(places: Tensor, values: Tensor, right: bool) -> Tensor:
-    """Find where values belong in a sorted list by counting, which ONNX can do."""
-    below = places <= values.unsqueeze(-1) if right else places < values.unsqueeze(-1)
+def _count_below(boundaries: Tensor, values: Tensor, right: bool) -> Tensor:
+    """Return the positions of values in a sorted tensor by counting, which ONNX supports."""
+    below = boundaries <= values.unsqueeze(-1) if right else boundaries < values.unsqueeze(-1)
     return below.sum(-1)
 
 
 def _searchsorted(
-    places: Tensor,
+    boundaries: Tensor,
     values: Tensor,
     *,
     out_int32: bool = False,
@@ -339,15 +339,15 @@ def _searchsorted(
     side: str | None = None,
     sorter: Tensor | None = None,
 ) -> Tensor:
-    assert places.ndim == 1
+    assert boundaries.ndim == 1
     assert sorter is None
-    found = _count_below(places, values, right or side == "right")
-    return found.int() if out_int32 else found
+    count = _count_below(boundaries, values, right or side == "right")
+    return count.int() if out_int32 else count
 
 
-def _bucketize(values: Tensor, places: Tensor, *, out_int32: bool = False, right: bool = False) -> Tensor:
-    found = _count_below(places, values, right)
-    return found.int() if out_int32 else found
+def _bucketize(values: Tensor, boundaries: Tensor, *, out_int32: bool = False, right: bool = False) -> Tensor:
+    count = _count_below(boundaries, values, right)
+    return count.int() if out_int32 else count
 
 
 _SEARCHES: dict[Any, Callable[..., Tensor]] = {

@@ -1,17 +1,16 @@
-"""Calibration in Lightning: a callback that watches the loss of any LightningModule.
+"""Calibration in Lightning: a callback that monitors the loss of any LightningModule.
 
-The loss is an attribute of the module, so Lightning moves it, gives its parameters to `self.parameters()` and saves it
-with the checkpoint. `CalibrationCallback` does the rest. It sees what the module's own `validation_step` and
-`test_step` hand to the loss, or return as {"logits": ..., "labels": ...}, and logs through the module's `self.log`
+The loss is an attribute of the module, so Lightning moves it, includes its parameters in `self.parameters()` and saves
+it in checkpoints. `CalibrationCallback` records the inputs of the loss in `validation_step` and `test_step`, or the
+outputs {"logits": ..., "labels": ...} of these methods, and logs with `self.log` of the module
 
     val_accuracy, val_nll, val_ece, val_aece, val_over_ece, val_under_ece, and the same for test_
-    train_gate_positive, train_gate_negative, train_alpha, train_flip_rate     of a FeDLaS loss, once an epoch
+    train_gate_positive, train_gate_negative, train_alpha, train_flip_rate     of a FeDLaS loss, per epoch
 
-with `/dataloader_idx_0`, `/dataloader_idx_1` and so on behind the name where there are several loaders of one kind, as
-Lightning does it; and it calls the loss's `end_epoch`, with the validation set, the first of several, before the
-checkpoint of the epoch is written.
+with the suffix `/dataloader_idx_0`, `/dataloader_idx_1` and so on if there are several loaders, as in Lightning. It
+calls `end_epoch` of the loss with the (first) validation set before the checkpoint of the epoch is written.
 
-Both names of the package work: `import lightning.pytorch` and `import pytorch_lightning`.
+Both package names work: `import lightning.pytorch` and `import pytorch_lightning`.
 """
 
 import sys
@@ -33,7 +32,7 @@ PAIR = {"logits", "labels"}
 
 
 def _callbacks() -> tuple[type, ...]:
-    """Find the class that callbacks derive from, once for each name under which Lightning is loaded."""
+    """Return the base class of callbacks for each package name under which Lightning is imported."""
     names = ("lightning.pytorch", "pytorch_lightning")
     loaded = [name for name in names if name in sys.modules]
     missing: ImportError | None = None
@@ -56,11 +55,11 @@ else:
 
 
 class CalibrationCallback(_Callback):
-    """Logs calibration and the state of the gate, and ends the epochs of the loss.
+    """Logs calibration metrics and gate statistics, and calls `end_epoch` of the loss.
 
     Args:
-        loss: the name of the module's loss, as in "loss" or "task.loss"; found by itself where there is only one.
-        bins: how many bins calibration errors have.
+        loss: name of the loss in the module, such as "loss" or "task.loss"; optional if there is only one.
+        bins: number of bins of calibration errors.
     """
 
     def __init__(self, loss: str | None = None, bins: int = 15) -> None:
@@ -70,23 +69,23 @@ class CalibrationCallback(_Callback):
         self._loss: AbstractLoss | None = None
         self._hook: Any = None
         self._gate: Gate | None = None
-        self._numbers: list[ValidationMetrics] = []  # of each loader, while validation or a test goes on
+        self._numbers: list[ValidationMetrics] = []  # of each loader, during validation or a test
         self._batches: list[float] = []
-        self._loader: int | None = None  # known where there are several
+        self._loader: int | None = None  # None if there is only one
         self._logged: set[int] = set()
         self._index: Tensor | None = None
-        self._saw = False
+        self._called_loss = False
         self._ended_epoch: int | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Find the loss and watch its calls."""
-        self._loss = _found(pl_module, self.loss_name)
-        if stage == "fit" or self._gate is None:  # a checkpoint to go on from is read after this
+        """Find the loss and register a hook for its calls."""
+        self._loss = _find_loss(pl_module, self.loss_name)
+        if stage == "fit" or self._gate is None:  # a checkpoint to resume from is read later
             self._gate, self._ended_epoch = Gate(self._loss), None
-        self._hook = self._loss.register_forward_hook(self._see, with_kwargs=True)
+        self._hook = self._loss.register_forward_hook(self._record, with_kwargs=True)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Leave the loss as it was."""
+        """Remove the hook."""
         if self._hook is not None:
             self._hook.remove()
         self._hook = None
@@ -99,21 +98,21 @@ class CalibrationCallback(_Callback):
         batch: Any,  # noqa: ARG002
         batch_idx: int,  # noqa: ARG002
     ) -> None:
-        """Note what the gate did to the batch."""
+        """Add the gate statistics of the batch."""
         index, self._index = self._index, None
         assert self._gate is not None
         self._gate.add(index, None if index is None else _training_samples(trainer))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """End the epoch of the loss, if validation has not."""
+        """End the epoch of the loss, if validation did not."""
         self._end_epoch(trainer, pl_module, None)
 
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Begin to count."""
+        """Start the metrics."""
         self._start(trainer.num_val_batches)
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log the numbers of validation; at the end of an epoch, let the loss learn from them."""
+        """Log the validation metrics; at the end of an epoch, pass the predictions to the loss."""
         numbers, self._numbers = self._numbers, []
         if not numbers or trainer.sanity_checking:
             return
@@ -127,9 +126,9 @@ class CalibrationCallback(_Callback):
         pl_module: Any,  # noqa: ARG002
         batch: Any,  # noqa: ARG002
         batch_idx: int,  # noqa: ARG002
-        dataloader_idx: int | None = None,  # given where there are several, one after the other
+        dataloader_idx: int | None = None,  # passed if there are several loaders
     ) -> None:
-        """Learn whose batch it is."""
+        """Record the index of the loader."""
         self._loader = dataloader_idx
 
     def on_validation_batch_end(  # noqa: PLR0917
@@ -141,10 +140,10 @@ class CalibrationCallback(_Callback):
         batch_idx: int,
         dataloader_idx: int | None = None,
     ) -> None:
-        """Look at what the step returns, where it has not called the loss; log the numbers of a loader that ends."""
-        if not self._saw and self._numbers and isinstance(outputs, Mapping) and {*outputs} >= PAIR:
+        """Add the outputs of a step that did not call the loss; log the metrics after the last batch of a loader."""
+        if not self._called_loss and self._numbers and isinstance(outputs, Mapping) and {*outputs} >= PAIR:
             self._numbers[self._loader or 0].add(outputs["logits"], outputs["labels"])
-        self._saw = False
+        self._called_loss = False
         # Here, and not when all have ended: Lightning would put the numbers of one loader into the rows of all.
         if dataloader_idx is not None and batch_idx + 1 == self._batches[dataloader_idx]:
             self._logged.add(dataloader_idx)
@@ -156,57 +155,57 @@ class CalibrationCallback(_Callback):
     on_test_batch_end = on_validation_batch_end
 
     def on_test_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Begin to count."""
+        """Start the metrics."""
         self._start(trainer.num_test_batches)
 
     def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Log the numbers of the test."""
+        """Log the test metrics."""
         numbers, self._numbers = self._numbers, []
         if numbers:
             self._log_rest(pl_module, "test_", numbers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the history of the gate and the latest epoch to a checkpoint."""
+        """Return the gate statistics and the latest epoch, for a checkpoint."""
         history = {} if self._gate is None else self._gate.state()
         return {"ended_epoch": self._ended_epoch, **history}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state from a checkpoint."""
         state = dict(state_dict)
         self._ended_epoch = state.pop("ended_epoch")
         assert self._gate is not None
         self._gate.restore(state)
 
     def _start(self, batches: Sequence[float]) -> None:
-        """Begin to count the samples of each loader, given how many batches each has."""
+        """Create the metrics of each loader, given the numbers of batches."""
         assert self._loss is not None
         loss = self._loss
         self._batches, self._loader, self._logged = list(batches), None, set()
-        places = range(max(1, len(self._batches)))
+        loaders = range(max(1, len(self._batches)))
         self._numbers = [
-            ValidationMetrics(self.bins, loss.ignore_index, keep=loss.needs_validation and place == 0)
-            for place in places
+            ValidationMetrics(self.bins, loss.ignore_index, keep=loss.needs_validation and loader == 0)
+            for loader in loaders
         ]
 
-    def _see(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
-        """Look at what the module gives to its loss."""
-        if torch.compiler.is_compiling():  # the numbers are counted outside of any graph
+    def _record(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+        """Record the inputs of the loss."""
+        if torch.compiler.is_compiling():  # metrics are computed outside of compiled graphs
             return
-        given = dict(zip(("logits", "labels", "features", "index"), args, strict=False)) | kwargs
+        inputs = dict(zip(("logits", "labels", "features", "index"), args, strict=False)) | kwargs
         if self._numbers:
-            self._numbers[self._loader or 0].add(given["logits"], given["labels"])
-            self._saw = True
+            self._numbers[self._loader or 0].add(inputs["logits"], inputs["labels"])
+            self._called_loss = True
         else:
-            self._index = given.get("index")
+            self._index = inputs.get("index")
 
     def _log_rest(self, module: Any, prefix: str, numbers: Sequence[ValidationMetrics]) -> None:
-        """Log what is not logged yet: the numbers of a single loader, or of those whose length was not known."""
-        found = {place: one.read() for place, one in enumerate(numbers) if place not in self._logged}
+        """Log the remaining metrics: of a single loader, or of loaders of unknown length."""
+        remaining = {loader: metrics.read() for loader, metrics in enumerate(numbers) if loader not in self._logged}
         several = len(numbers) > 1 and (self._loader is not None or bool(self._logged))
-        for place, values in found.items():
-            end = f"/dataloader_idx_{place}" if several else ""
+        for loader, values in remaining.items():
+            end = f"/dataloader_idx_{loader}" if several else ""
             _log(module, prefix, {name + end: value for name, value in values.items()}, add_dataloader_idx=False)
-        if not any(one.filled for one in numbers):
+        if not any(metrics.filled for metrics in numbers):
             step = "test_step" if prefix == "test_" else "validation_step"
             advice = 'call it there, outside of compiled code, or return {"logits": logits, "labels": labels}'
             warnings.warn(f"nothing to log: {step} never called the loss; {advice}", stacklevel=2)
@@ -222,27 +221,29 @@ class CalibrationCallback(_Callback):
             module.log(f"train_{name}", value, sync_dist=True)
 
 
-def _log(module: Any, prefix: str, found: Mapping[str, float], **how: Any) -> None:
-    for name, value in found.items():
-        module.log(prefix + name, value, sync_dist=True, **how)  # equal on all ranks; Lightning would warn otherwise
+def _log(module: Any, prefix: str, values: Mapping[str, float], **options: Any) -> None:
+    for name, value in values.items():
+        module.log(
+            prefix + name, value, sync_dist=True, **options
+        )  # equal on all ranks; Lightning would warn otherwise
 
 
-def _found(module: nn.Module, name: str | None) -> AbstractLoss:
-    """Find the loss of a module, by its name or because there is only one."""
+def _find_loss(module: nn.Module, name: str | None) -> AbstractLoss:
+    """Return the loss of a module, by its name or because it is the only one."""
     losses = {path: part for path, part in module.named_modules() if isinstance(part, AbstractLoss)}
     if name is None and len(losses) == 1:
         return next(iter(losses.values()))
     if name in losses:
         return losses[name]
     known = ", ".join(losses) or "none"
-    asked = "which loss is meant" if name is None else f"there is no loss {name!r}"
+    problem = "which loss is meant" if name is None else f"there is no loss {name!r}"
     raise UserError(
-        f"{asked}: {type(module).__name__} has {known}; assign self.loss = fedlas.build_loss(...) in its __init__, "
+        f"{problem}: {type(module).__name__} has {known}; assign self.loss = fedlas.build_loss(...) in its __init__, "
         "or pass CalibrationCallback(loss=...) the name of one of several"
     )
 
 
 def _training_samples(trainer: Any) -> int | None:
-    """Count the samples that sample numbers count in; unknown where the data are a stream or several sets."""
+    """Return the size of the training set; None for streams or several data sets."""
     data = getattr(trainer.train_dataloader, "dataset", None)
     return len(data) if isinstance(data, Sized) else None

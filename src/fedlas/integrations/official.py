@@ -1,22 +1,22 @@
-"""Checkpoints of the code that was published with the paper, for our networks.
+"""Reader of checkpoints of the official code, for the networks of this package.
 
-That code (github.com/nadarasarbahavan/FEDLAS) and those it is built on (ACLS, MbLS) write `best.pth` and `last.pth`
-with `torch.save`:
+The official code (github.com/nadarasarbahavan/FEDLAS) and the code that it is based on (ACLS, MbLS) write `best.pth`
+and `last.pth` with `torch.save`:
 
-    epoch        of the checkpoint, counted from 0
-    state_dict   the network
-    optimizer    of network and gate together
-    scheduler    of the learning rate
-    val_score    validation accuracy, a numpy number; left out where it is 0
+    epoch        epoch, counted from 0
+    state_dict   weights of the network
+    optimizer    state for network and gate
+    scheduler    state of the learning-rate schedule
+    val_score    validation accuracy, a numpy scalar; missing if it is 0
 
-Only the network is taken. The gate and the norm statistics of FeDLaS are not in the file; prediction needs neither. A
-bare state_dict is read too, as is one under another state_dict, and names may begin with `module.`, as
-`nn.DataParallel` leaves them. The names of the weights differ from ours in two networks:
+Only the weights are loaded. The file does not contain the gate and the norm statistics of FeDLaS, which prediction does
+not need. A plain or a nested state_dict is read too, and names may begin with `module.` (`nn.DataParallel`). The names
+of the weights differ from those of this package in two networks:
 
-    CIFAR ResNets   `shortcut`, which torchvision and we call `downsample`
-    ViT             all behind `vit.`, and the head a second time as `fc`
+    CIFAR ResNets   `shortcut` instead of `downsample`
+    ViT             prefix `vit.`, and a copy of the head named `fc`
 
-Nothing is unpickled but tensors and plain values: the numpy number is read by a stand-in for numpy's own function.
+Only tensors and plain values are unpickled: a stand-in for the function of numpy reads the scalar.
 """
 
 import re
@@ -34,19 +34,19 @@ from fedlas.io.torch import read_torch
 from fedlas.io.untrusted import file_errors
 from fedlas.models.base import WithFeatures
 
-PLACE = "state_dict"
+KEY = "state_dict"
 SHOWN = 4
 DEEPEST = 8
 
 
 @dataclass(frozen=True)
 class OfficialCheckpoint:
-    """What a checkpoint of the published code tells.
+    """Content of a checkpoint of the official code.
 
     Args:
-        weights: those of the network, under our names.
-        epoch: how many epochs were trained; None where the file does not tell.
-        accuracy: on the split that epochs were selected by; that is the test split for CUB and Aircraft.
+        weights: weights of the network, with the names of this package.
+        epoch: number of finished epochs; None if unknown.
+        accuracy: accuracy on the split for epoch selection, which is the test split for CUB and Aircraft.
     """
 
     weights: Mapping[str, Tensor]
@@ -55,20 +55,20 @@ class OfficialCheckpoint:
 
 
 def read_official(path: str | Path) -> OfficialCheckpoint:
-    """Read a checkpoint of the published code, and give the weights our names."""
+    """Read a checkpoint of the official code, and rename the weights."""
     if not Path(path).exists():
         raise FileNotFoundError(f"there is no checkpoint at {path}")
     with file_errors(path):
         content = read_torch(path, stand_ins=_STAND_INS)
     outer = content if isinstance(content, Mapping) else {}
     weights, depth = content, 0
-    while isinstance(weights, Mapping) and isinstance(weights.get(PLACE), Mapping):
-        weights, depth = weights[PLACE], depth + 1
-        if depth > DEEPEST:  # a pickle can also hold a table inside of itself
-            raise UserError(f"{path} has more than {DEEPEST} tables {PLACE!r} inside of each other, or one in itself")
+    while isinstance(weights, Mapping) and isinstance(weights.get(KEY), Mapping):
+        weights, depth = weights[KEY], depth + 1
+        if depth > DEEPEST:  # a pickle can contain a dictionary that contains itself
+            raise UserError(f"{path} has more than {DEEPEST} nested dictionaries {KEY!r}")
     if not isinstance(weights, Mapping) or not weights or not all(isinstance(v, Tensor) for v in weights.values()):
         known = f"; it holds {_some(list(map(str, outer)))}" if outer else ""
-        raise UserError(f"{path} holds no weights, neither itself nor under {PLACE!r}{known}")
+        raise UserError(f"{path} holds no weights, neither itself nor under {KEY!r}{known}")
     epoch, accuracy = outer.get("epoch"), outer.get("val_score")
     return OfficialCheckpoint(
         _renamed(weights, path),
@@ -78,32 +78,32 @@ def read_official(path: str | Path) -> OfficialCheckpoint:
 
 
 def load_official(path: str | Path, net: nn.Module) -> OfficialCheckpoint:
-    """Put the weights of a published checkpoint into a network, all of them or none.
+    """Load the weights of an official checkpoint into a network, all of them or none.
 
     Args:
         path: the checkpoint, such as `best.pth`.
         net: a network of the same kind and number of classes, such as `fedlas.build_model("resnet50_cifar", 10)`.
     """
-    found = read_official(path)
+    checkpoint = read_official(path)
     model = net.model if isinstance(net, WithFeatures) else net
     own = model.state_dict()
-    missing = [name for name in own if name not in found.weights]
-    unknown = [name for name in found.weights if name not in own]
+    missing = [name for name in own if name not in checkpoint.weights]
+    unknown = [name for name in checkpoint.weights if name not in own]
     reshaped = [
-        f"{name} is {tuple(found.weights[name].shape)} instead of {tuple(own[name].shape)}"
+        f"{name} is {tuple(checkpoint.weights[name].shape)} instead of {tuple(own[name].shape)}"
         for name in own
-        if name in found.weights and found.weights[name].shape != own[name].shape
+        if name in checkpoint.weights and checkpoint.weights[name].shape != own[name].shape
     ]
     faults = {"not in the file": missing, "not in the network": unknown, "of another shape": reshaped}
     if any(faults.values()):
         listed = "; ".join(f"{fault}: {_some(names)}" for fault, names in faults.items() if names)
-        raise UserError(f"{path} does not fit {type(model).__name__}: {listed}. {_advice(found.weights)}")
-    model.load_state_dict(found.weights)
-    return found
+        raise UserError(f"{path} does not fit {type(model).__name__}: {listed}. {_advice(checkpoint.weights)}")
+    model.load_state_dict(checkpoint.weights)
+    return checkpoint
 
 
 def _renamed(weights: Mapping[str, Tensor], path: str | Path) -> dict[str, Tensor]:
-    """Give the weights the names that our networks have."""
+    """Rename the weights to the names of this package."""
     names = {name: re.sub(r"^(module\.)+", "", str(name)) for name in weights}
     vision = any(name.startswith("vit.") for name in names.values())
     renamed: dict[str, Tensor] = {}
@@ -123,10 +123,10 @@ def _renamed(weights: Mapping[str, Tensor], path: str | Path) -> dict[str, Tenso
 
 
 def _advice(weights: Mapping[str, Tensor]) -> str:
-    """Say which of our networks the weights seem to be of."""
+    """Return advice on which network of this package the weights belong to."""
     stem, head = weights.get("conv1.weight"), weights.get("fc.weight")
     if stem is None or head is None or stem.ndim != 4 or head.ndim != 2:
-        return "Build the network that it was trained with: its kind, depth and number of classes."
+        return "Build the network that was trained: architecture, depth and number of classes."
     blocks = [len({name.split(".")[1] for name in weights if name.startswith(f"layer{n}.")}) for n in range(1, 5)]
     deep = "layer1.0.conv3.weight" in weights
     depth = 2 + (3 if deep else 2) * sum(blocks)
@@ -140,7 +140,7 @@ def _some(names: list[str]) -> str:
 
 
 class _Kind:
-    """Stands in for `numpy.dtype` in a pickle: it knows the type of a number by its letter and size."""
+    """Replaces `numpy.dtype` in a pickle: the type of a number by its letter and size."""
 
     def __init__(self, code: str, *_: Any) -> None:
         self.code = code
@@ -154,14 +154,14 @@ _FORMATS = {"f8": "d", "f4": "f", "f2": "e", "i8": "q", "i4": "i"}
 
 
 def _number(kind: _Kind, content: bytes | str) -> float:
-    """Stand in for the function that makes a numpy number of its bytes."""
+    """Replace the function that creates a numpy scalar from bytes."""
     raw = content.encode("latin-1") if isinstance(content, str) else content
     if not isinstance(kind, _Kind) or kind.code not in _FORMATS:
         raise UserError("a numpy object in the file is not a plain number")
     return float(struct.unpack(f"{kind.order}{_FORMATS[kind.code]}", raw)[0])
 
 
-# numpy 2 moved the function; files know it by its old or its new home.
+# numpy 2 moved the function; files contain its old or new path.
 _STAND_INS: dict[str, Any] = {
     "numpy.dtype": _Kind,
     "numpy.core.multiarray.scalar": _number,

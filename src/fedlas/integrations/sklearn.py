@@ -2,10 +2,9 @@
 
     X ─► estimator ─► decision_function or log predict_proba ─► calibrator ─► softmax ─► predict_proba
 
-With `cv=5` each sample is scored by a clone of the estimator that has not seen it. One calibrator is fitted on the
-scores of all samples, and one estimator on all samples: two fitted parts, which can be looked at, rather than an
-average of five pairs. With `cv="prefit"` the estimator is fitted already, and `fit` is given held-out samples for the
-calibrator alone.
+With `cv=5` each sample is scored by a clone of the estimator that was not fitted on it. One calibrator is fitted on the
+scores of all samples, and one estimator on all samples, instead of an ensemble of five pairs. With `cv="prefit"` the
+estimator is already fitted, and `fit` gets held-out samples for the calibrator alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,20 +30,20 @@ RESPONSES = ("predict_proba", "decision_function")
 
 
 class CalibratedClassifier(base.ClassifierMixin, base.MetaEstimatorMixin, base.BaseEstimator):  # type: ignore[misc,name-defined]
-    """A scikit-learn classifier whose probabilities are repaired by a calibrator.
+    """A scikit-learn classifier whose probabilities are calibrated.
 
-    After `fit`, `estimator_` and `calibrator_` are its two parts, and `calibrator_.fitted` tells how the second was
-    fitted. Sample weights are not taken: no calibrator knows them.
+    `fit` sets `estimator_` and `calibrator_`; `calibrator_.fitted` describes the fit of the latter. Sample weights are
+    not supported, because no calibrator supports them.
 
     Args:
-        estimator: a classifier; it is cloned, unless `cv` is "prefit".
+        estimator: a classifier; cloned unless `cv` is "prefit".
         calibrator: a name of `fedlas.list_calibrators()`, or a calibrator with options, such as
             `HistogramBinning(bins=10)`, which is not fitted itself.
-        response_method: what of the estimator is calibrated: "predict_proba", whose logarithms are the logits, or
-            "decision_function", whose values are taken as logits.
+        response_method: output of the estimator to calibrate: "predict_proba", whose logarithms are the logits, or
+            "decision_function", whose values are the logits.
         cv: number of folds, a splitter of scikit-learn, a list of pairs of positions, or "prefit".
-        floor: probabilities of the estimator below this count as this, because a logarithm of 0 is no logit; trees and
-            neighbours often say 0.
+        floor: lower limit of the probabilities of the estimator, because log(0) is not finite; trees and nearest
+            neighbours often return 0.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class CalibratedClassifier(base.ClassifierMixin, base.MetaEstimatorMixin, base.B
         cv: Any = FOLDS,
         floor: Any = 1e-7,
     ) -> None:
-        # scikit-learn wants anything to be taken here, and to be kept as it is; `fit` checks.
+        # scikit-learn requires that the constructor stores parameters unchanged; `fit` checks them.
         self.estimator = estimator
         self.calibrator = calibrator
         self.response_method = response_method
@@ -87,24 +86,24 @@ class CalibratedClassifier(base.ClassifierMixin, base.MetaEstimatorMixin, base.B
         return self
 
     def predict_proba(self, X: Any) -> NDArray[np.float64]:  # noqa: N803
-        """Give calibrated probabilities, a column for each of `classes_`."""
+        """Return calibrated probabilities, one column for each of `classes_`."""
         validation.check_is_fitted(self)
         return _softmax(self.calibrator_.transform(self._logits(self.estimator_, X)))
 
     def predict(self, X: Any) -> NDArray[Any]:  # noqa: N803
-        """Give the most probable class."""
+        """Return the most probable class."""
         best = self.predict_proba(X).argmax(axis=1)
-        found: NDArray[Any] = self.classes_[best]
-        return found
+        predicted: NDArray[Any] = self.classes_[best]
+        return predicted
 
     @property
     def n_features_in_(self) -> int:
-        """How many columns the estimator was fitted on."""
+        """Number of columns that the estimator was fitted on."""
         return int(self.estimator_.n_features_in_)
 
     @property
     def feature_names_in_(self) -> Any:
-        """What they are called."""
+        """Names of the columns that the estimator was fitted on."""
         return self.estimator_.feature_names_in_
 
     def __sklearn_tags__(self) -> Any:
@@ -131,7 +130,7 @@ class CalibratedClassifier(base.ClassifierMixin, base.MetaEstimatorMixin, base.B
             raise UserError(f"floor is {self.floor}; a small positive probability is needed, such as 1e-7")
         if not hasattr(self.estimator, self.response_method):
             other = next(name for name in RESPONSES if name != self.response_method)
-            there = f'; it has {other}: say response_method="{other}"' if hasattr(self.estimator, other) else ""
+            there = f'; it has {other}: pass response_method="{other}"' if hasattr(self.estimator, other) else ""
             raise UserError(f"{type(self.estimator).__name__} has no {self.response_method}{there}")
 
     def _fresh(self) -> AbstractCalibrator:
@@ -139,7 +138,7 @@ class CalibratedClassifier(base.ClassifierMixin, base.MetaEstimatorMixin, base.B
         return build_calibrator(given) if isinstance(given, str) else type(given)(**given.options)
 
     def _cross_logits(self, X: Any, labels: NDArray[Any], classes: NDArray[Any]) -> NDArray[np.float64]:  # noqa: N803
-        """Give the logits of every sample from an estimator that has not seen it."""
+        """Return the logits of each sample from an estimator that was not fitted on it."""
         selection = optional_module("sklearn.model_selection", "train")
         folds = list(selection.check_cv(self.cv, labels, classifier=True).split(X, labels))
         for number, (train, _) in enumerate(folds, start=1):
@@ -147,18 +146,18 @@ class CalibratedClassifier(base.ClassifierMixin, base.MetaEstimatorMixin, base.B
             if len(absent):
                 raise UserError(
                     f"the training part of fold {number} of {len(folds)} has no sample of {_shown(absent)}; each class "
-                    'needs two samples at least, in different folds: give more samples, fewer folds, or cv="prefit"'
+                    'needs two samples at least, in different folds: use more samples, fewer folds, or cv="prefit"'
                 )
-        said = selection.cross_val_predict(self.estimator, X, labels, cv=folds, method=self.response_method)
-        return self._as_logits(said, len(classes))
+        response = selection.cross_val_predict(self.estimator, X, labels, cv=folds, method=self.response_method)
+        return self._as_logits(response, len(classes))
 
     def _logits(self, fitted: Any, X: Any) -> NDArray[np.float64]:  # noqa: N803
-        """Give the logits of samples from a fitted estimator."""
+        """Return the logits of samples from a fitted estimator."""
         return self._as_logits(getattr(fitted, self.response_method)(X), len(fitted.classes_))
 
-    def _as_logits(self, said: Any, classes: int) -> NDArray[np.float64]:
-        """Take what an estimator says as rows of logits, a column for each class."""
-        table = np.asarray(said, dtype=np.float64)
+    def _as_logits(self, response: Any, classes: int) -> NDArray[np.float64]:
+        """Convert the output of an estimator to logits, one column for each class."""
+        table = np.asarray(response, dtype=np.float64)
         if table.ndim == 1:
             table = np.stack([np.zeros_like(table), table], axis=1)
         if table.ndim != 2 or table.shape[1] != classes:
@@ -173,15 +172,15 @@ class CalibratedClassifier(base.ClassifierMixin, base.MetaEstimatorMixin, base.B
 
 @dataclass(frozen=True)
 class Scorer:
-    """A metric of calibration as scikit-learn scores: `scorer(estimator, X, y)`, and higher is better.
+    """A calibration metric as a scikit-learn scorer: `scorer(estimator, X, y)`, greater is better.
 
-    It knows the classes from the estimator, so that a fold without a sample of some class is judged like any other.
+    The classes come from the estimator, so a fold may lack samples of a class.
 
     Args:
         metric: a function of `fedlas.metrics`.
         higher_is_better: whether the metric is better when it is higher; otherwise the score is minus the metric. By
-            default what is right for accuracy and for errors of `fedlas.metrics`.
-        options: passed on to the metric, such as `{"bins": 10}`.
+            default true for accuracy and top-k accuracy, and false for all other metrics.
+        options: passed to the metric, such as `{"bins": 10}`.
     """
 
     metric: Callable[..., float]
@@ -202,10 +201,10 @@ ece_scorer = Scorer(ece)
 
 
 def _codes(labels: NDArray[Any], classes: NDArray[Any]) -> NDArray[np.int64]:
-    """Replace labels by their places among the classes."""
-    places = {value: number for number, value in enumerate(classes.tolist())}
+    """Replace labels by their positions in the classes."""
+    positions = {value: number for number, value in enumerate(classes.tolist())}
     try:
-        return np.asarray([places[value] for value in labels.tolist()], dtype=np.int64)
+        return np.asarray([positions[value] for value in labels.tolist()], dtype=np.int64)
     except KeyError as error:
         raise UserError(f"y holds {error.args[0]!r}, which is none of the classes {_shown(classes)}") from None
 
@@ -215,5 +214,5 @@ def _softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def _shown(classes: Sequence[Any] | NDArray[Any]) -> str:
-    named = [repr(one) for one in np.asarray(classes).tolist()]
+    named = [repr(label) for label in np.asarray(classes).tolist()]
     return ", ".join(named[:6]) + (f" and {len(named) - 6} more" if len(named) > 6 else "")

@@ -1,11 +1,12 @@
-"""Calibration losses for timm: a training task that holds a network and its loss.
+"""Calibration losses for timm: a training task with a network and its loss.
 
-    timm.task.ClassificationTask     criterion(network(x), y)                   the criterion's parameters are nobody's
-    CalibrationTask                  loss(logits, y, features of the network)   network and loss are one module
+    timm.task.ClassificationTask     criterion(network(x), y)                   the optimizer does not get parameters of
+    the criterion CalibrationTask                  loss(logits, y, features of the network)   network and loss are one
+    module
 
-`CalibrationTask` goes where timm's own tasks go: `task(x, y)["loss"]`, `prepare_distributed`, `compile`, `setup_ema`,
-`CheckpointSaver(task=...)`, `resume_task_checkpoint`. Networks are saved as timm saves them, under the same names; the
-loss is the task's own state beside them.
+`CalibrationTask` replaces a task of timm: `task(x, y)["loss"]`, `prepare_distributed`, `compile`, `setup_ema`,
+`CheckpointSaver(task=...)`, `resume_task_checkpoint`. Networks are saved by timm, with the same names; the loss is
+part of the state of the task.
 """
 
 from typing import Any
@@ -36,10 +37,10 @@ class CalibrationTask(TrainingTask):
     Args:
         model: any network of timm, or another classifier.
         loss: a loss of `fedlas.build_loss`.
-        head: the path of the network's last layer, where `WithFeatures` does not find it.
-        device: where the task lives, as in timm's tasks.
-        dtype: in which type, as in timm's tasks.
-        verbose: as in timm's tasks.
+        head: path of the last layer of the network, if `WithFeatures` does not find it.
+        device: device, as in tasks of timm.
+        dtype: data type, as in tasks of timm.
+        verbose: as in tasks of timm.
     """
 
     def __init__(
@@ -53,12 +54,12 @@ class CalibrationTask(TrainingTask):
         verbose: bool = True,
     ) -> None:
         super().__init__(device=device, dtype=dtype, verbose=verbose)
-        # timm moves a network before it makes a task of it; the loss comes along.
+        # timm moves a network before it creates the task; move the loss too.
         self.trainable_module: nn.Module = WithLoss(WithFeatures(model, head), loss.to(device=self.device))
 
     @property
     def joined(self) -> WithLoss:
-        """The network and its loss, without what was wrapped around them."""
+        """The network and its loss, without wrappers."""
         return _joined(self.trainable_module)
 
     def prepare_distributed(self, device_ids: list[int] | None = None, **ddp_kwargs: Any) -> "CalibrationTask":
@@ -76,41 +77,41 @@ class CalibrationTask(TrainingTask):
         return self.eval_model
 
     def get_eval_model(self, module: nn.Module | None = None, ema: bool = False) -> nn.Module | None:
-        """Give the network alone: that is what is validated, saved and shared."""
-        found: nn.Module | None = super().get_eval_model(module=module, ema=ema)
-        if found is None:
+        """Return the network alone, for validation and checkpoints."""
+        model: nn.Module | None = super().get_eval_model(module=module, ema=ema)
+        if model is None:
             return None
-        plain = unwrap_model(found)
-        return plain.net.model if isinstance(plain, WithLoss) else found
+        plain = unwrap_model(model)
+        return plain.net.model if isinstance(plain, WithLoss) else model
 
     def get_task_state(self, module: nn.Module | None = None, ema: bool = False) -> Joined:
-        """Give the state of the loss to a checkpoint."""
-        found = module if module is not None else self.get_trainable_module(ema=ema)
-        return {} if found is None else {"loss": _joined(found).loss.state_dict()}
+        """Return the state of the loss, for a checkpoint."""
+        target = module if module is not None else self.get_trainable_module(ema=ema)
+        return {} if target is None else {"loss": _joined(target).loss.state_dict()}
 
     def load_task_state(
         self, state: Joined | None, strict: bool = True, module: nn.Module | None = None, ema: bool = False
     ) -> None:
-        """Take the state of the loss from a checkpoint; one of a network alone has none, and leaves it as it is."""
+        """Restore the state of the loss from a checkpoint; skip it if the checkpoint has none."""
         if not state or "loss" not in state:
             return
-        found = module if module is not None else self.get_trainable_module(ema=ema)
-        if found is None:
+        target = module if module is not None else self.get_trainable_module(ema=ema)
+        if target is None:
             raise RuntimeError("there is no average of weights to load into; call setup_ema() first")
-        _joined(found).loss.load_state_dict(state["loss"], strict=strict)
+        _joined(target).loss.load_state_dict(state["loss"], strict=strict)
 
     def get_clip_parameters(self, exclude_head: bool = False) -> list[nn.Parameter]:
-        """Give the parameters whose gradients are clipped together: those of the network, as published."""
+        """Return the parameters for gradient clipping: those of the network, as in the official code."""
         net = self.joined.net
         left_out = {id(p) for p in net.model.get_submodule(net.head_name).parameters()} if exclude_head else set()
         return [p for p in net.model.parameters() if id(p) not in left_out]
 
     def end_epoch(self, validation: Predictions | None = None) -> None:
-        """Let the loss learn what it learns between epochs."""
+        """Update the loss at the end of an epoch."""
         self._loss.end_epoch(validation)
 
     def forward(self, input: Tensor, target: Tensor, index: Tensor | None = None) -> dict[str, Tensor]:  # noqa: A002
-        """Give the loss of a batch, the logits, and the terms of the loss; labels may be soft, as mixup makes them."""
+        """Return the loss of a batch, the logits, and the terms of the loss; labels may be soft (mixup)."""
         value, output = self.trainable_module(input, target, index)
         return {"loss": value, "output": output.logits, **self._loss.last_terms}
 

@@ -1,9 +1,9 @@
 """Metrics of `fedlas.metrics` for torchmetrics: in a `MetricCollection`, in Lightning's `self.log`, on several ranks.
 
-`CalibrationMetric("ece", given="logits")` wraps the accumulator of any metric. Its states are what the accumulator
-keeps: sums, which ranks add up, or lists of samples, which they join. Values are float64 and those of `fedlas.metrics`
-to 1e-12, however the samples are split into updates and ranks. Nothing is guessed: `given` says whether updates bring
-"logits" or "probs". Metrics with the same states share them in a `MetricCollection` (its compute groups).
+`CalibrationMetric("ece", given="logits")` wraps the accumulator of a metric. Its states are those of the accumulator:
+sums, which are added across ranks, or lists of samples, which are concatenated. Values are float64 and equal those of
+`fedlas.metrics` to 1e-12 for any split into updates and ranks. `given` declares whether updates are "logits" or
+"probs". Metrics with equal states share them in a `MetricCollection` (compute groups).
 """
 
 import zlib
@@ -15,7 +15,7 @@ from torch import Tensor
 from fedlas.errors import MissingPackageError, UserError
 from fedlas.extras import needed
 from fedlas.metrics.accumulators import Accumulator
-from fedlas.metrics.catalogue import find_metric
+from fedlas.metrics.registry import find_metric
 
 try:
     from torchmetrics import Metric
@@ -31,11 +31,11 @@ OF_TORCHMETRICS = (
 
 
 class CalibrationMetric(Metric):
-    """A metric of `fedlas.metrics`, fed with logits or with probabilities.
+    """A metric of `fedlas.metrics`, for logits or probabilities.
 
     Args:
         name: name of the metric, such as "ece" or "nll".
-        given: what updates bring, "logits" or "probs".
+        given: type of the updates, "logits" or "probs".
         num_classes: number of classes; needed by "classwise_ece" and "brier".
         options: options of the metric, such as `bins` and `ignore_index`, and keywords of `torchmetrics.Metric`.
     """
@@ -46,12 +46,12 @@ class CalibrationMetric(Metric):
     def __init__(self, name: str, given: Given, *, num_classes: int | None = None, **options: Any) -> None:
         super().__init__(**{word: options.pop(word) for word in OF_TORCHMETRICS if word in options})
         if given not in get_args(Given):
-            raise UserError(f'given is {given!r}; say what updates bring: given="logits" or given="probs"')
+            raise UserError(f'given is {given!r}; pass given="logits" or given="probs", the type of the updates')
         self.metric, self.given, self.options = find_metric(name), given, options
         self.num_classes = num_classes
         store = self._accumulator().store
-        # A collection takes metrics for equal whose states are equal after the first batch. Other rules may only show
-        # later, so they are a state too: as small numbers, because large ones would be compared to five digits.
+        # A collection groups metrics whose states are equal after the first batch. Settings that have an effect only
+        # later are a state too: as small numbers, because large ones are compared to five digits only.
         rules = repr((given, store.settings())).encode()
         self.add_state("rule_bytes", torch.tensor(list(zlib.crc32(rules).to_bytes(4, "big"))), dist_reduce_fx="max")
         self.names = list(state := store.empty_state(num_classes))
@@ -63,7 +63,7 @@ class CalibrationMetric(Metric):
 
     @property
     def higher_is_better(self) -> bool | None:  # type: ignore[override]
-        """Which direction is better, as torchmetrics asks for it."""
+        """Whether higher values are better, for torchmetrics."""
         return self.metric.higher_is_better
 
     def _accumulator(self) -> Accumulator:
@@ -91,12 +91,12 @@ class CalibrationMetric(Metric):
 
 
 def calibration_metrics(given: Given, bins: int = 15, **options: Any) -> dict[str, Metric]:
-    """Return the usual metrics for a `MetricCollection`; those of bins of equal width share one set of sums."""
-    found: dict[str, Metric] = {}
+    """Return the default metrics for a `MetricCollection`; metrics with equal-width bins share their sums."""
+    metrics: dict[str, Metric] = {}
     for name in USUAL:
         more = {"bins": bins} if find_metric(name).is_binned else {}
-        found[name] = CalibrationMetric(name, given, **more, **options)
-    return found
+        metrics[name] = CalibrationMetric(name, given, **more, **options)
+    return metrics
 
 
 def _parts(state: list[Tensor] | Tensor) -> list[Tensor]:

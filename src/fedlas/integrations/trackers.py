@@ -1,16 +1,15 @@
-"""What a run has to tell, sent to the trackers that people use: TensorBoard, Weights & Biases, MLflow.
+"""Loggers for experiment trackers: TensorBoard, Weights & Biases, MLflow.
 
-All three are given the same: the lines of a run's log (`Run.log`), the numbers of a `Report`, matplotlib figures such
-as those of `fedlas.report.figures`, and what the run was asked to do. A number has the same name everywhere, with
-slashes between its parts:
+All three log the records of a run (`Run.log`), the results of a `Report`, matplotlib figures such as those of
+`fedlas.report.figures`, and the settings of the run. Names are the same in all trackers:
 
-    val/ece, train/loss, gate/positive   from a line of the log, at its epoch
-    test/ece, test/ece_low               from a report: the split, the metric, the ends of its interval
-    test/temperature/ece                 the same after a calibrator
-    test/ood/svhn/entropy/auroc          how well foreign data is told apart
+    val/ece, train/loss, gate/positive   from a log record, at its epoch
+    test/ece, test/ece_low               from a report: split, metric, end of its confidence interval
+    test/temperature/ece                 after a calibrator
+    test/ood/svhn/entropy/auroc          out-of-distribution detection
 
-Histograms go to TensorBoard and W&B; MLflow has none. While a run trains, TensorBoard needs nothing from here: the
-recipe's `tensorboard=true` writes the same file into the run folder.
+TensorBoard and W&B support histograms; MLflow does not. For TensorBoard during training use `tensorboard=true` of the
+recipe, which writes the same file into the run folder.
 """
 
 import importlib
@@ -33,20 +32,18 @@ from fedlas.extras import optional_module
 from fedlas.metrics.result import Result
 from fedlas.records import Board, Histogram, histograms_in, numbers_in
 
-AT_ONCE = 1000  # MLflow takes no more numbers in one request, and no more than a tenth of it in settings
+AT_ONCE = 1000  # largest number of metrics in a request to MLflow; a tenth of it for parameters
 
 Kind = TypeVar("Kind", bound="AbstractTracker")
 
 
 class AbstractTracker(ABC):
-    """Takes down what is known about one run; as a context manager it is closed at the end."""
+    """Base class: logs one run; a context manager that closes the tracker at the end."""
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Send one line of a run's log."""
+        """Send a log record of a run."""
         if "epoch" not in record:
-            raise UserError(
-                f"a line of a log knows its epoch; this has only {', '.join(map(str, record)) or 'nothing'}"
-            )
+            raise UserError(f"a log record needs an epoch; this has only {', '.join(map(str, record)) or 'nothing'}")
         epoch = int(record["epoch"])
         self.numbers(numbers_in(record), epoch)
         for name, histogram in histograms_in(record):
@@ -58,22 +55,22 @@ class AbstractTracker(ABC):
             self.log(record)
 
     def report(self, report: Report, *, name: str | None = None, epoch: int | None = None) -> None:
-        """Send the numbers of a report.
+        """Send the results of a report.
 
         Args:
-            report: what `fedlas.evaluate` gave.
-            name: what the names of its numbers begin with; by default the split.
-            epoch: which epoch the predictions are of; None for those of a finished run.
+            report: a report of `fedlas.evaluate`.
+            name: prefix of the names; by default the split.
+            epoch: epoch of the predictions; None for a finished run.
         """
         self.numbers(numbers_of(report, name), epoch)
 
     @abstractmethod
     def numbers(self, values: Mapping[str, float], epoch: int | None = None) -> None:
-        """Send numbers of an epoch, or of the run as a whole."""
+        """Send scalars of an epoch, or of the whole run."""
 
     @abstractmethod
     def histogram(self, name: str, histogram: Histogram, epoch: int) -> None:
-        """Send a histogram, where the tracker knows them."""
+        """Send a histogram, if the tracker supports histograms."""
 
     @abstractmethod
     def figure(self, name: str, figure: Any, epoch: int | None = None) -> None:
@@ -81,11 +78,11 @@ class AbstractTracker(ABC):
 
     @abstractmethod
     def settings(self, values: Mapping[str, Any]) -> None:
-        """Send what the run was asked to do: `tracker.settings(run.recipe.to_dict())`."""
+        """Send the settings of the run: `tracker.settings(run.recipe.to_dict())`."""
 
     @abstractmethod
     def close(self, *, failed: bool = False) -> None:
-        """Say that nothing more comes."""
+        """End the run."""
 
     def __enter__(self: Kind) -> Kind:
         return self
@@ -100,7 +97,7 @@ class TensorBoard(AbstractTracker):
     """Writes files for TensorBoard.
 
     Args:
-        folder: where they go.
+        folder: folder of the files.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -116,30 +113,30 @@ class TensorBoard(AbstractTracker):
         self.board.writer.add_image(name, _pixels(figure), epoch or 0, dataformats="HWC")
 
     def settings(self, values: Mapping[str, Any]) -> None:
-        rows = [f"| {name} | {word} |" for name, word in _words(values).items()]
+        rows = [f"| {name} | {word} |" for name, word in _as_text(values).items()]
         self.board.writer.add_text("settings", "\n".join(["| setting | value |", "|---|---|", *rows]))
 
-    def close(self, *, failed: bool = False) -> None:  # noqa: ARG002 (its files know no failure)
+    def close(self, *, failed: bool = False) -> None:  # noqa: ARG002 (its files have no status)
         self.board.close()
 
 
 class WeightsAndBiases(AbstractTracker):
-    """Sends to Weights & Biases; with `mode="offline"` it writes a folder that `wandb sync` sends later.
+    """Logs to Weights & Biases; with `mode="offline"` to a folder that `wandb sync` uploads later.
 
-    The horizontal axis of its charts is the epoch. Numbers of the run as a whole are in its summary.
+    The x-axis of its charts is the epoch. Scalars of the whole run are in its summary.
 
     Args:
-        run: a run that was begun already, which is left open at the end.
-        init: passed on to `wandb.init`, such as project, name, dir and mode, where no run is given.
+        run: an active run, which stays open at the end.
+        init: options of `wandb.init`, such as project, name, dir and mode, if no run is given.
     """
 
     def __init__(self, run: Any = None, **init: Any) -> None:
-        self._wandb = _brought("wandb")
+        self._wandb = _import_tracker("wandb")
         if run is not None and init:
-            raise UserTypeError(f"a run that was begun already takes no {', '.join(init)}")
-        self._begun_here = run is None
+            raise UserTypeError(f"an active run takes no {', '.join(init)}")
+        self._owns_run = run is None
         self.run = self._wandb.init(**init) if run is None else run
-        if self._begun_here:
+        if self._owns_run:
             self.run.define_metric("epoch")
             self.run.define_metric("*", step_metric="epoch")
 
@@ -150,8 +147,8 @@ class WeightsAndBiases(AbstractTracker):
             self._log(values, epoch)
 
     def histogram(self, name: str, histogram: Histogram, epoch: int) -> None:
-        made = self._wandb.Histogram(np_histogram=(list(histogram.counts), histogram.limits))
-        self._log({name: made}, epoch)
+        converted = self._wandb.Histogram(np_histogram=(list(histogram.counts), histogram.limits))
+        self._log({name: converted}, epoch)
 
     def figure(self, name: str, figure: Any, epoch: int | None = None) -> None:
         self._log({name: self._wandb.Image(_pixels(figure))}, epoch)
@@ -160,22 +157,22 @@ class WeightsAndBiases(AbstractTracker):
         self.run.config.update(dict(values))
 
     def close(self, *, failed: bool = False) -> None:
-        if self._begun_here:
+        if self._owns_run:
             self.run.finish(exit_code=int(failed))
 
     def _log(self, values: Mapping[str, Any], epoch: int | None) -> None:
-        # Its own count of steps may only grow, which epochs of a run that is continued do not.
+        # The step of wandb may only increase, unlike the epochs of a resumed run.
         self.run.log({**values, **({} if epoch is None else {"epoch": epoch})})
 
 
 class MLflow(AbstractTracker):
-    """Sends to MLflow. Figures become artifacts of the run, in `figures/`.
+    """Logs to MLflow. Figures are artifacts of the run, in `figures/`.
 
     Args:
-        uri: a server's address, or "sqlite:///mlflow.db"; None for what MLflow itself is set to.
-        experiment: which experiment the run belongs to; it is made if it is not there.
-        run_name: what the run is called.
-        run_id: a run that was begun already, which is left open at the end.
+        uri: address of a server, or "sqlite:///mlflow.db"; None for the default of MLflow.
+        experiment: name of the experiment, which is created if it does not exist.
+        run_name: name of the run.
+        run_id: an active run, which stays open at the end.
     """
 
     def __init__(
@@ -186,65 +183,65 @@ class MLflow(AbstractTracker):
         run_name: str | None = None,
         run_id: str | None = None,
     ) -> None:
-        self._entities = _brought("mlflow.entities")
-        self.client = _brought("mlflow").MlflowClient(tracking_uri=uri)
-        self._begun_here = run_id is None
+        self._entities = _import_tracker("mlflow.entities")
+        self.client = _import_tracker("mlflow").MlflowClient(tracking_uri=uri)
+        self._owns_run = run_id is None
         self.run_id: str = run_id or self._begin(experiment, run_name)
 
     def numbers(self, values: Mapping[str, float], epoch: int | None = None) -> None:
         now = int(time.time() * 1000)
-        made = [self._entities.Metric(_allowed(name), value, now, epoch or 0) for name, value in values.items()]
-        for start in range(0, len(made), AT_ONCE):
-            self.client.log_batch(self.run_id, metrics=made[start : start + AT_ONCE])
+        metrics = [self._entities.Metric(_allowed(name), value, now, epoch or 0) for name, value in values.items()]
+        for start in range(0, len(metrics), AT_ONCE):
+            self.client.log_batch(self.run_id, metrics=metrics[start : start + AT_ONCE])
 
     def histogram(self, name: str, histogram: Histogram, epoch: int) -> None:
         pass
 
     def figure(self, name: str, figure: Any, epoch: int | None = None) -> None:
-        when = "" if epoch is None else f"-{epoch}"
-        self.client.log_figure(self.run_id, figure, f"figures/{_allowed(name)}{when}.png")
+        suffix = "" if epoch is None else f"-{epoch}"
+        self.client.log_figure(self.run_id, figure, f"figures/{_allowed(name)}{suffix}.png")
 
     def settings(self, values: Mapping[str, Any]) -> None:
-        made = [self._entities.Param(_allowed(name), word) for name, word in _words(values).items()]
-        for start in range(0, len(made), AT_ONCE // 10):
-            self.client.log_batch(self.run_id, params=made[start : start + AT_ONCE // 10])
+        parameters = [self._entities.Param(_allowed(name), word) for name, word in _as_text(values).items()]
+        for start in range(0, len(parameters), AT_ONCE // 10):
+            self.client.log_batch(self.run_id, params=parameters[start : start + AT_ONCE // 10])
 
     def close(self, *, failed: bool = False) -> None:
-        if self._begun_here:
+        if self._owns_run:
             self.client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
 
     def _begin(self, experiment: str, run_name: str | None) -> str:
         known = self.client.get_experiment_by_name(experiment)
-        place = self.client.create_experiment(experiment) if known is None else known.experiment_id
-        begun: str = self.client.create_run(place, run_name=run_name).info.run_id
-        return begun
+        experiment_id = self.client.create_experiment(experiment) if known is None else known.experiment_id
+        run_id: str = self.client.create_run(experiment_id, run_name=run_name).info.run_id
+        return run_id
 
 
 def numbers_of(report: Report, name: str | None = None) -> dict[str, float]:
-    """List the numbers of a report by the names that trackers show.
+    """Return the results of a report by their names in trackers.
 
     Args:
-        report: what `fedlas.evaluate` gave.
-        name: what they begin with; by default the split, or "predictions" where it has no name.
+        report: a report of `fedlas.evaluate`.
+        name: prefix of the names; by default the split, or "predictions" without one.
     """
     start = name or report.split or "predictions"
-    found = _of_state(report.before, start)
+    numbers = _of_state(report.before, start)
     for calibrator, state in report.after.items():
-        found |= _of_state(state, f"{start}/{calibrator}")
-    return found
+        numbers |= _of_state(state, f"{start}/{calibrator}")
+    return numbers
 
 
 def _of_state(state: State, start: str) -> dict[str, float]:
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for metric, result in state.results.items():
-        found |= _of_result(result, f"{start}/{metric}")
-    found |= {f"{start}/{word}": float(value) for word, value in state.parameters.items()}
-    for foreign, scores in state.detection.sets.items() if state.detection is not None else ():
+        numbers |= _of_result(result, f"{start}/{metric}")
+    numbers |= {f"{start}/{word}": float(value) for word, value in state.parameters.items()}
+    for data, scores in state.detection.sets.items() if state.detection is not None else ():
         for score, separation in scores.items():
-            for one in fields(separation):
-                name = f"{start}/ood/{foreign}/{score}/{one.name}"
-                found |= _of_result(getattr(separation, one.name), name)
-    return found
+            for field in fields(separation):
+                name = f"{start}/ood/{data}/{score}/{field.name}"
+                numbers |= _of_result(getattr(separation, field.name), name)
+    return numbers
 
 
 def _of_result(result: Result, name: str) -> dict[str, float]:
@@ -252,19 +249,19 @@ def _of_result(result: Result, name: str) -> dict[str, float]:
     return {name: float(result)} | ({} if ends is None else {f"{name}_low": ends.low, f"{name}_high": ends.high})
 
 
-def _words(values: Mapping[str, Any], above: str = "") -> dict[str, str]:
-    """Write settings as words, those of a group behind its name and a slash."""
-    found: dict[str, str] = {}
+def _as_text(values: Mapping[str, Any], above: str = "") -> dict[str, str]:
+    """Convert settings to text, with names like group/setting for nested ones."""
+    texts: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found |= _words(value, f"{above}{name}/")
+            texts |= _as_text(value, f"{above}{name}/")
         else:
-            found[f"{above}{name}"] = value if isinstance(value, str) else json.dumps(value, default=str)
-    return found
+            texts[f"{above}{name}"] = value if isinstance(value, str) else json.dumps(value, default=str)
+    return texts
 
 
 def _pixels(figure: Any) -> NDArray[np.uint8]:
-    """Draw a figure; wandb and torch would do it through pyplot, which wants a screen or a setting."""
+    """Render a figure; wandb and torch would use pyplot, which needs a display or a backend setting."""
     agg = optional_module("matplotlib.backends.backend_agg")
     if not isinstance(figure, optional_module("matplotlib.figure").Figure):
         raise UserTypeError(f"a matplotlib figure is expected, not a {type(figure).__name__}")
@@ -274,12 +271,12 @@ def _pixels(figure: Any) -> NDArray[np.uint8]:
 
 
 def _allowed(name: str) -> str:
-    """Replace what MLflow allows in no name."""
+    """Replace characters that MLflow does not allow in names."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
-def _brought(name: str) -> Any:
-    """Import a tracker, which people bring themselves."""
+def _import_tracker(name: str) -> Any:
+    """Import the package of a tracker, which is not a dependency."""
     package = name.partition(".")[0]
     try:
         return importlib.import_module(name)

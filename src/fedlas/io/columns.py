@@ -35,7 +35,7 @@ LOGIT_PREFIXES = ("logit_", "logits_")
 LOGIT_TABLES = {"logits", "logit"}
 BINARY = {"probs", "proba", "probabilities", "probability", "y_prob", "y_proba", "y_score"}  # or one number a sample
 PROB_TABLES = BINARY | {"prob", "softmax", "predictions", "prediction", "preds", "y_pred", "outputs", "output"}
-# Tables whose names do not say whether they hold probabilities or logits.
+# Names of tables that may hold probabilities or logits.
 UNDECLARED = {"predictions", "prediction", "preds", "y_pred", "outputs", "output", "y_score"}
 CONFIDENCES = {"confidence", "confidences", "conf", "max_prob", "prob"}
 PREDICTIONS = {
@@ -211,7 +211,7 @@ def _check_column(name: str, columns: Mapping[str, Any], chosen: str, options: R
         if chosen == "label_column":
             advice += (
                 f"; labels may come from another file: {option('labels')}, for calibration data "
-                f"{option('calibrate_labels')}"
+                f"{option('calibration_labels')}"
             )
         raise UserError(f"{path}: {option(chosen)} names {name!r}; the columns are {short_list(columns)}{advice}")
     return name

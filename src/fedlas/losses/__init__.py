@@ -1,4 +1,4 @@
-"""Training losses, one file each, behind one interface; the folder is the catalogue."""
+"""Training losses, one file each, with a common interface; the catalogue lists the files of this folder."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from fedlas.catalog import Catalog, keywords, summary
 from fedlas.losses.base import AbstractLoss, Batch, as_batch, smoothed_cross_entropy
 from fedlas.losses.fedlas import BCG, NCI, AdaptiveSmoothing
-from fedlas.losses.gate_history import GateHistory
+from fedlas.losses.flip_rate import GateHistory
 from fedlas.losses.input_checks import checks
 
 __all__ = [
@@ -29,7 +29,7 @@ CATALOG: Catalog[AbstractLoss] = Catalog("fedlas.losses", AbstractLoss, "loss") 
 
 @dataclass(frozen=True)
 class LossRecord:
-    """What the catalogue tells about one loss."""
+    """Catalogue entry of a loss."""
 
     name: str
     summary: str
@@ -39,21 +39,22 @@ class LossRecord:
 
 
 def build_loss(name: str, **options: Any) -> AbstractLoss:
-    """Build a loss by its catalogue name; keywords it does not take are an error that lists those it takes."""
+    """Build a loss by its catalogue name; unknown keywords are an error that lists the known ones."""
     return CATALOG.build(name, **options)
 
 
 def list_losses() -> list[LossRecord]:
-    """List every loss of the catalogue."""
+    """List all losses of the catalogue."""
     return [
         LossRecord(name, summary(cls), cls.citation, tuple(keywords(cls)), cls) for name, cls in CATALOG.entries.items()
     ]
 
 
 def __getattr__(name: str) -> Any:
-    """Find the class of any loss, so that `from fedlas.losses import FeDLaSLS` needs no list of them.
+    """Return the class of a loss, for `from fedlas.losses import FeDLaSLS`.
 
-    A type checker sees these names as Any; it knows the classes in their own files, as `fedlas.losses.fedlas`.
+    For a type checker these names are Any; import a class from its own file, such as `fedlas.losses.fedlas`, to be
+    typed.
     """
     return CATALOG.class_called(name)
 

@@ -6,8 +6,8 @@ With M_i the largest logit of a sample and sg the stopped gradient,
     pos_i = Σ over entries equal to M_i of max(0, M_i - m)^2
     neg_i = 1/(C-1) Σ over the other entries of max(0, sg[M_i] - s_ik - m)^2
 
-As in the published code the regulariser does not use the label, and `pos` acts on the raw logit: adding a constant to
-all logits changes the loss. Published: lambda 0.1, lambda_pos 1, lambda_neg 0.1, m 10 on Tiny-ImageNet, 6 on CIFAR.
+As in the official code, the regulariser does not use the label, and `pos` acts on the raw logit: adding a constant to
+all logits changes the loss. Paper: lambda 0.1, lambda_pos 1, lambda_neg 0.1, m 10 on Tiny-ImageNet, 6 on CIFAR.
 """
 
 from typing import Unpack
@@ -19,7 +19,7 @@ from fedlas.losses.base import AbstractLoss, Batch, Common, at_least
 
 
 class ACLS(AbstractLoss):
-    """Cross-entropy plus squared prices on a large logit and on logits far below it."""
+    """Cross-entropy plus squared penalties on a large maximum logit and on logits far below the maximum."""
 
     name = "acls"
     citation = "Park et al., ACLS: Adaptive and Conditional Label Smoothing for Network Calibration, ICCV 2023."

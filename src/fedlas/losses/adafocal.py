@@ -1,16 +1,17 @@
-"""AdaFocal: a focal loss whose gamma follows the calibration of a validation set.
+"""AdaFocal: focal loss whose gamma adapts to the calibration on a validation set.
 
     L = mean_i f(p_t, g)  CE_i,   f = (1 - p_t)^g where g > 0,  (1 + p_t)^|g| where g < 0 (inverse focal)
 
-g is the gamma of the bin that holds p_t, the probability of the true class. At first the 15 bins are equally wide and
-every gamma is 1. After each epoch the bins become the equal-mass bins of the validation confidence, and with gap_b the
-mean confidence minus the accuracy of bin b (0 where it is empty),
+g is the gamma of the bin that contains p_t, the probability of the true class. At first the 15 bins are equally wide
+and every gamma is 1. After each epoch the bins become the equal-mass bins of the validation confidence, and with gap_b
+the mean confidence minus the accuracy of bin b (0 where it is empty),
 
     g_b <- g_b exp(step gap_b) where g_b > 0, g_b exp(-step gap_b) elsewhere
     g_b <- -switch where 0 < g_b < switch, +switch where -switch < g_b <= 0;  then clipped to [gamma_min, gamma_max]
 
-As published: bins come from confidence, samples are put into them by p_t. Departures: the mean over the batch where the
-published code sums; the bins are saved with the loss (there a resumed run starts them anew).
+As in the official code, bin edges are computed from the confidence, and samples are assigned by p_t. Differences: the
+mean over the batch instead of the sum; the bins are saved with the loss (the official code resets them when a run
+resumes).
 """
 
 from typing import Unpack
@@ -20,12 +21,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedlas.losses.base import AbstractLoss, Batch, Common, at_least, complement, whole, within
-from fedlas.metrics.bins import bin_statistics, interpolated_edges
+from fedlas.metrics.bin_sums import bin_statistics, interpolated_edges
 from fedlas.predictions import Predictions
 
 
 class AdaFocal(AbstractLoss):
-    """Focal loss that learns between epochs, bin by bin, how far to look away or to look closer."""
+    """Focal loss whose gamma is adapted per confidence bin after each epoch, from validation calibration gaps."""
 
     name = "adafocal"
     citation = "Ghosh et al., AdaFocal: Calibration-aware Adaptive Focal Loss, NeurIPS 2022."
@@ -59,21 +60,21 @@ class AdaFocal(AbstractLoss):
 
     @torch.no_grad()
     def learn_from_epoch(self, validation: Predictions | None) -> None:
-        """Move bins and gammas by the calibration of the validation set; all ranks must give the same one."""
+        """Update bins and gammas from the calibration on the validation set; all ranks must pass the same data."""
         assert validation is not None
         confidence, correct = validation.confidence, validation.correct
         edges = interpolated_edges(confidence, self.bins)
-        found = bin_statistics(confidence, correct, edges)
+        statistics = bin_statistics(confidence, correct, edges)
         self.edges.copy_(edges)
-        self.update(torch.where(found.counts > 0, found.confidence - found.accuracy, 0))
+        self.update(torch.where(statistics.counts > 0, statistics.confidence - statistics.accuracy, 0))
 
     @torch.no_grad()
     def update(self, gaps: Float[Tensor, " bins"]) -> None:
-        """Move every gamma by the gap between confidence and accuracy of its bin."""
+        """Update each gamma by the gap between confidence and accuracy in its bin."""
         g = self.gammas
         g = g * torch.exp(self.step * g.sign() * gaps.to(g))
-        turned = self.switch * (1 - 2 * (g > 0).to(g))
-        g = torch.where(g.abs() < self.switch, turned, g)
+        switched = self.switch * (1 - 2 * (g > 0).to(g))
+        g = torch.where(g.abs() < self.switch, switched, g)
         self.gammas.copy_(g.clamp(self.gamma_min, self.gamma_max))
 
     def _loss_of(self, log_p: Tensor) -> Tensor:

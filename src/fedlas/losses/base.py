@@ -1,18 +1,17 @@
-"""What every training loss shares: one view of the batch, one set of checks, one reduction.
+"""Base class of all training losses: batch, input checks and reduction.
 
-A loss is a sum of named terms. Each term gives one number per sample, already multiplied by its coefficient; a term
-that belongs to the batch as a whole comes as per-sample shares whose mean it is. The term named `classification` is
-the one that class weights act on; every other term is a regulariser. With w_k the class weights, y_i the label and n
-the number of samples that count,
+A loss is a sum of named terms. Each term has one value per sample, already multiplied by its coefficient; a term of the
+whole batch is split into per-sample contributions whose mean it is. Class weights multiply the term `classification`;
+every other term is a regulariser. With w_k the class weights, y_i the label and n the number of valid samples,
 
     mean:  Σ_i classification_i / Σ_i w_{y_i}  +  Σ_i regulariser_i / n      (soft labels: both divided by n)
     sum:   Σ_i classification_i + Σ_i regulariser_i
     none:  classification_i + regulariser_i
 
-which is what `torch.nn.functional.cross_entropy` does to its only term. In a distributed training step denominators are
-those of all ranks together and sums are multiplied by the number of ranks, so that the mean over ranks of value and
-gradient, which is what DistributedDataParallel takes, is that of one process with the whole batch. Ignored samples are
-masked, never cut out: no shape depends on data, and nothing waits for the device.
+as `torch.nn.functional.cross_entropy` reduces its only term. In a distributed training step, denominators are summed
+over all ranks and sums are multiplied by the number of ranks. The mean over ranks that DistributedDataParallel computes
+then equals value and gradient of one process with the whole batch. Ignored samples are masked and not removed, so that
+shapes do not depend on data and nothing synchronises with the device.
 """
 
 import math
@@ -55,12 +54,12 @@ Loss = TypeVar("Loss", bound="AbstractLoss")
 
 @dataclass(frozen=True)
 class Batch:
-    """All that a loss may look at in one step: rows of samples, pixels or tokens.
+    """Inputs of a loss in one step: rows of samples, pixels or tokens.
 
-    Logits and labels are in float32 or better, features in the type that the network gave them. `valid` marks the rows
-    that count, and `all_valid` is true where they are known to be all of them; `updates_state` is true in a training
-    step, and false in an evaluation, which leaves the state of the loss alone; `shared` says that the batch is one part
-    of a batch spread over ranks.
+    Logits and labels are in float32 or float64, features in the type that the network returns. `valid` marks the rows
+    that are not ignored, and `all_valid` is true if all rows are known to be valid; `updates_state` is true in a
+    training step, and false in an evaluation, which does not change the state of the loss; `shared` is true if the
+    batch is one part of a batch that is distributed over ranks.
     """
 
     logits: Float[Tensor, "n classes"]
@@ -79,41 +78,41 @@ class Batch:
         return self.labels.is_floating_point()
 
     def confidence(self) -> Float[Tensor, " n"]:
-        """Give the probability of the predicted class."""
+        """Return the probability of the predicted class."""
         return self.log_probs.amax(1).exp()
 
     def correct(self) -> Float[Tensor, " n"]:
-        """Say which predictions are right: 1 or 0, or the probability that a soft label gives to the prediction."""
+        """Return the correctness of predictions: 1 or 0, or the probability of the prediction in a soft label."""
         prediction = self.logits.argmax(1)
         if self.soft:
             return self.labels.gather(1, prediction.unsqueeze(1)).squeeze(1)
         return (prediction == self.labels).to(self.logits.dtype)
 
     def excess(self, margin: float) -> Float[Tensor, "n classes"]:
-        """Say how much further than a margin each logit lies below the largest one of its row."""
+        """Return by how much the distance of each logit from the largest one of its row exceeds a margin."""
         return (self.logits.amax(1, keepdim=True) - self.logits - margin).clamp_min(0)
 
     def total(self, x: Tensor) -> Tensor:
-        """Sum rows over the samples that count, on all ranks; no gradient crosses ranks."""
+        """Return the sum of valid rows over all ranks; gradients are not shared across ranks."""
         mask = self.valid.reshape(-1, *[1] * (x.ndim - 1))
         local = x.sum(0) if self.all_valid else torch.where(mask, x, 0).sum(0)
         return ranks.total(local) if self.shared else local
 
     def count(self) -> Float[Tensor, ""]:
-        """Count the samples that count, on all ranks; at least 1, so that it can divide."""
+        """Return the number of valid samples on all ranks, at least 1."""
         return self.total(self.valid.to(self.logits.dtype)).clamp_min(1)
 
     def joined(self, x: Tensor) -> Tensor:
-        """Join the rows of all ranks, gradients included."""
+        """Concatenate the rows of all ranks, gradients included."""
         return ranks.joined(x) if self.shared else x
 
     def own(self, x: Tensor) -> Tensor:
-        """Cut this rank's rows out of joined rows."""
+        """Return the rows of this rank from concatenated rows."""
         return ranks.own(x) if self.shared else x
 
 
 class Options(TypedDict, total=False):
-    """Keywords that every loss takes; `AbstractLoss` explains them."""
+    """Keywords of all losses, see `AbstractLoss`."""
 
     weight: Tensor | Sequence[float] | None
     ignore_index: int
@@ -122,17 +121,17 @@ class Options(TypedDict, total=False):
 
 
 class Common(Options, total=False):
-    """The same with the number of classes, for the losses that can do without it."""
+    """Keywords of losses for which the number of classes is optional."""
 
     num_classes: int | None
 
 
 class AbstractPart(nn.Module, ABC):
-    """A module that shows its hyperparameters when it is printed and saves them beside its state.
+    """A module that shows its hyperparameters in its `repr` and saves them in its `state_dict`.
 
-    Keywords of the constructor that are attributes of the same name are hyperparameters. They are saved in the metadata
-    of `state_dict`, where formats that hold tensors alone (safetensors) drop them. Loading the state of another class
-    is an error; loading that of other hyperparameters is a warning.
+    Hyperparameters are keywords of the constructor with an attribute of the same name. They are saved in the metadata
+    of `state_dict`, which formats for tensors alone (safetensors) drop. Loading the state of another class is an error;
+    loading a state with other hyperparameters is a warning.
     """
 
     not_hyperparameters: ClassVar[frozenset[str]] = frozenset()
@@ -149,11 +148,11 @@ class AbstractPart(nn.Module, ABC):
 
     @property
     def is_transformed(self) -> bool:
-        """Whether this call is inside a transform of `torch.func`, whose tensors mean nothing outside of it."""
+        """Whether this call is inside a transform of `torch.func`, whose tensors are invalid outside of it."""
         return is_transformed()
 
     def is_eager_on_cpu(self, x: Tensor) -> bool:
-        """Return whether values can be read without waiting, and an operator costs more than its arithmetic."""
+        """Return whether values can be read without synchronisation and the overhead per operator dominates."""
         return is_eager_on_cpu(x)
 
     def check_update(self) -> None:
@@ -188,7 +187,7 @@ class AbstractPart(nn.Module, ABC):
         )
         mine, theirs = type(self).__name__, local_metadata.get("class", type(self).__name__)
         if mine != theirs:
-            error_msgs.append(f"{prefix[:-1] or 'this'} is a {mine}, the state is that of a {theirs}")
+            error_msgs.append(f"{prefix[:-1] or 'this module'} is a {mine}, but the state was saved by a {theirs}")
             return
         saved, own = local_metadata.get("hyperparameters", {}), self.hyperparameters
         different = [
@@ -203,14 +202,14 @@ class AbstractPart(nn.Module, ABC):
 
 
 class AbstractExact(AbstractPart):
-    """A module whose float64 buffers stay float64 when the module is cast to a narrower type.
+    """A module whose float64 buffers stay float64 when the module is cast to a lower precision.
 
-    A running average with a small weight stands still in bfloat16: each update is below its last digit.
+    In bfloat16, updates of a running average with a small weight would be rounded to zero.
     """
 
     def _apply(self: Exact, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Exact:
         exact = {name: b for name, b in self._buffers.items() if b is not None and b.dtype == torch.float64}
-        for name, buffer in exact.items():  # fn moves a float32 stand-in, which every device takes
+        for name, buffer in exact.items():  # fn moves a float32 copy, which every device supports
             self._buffers[name] = buffer.float()
         super()._apply(fn, recurse)
         for name, buffer in exact.items():
@@ -238,12 +237,12 @@ class GateState(NamedTuple):
 
 
 class AbstractLoss(AbstractExact):
-    """A training loss: a drop-in for `nn.CrossEntropyLoss` that may also look at features and sample indices.
+    """Base class of training losses: a drop-in for `nn.CrossEntropyLoss` that may also use features and sample indices.
 
     Args:
-        num_classes: number of classes, 2 or more; where it is given, logits of another width are an error.
-        weight: one factor per class, as in `nn.CrossEntropyLoss`; it acts on the classification term.
-        ignore_index: samples with this label do not count.
+        num_classes: number of classes, 2 or more; if given, logits with another number of classes are an error.
+        weight: one factor per class, as in `nn.CrossEntropyLoss`; it multiplies the classification term.
+        ignore_index: samples with this label are ignored.
         reduction: `mean`, `sum` or `none`.
         sync: in a distributed run, share statistics and denominators with all ranks in a training step.
 
@@ -256,7 +255,7 @@ class AbstractLoss(AbstractExact):
     learns_between_epochs: ClassVar[bool] = False
     """Whether `end_epoch` must be called after each epoch."""
     needs_validation: bool = False
-    """Whether `end_epoch` needs predictions on a validation set; they must never be those of the test set."""
+    """Whether `end_epoch` needs predictions on a validation set; never pass predictions on the test set."""
     needs_features: bool = False
     needs_index: bool = False
     """Whether a training step needs the position of each sample in the training split; an evaluation never does."""
@@ -264,7 +263,7 @@ class AbstractLoss(AbstractExact):
     """Whether a gate adapts the smoothing per sample; `gate_state` then returns its state."""
     index_limit: int | None = None
     identical_buffers: tuple[str, ...] = ()
-    """Large buffers that are equal on all ranks without a broadcast; `WithLoss` exempts them from that of DDP."""
+    """Large buffers that are equal on all ranks anyway; `WithLoss` excludes them from the broadcast of DDP."""
     not_hyperparameters = frozenset(Common.__annotations__)
 
     def __init__(
@@ -280,7 +279,7 @@ class AbstractLoss(AbstractExact):
         self.num_classes = None if num_classes is None else whole("num_classes", num_classes, 2)
         self.weight: Tensor | None
         self.register_buffer("weight", _class_weight(weight, num_classes))
-        # Looked at once, here: in a training step it would make the host wait.
+        # Checked in the constructor: in a training step it would synchronise the host.
         if self.weight is not None and not bool(((self.weight >= 0) & self.weight.isfinite()).all()):
             raise UserError(f"weight must be finite and not negative, not {self.weight.tolist()}")
         if not isinstance(ignore_index, int):
@@ -296,10 +295,10 @@ class AbstractLoss(AbstractExact):
 
     @abstractmethod
     def terms(self, batch: Batch) -> dict[str, Tensor]:
-        """Give the named addends of each sample, already multiplied by their coefficients."""
+        """Return the named terms of each sample, already multiplied by their coefficients."""
 
     def end_epoch(self, validation: Predictions | None = None) -> None:
-        """Report the end of an epoch to the loss; most losses have nothing to learn from it.
+        """Update the loss at the end of an epoch; most losses do nothing.
 
         Args:
             validation: predictions on a validation set, for the losses with `needs_validation`.
@@ -320,18 +319,18 @@ class AbstractLoss(AbstractExact):
         return None
 
     def extra_repr(self) -> str:
-        """Show the hyperparameters, and the common keywords that are not as usual."""
-        usual = {"num_classes": None, "ignore_index": IGNORE_INDEX, "reduction": "mean", "sync": True}
-        others = {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
+        """Show the hyperparameters, and the common keywords that differ from their defaults."""
+        defaults = {"num_classes": None, "ignore_index": IGNORE_INDEX, "reduction": "mean", "sync": True}
+        others = {name: getattr(self, name) for name, value in defaults.items() if getattr(self, name) != value}
         if self.weight is not None:
             others["weight"] = f"<{len(self.weight)} classes>"
         return ", ".join(f"{name}={value!r}" for name, value in {**self.hyperparameters, **others}.items())
 
     def learn_from_epoch(self, validation: Predictions | None) -> None:
-        """Update the state after an epoch; for a loss with `learns_between_epochs`."""
+        """Update the state after an epoch; override it in losses with `learns_between_epochs`."""
 
     def epoch_state(self) -> dict[str, list[float]]:
-        """Return the part of the state that the log of each epoch shows; most losses have none."""
+        """Return the state that is logged in each epoch; empty for most losses."""
         return {}
 
     @property
@@ -348,9 +347,9 @@ class AbstractLoss(AbstractExact):
     def forward(
         self, logits: Tensor, labels: Tensor, features: Tensor | None = None, index: Tensor | None = None
     ) -> Tensor:
-        """Compute the loss of a batch; `last_terms` then holds its parts, detached, unless nothing is reduced.
+        """Return the loss of a batch; unless reduction is "none", store its detached terms in `last_terms`.
 
-        In evaluation mode, and where gradients are disabled, the state of the loss stays as it is.
+        In evaluation mode, or where gradients are disabled, the state of the loss does not change.
         """
         reduced = self._reduced(logits, labels, features, index, self.reduction)
         if self.reduction == "none":
@@ -362,7 +361,7 @@ class AbstractLoss(AbstractExact):
     def parts(
         self, logits: Tensor, labels: Tensor, features: Tensor | None = None, index: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Give the named terms of each sample, shaped like hard labels, for a combination of one's own."""
+        """Return the named terms of each sample, shaped like hard labels, to be combined in a custom way."""
         each = self._reduced(logits, labels, features, index, "none")
         return {name: values.reshape(_without_classes(logits)) for name, values in each.items()}
 
@@ -372,7 +371,7 @@ class AbstractLoss(AbstractExact):
         check_tensors(logits, labels, features, index)
         with full_precision(logits):
             batch = self._batch(logits, labels, features, index)
-            if torch.compiler.is_compiling() or self.is_transformed:  # where a counter would be a constant of the graph
+            if torch.compiler.is_compiling() or self.is_transformed:  # a counter would be a constant of the graph
                 return reduce(self.terms(batch), batch, self.weight, reduction)
             if not batch.updates_state:
                 return reduce(self.terms(batch), batch, self.weight, reduction)
@@ -385,26 +384,26 @@ class AbstractLoss(AbstractExact):
 
     @property
     def _end_epoch_call(self) -> str:
-        given = "validation=fedlas.Predictions(logits, labels)" if self.needs_validation else ""
-        return f"loss.end_epoch({given})"
+        argument = "validation=fedlas.Predictions(logits, labels)" if self.needs_validation else ""
+        return f"loss.end_epoch({argument})"
 
     def expected(self, batch: Batch, loss_of: Callable[[Tensor], Tensor]) -> Float[Tensor, " n"]:
-        """Average a loss over the label: Σ_k y_k w_k l(k), where `loss_of` computes l(k) from log p_k."""
+        """Return the mean of a loss over the label distribution: Σ_k y_k w_k l(k), with l(k) = loss_of(log p_k)."""
         return expected(batch, self.weight, loss_of)
 
     def cross_entropy(self, batch: Batch) -> Float[Tensor, " n"]:
-        """Give the cross-entropy of each sample."""
+        """Return the cross-entropy of each sample."""
         return expected(batch, self.weight, torch.neg)
 
     def smoothed(self, batch: Batch, alpha: float | Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-        """Give the cross-entropy of each sample with its label smoothed by alpha."""
+        """Return the cross-entropy of each sample with label smoothing alpha."""
         return smoothed(batch, self.weight, alpha)
 
     def _batch(self, logits: Tensor, labels: Tensor, features: Tensor | None, index: Tensor | None) -> Batch:
         if self.needs_features and features is None:
             raise UserError(
                 f"{self.name} needs features, the input of the network's last layer: loss(logits, labels, features). "
-                "fedlas.WithFeatures(model) gives them for any network"
+                "fedlas.WithFeatures(model) returns them for any network"
             )
         updates_state = self.updates_state
         if self.needs_index and updates_state and index is None:
@@ -432,13 +431,12 @@ class AbstractLoss(AbstractExact):
 
 
 class AbstractSelfDistillation(AbstractLoss):
-    """A loss whose target contains the network's previous prediction of each training sample.
+    """Base class of losses whose target contains the previous prediction of each training sample.
 
-    The buffer `past` holds one row of probabilities per training sample. A training step reads the rows of its batch
-    and then overwrites them with its own predictions. Ignored samples and predictions that are not finite leave their
-    row as it is. The type of the table is that of its option, whatever the loss is cast to. In a distributed run every
-    rank writes the rows of all ranks, so the tables of all ranks are equal, whichever rank visits a sample next. An
-    evaluation has no past predictions.
+    The buffer `past` has one row of probabilities per training sample. A training step reads the rows of its batch and
+    then overwrites them with its own predictions. Rows of ignored samples and of predictions that are not finite do not
+    change. Casting the loss does not change the type of the table, which is an option. In a distributed run each rank
+    writes the rows of all ranks, so that all tables are equal. An evaluation uses no past predictions.
     """
 
     takes_maps = False
@@ -544,14 +542,14 @@ def _physical_memory() -> float:
 
 
 def full_precision(x: Tensor) -> AbstractContextManager[object]:
-    """Switch autocast off where the tensor lives; a meta tensor lives nowhere."""
+    """Return a context that disables autocast on the device of a tensor (nothing for a meta tensor)."""
     if x.is_meta or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)):
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which a loss computes with tensors of this type."""
+    """Return the type in which a loss computes: float32, or float64 for float64 inputs."""
     return dtype if dtype in (torch.float32, torch.float64) else torch.promote_types(dtype, torch.float32)
 
 
@@ -565,7 +563,7 @@ def as_batch(
     shared: bool = False,
     updates_state: bool = False,
 ) -> Batch:
-    """Check the tensors of one step and lay them out as rows."""
+    """Check the inputs of a step and reshape them to rows."""
     check_shapes(logits, labels, features, index)
     classes, all_valid = logits.shape[1], False
     dtype = at_least_float32(logits.dtype)
@@ -573,7 +571,7 @@ def as_batch(
     if labels.is_floating_point():
         labels = checked_labels(labels, classes, ignore_index)
         if ignore_index != IGNORE_INDEX:
-            raise UserError("ignore_index has no meaning for soft labels; give those samples a weight of your own")
+            raise UserError("ignore_index has no effect on soft labels; weight the samples yourself (loss.parts)")
         labels = _rows(labels).to(dtype)
         valid = torch.ones_like(logits[:, 0], dtype=torch.bool)
     else:
@@ -583,7 +581,7 @@ def as_batch(
         if not all_valid:
             checked = checked_labels(given, classes, ignore_index).reshape(-1).long()
             labels = torch.where(valid, checked, 0)
-            # An ignored row may hold anything, NaN included; it must not reach a gradient, and 0 * NaN is NaN.
+            # An ignored row may contain NaN, which must not reach a gradient: 0 * NaN is NaN.
             logits = torch.where(valid.unsqueeze(1), logits, 0)
     return Batch(
         logits=logits,
@@ -599,16 +597,16 @@ def as_batch(
 
 
 def expected(batch: Batch, weight: Tensor | None, loss_of: Callable[[Tensor], Tensor]) -> Float[Tensor, " n"]:
-    """Average a loss over the label: Σ_k y_k w_k l(k).
+    """Return the mean of a loss over the label distribution: Σ_k y_k w_k l(k).
 
-    `loss_of` maps log p_k to l(k) entry by entry, whether it is given one column (hard labels) or all classes.
+    `loss_of` maps log p_k to l(k) elementwise, for one column (hard labels) or for all classes.
     """
     if weight is not None:
         weight = weight.to(batch.logits.dtype)
     if batch.soft:
         target = batch.labels if weight is None else batch.labels * weight
         return (target * loss_of(batch.log_probs)).sum(1)
-    if loss_of is torch.neg and not torch.compiler.is_compiling():  # one operator where the others are four
+    if loss_of is torch.neg and not torch.compiler.is_compiling():  # one operator instead of four
         picked = functional.nll_loss(batch.log_probs, batch.labels, reduction="none")
     else:
         picked = loss_of(_pick(batch.log_probs, batch.labels)).squeeze(1)
@@ -616,26 +614,26 @@ def expected(batch: Batch, weight: Tensor | None, loss_of: Callable[[Tensor], Te
 
 
 def smoothed(batch: Batch, weight: Tensor | None, alpha: float | Tensor) -> Float[Tensor, " n"]:
-    """Give (1 - alpha) CE + alpha E for each sample, E being the cross-entropy from the uniform distribution."""
+    """Return (1 - alpha) CE + alpha E for each sample, with E the cross-entropy to the uniform distribution."""
     log_probs = batch.log_probs if weight is None else batch.log_probs * weight.to(batch.logits.dtype)
     cross_entropy, mean = expected(batch, weight, torch.neg), log_probs.mean(1)
-    if is_eager_on_cpu(mean):  # the same in fewer operators
+    if is_eager_on_cpu(mean):  # equal, with fewer operators
         return cross_entropy - alpha * (cross_entropy + mean)
     return (1 - alpha) * cross_entropy - alpha * mean
 
 
 def focal(log_p: Tensor, gamma: float | Tensor) -> Tensor:
-    """Give (1 - p)^gamma * (-log p) with a finite gradient everywhere, p = 1 included."""
+    """Return (1 - p)^gamma * (-log p) with a gradient that is finite also at p = 1."""
     return -log_p * complement(log_p) ** gamma
 
 
 def complement(log_p: Tensor) -> Tensor:
-    """Give 1 - p, accurate near p = 1 and never 0, so that any power of it has a finite gradient."""
+    """Return 1 - p, accurate near p = 1 and positive, so that all its powers have a finite gradient."""
     return (-torch.expm1(log_p)).clamp_min(torch.finfo(log_p.dtype).tiny)
 
 
 def reduce(terms: dict[str, Tensor], batch: Batch, weight: Tensor | None, reduction: Reduction) -> dict[str, Tensor]:
-    """Reduce each term over the samples that count; the module's docstring says how."""
+    """Reduce each term over the valid samples; see the docstring of the module."""
     each = terms
     if not batch.all_valid:
         each = {name: torch.where(batch.valid, values, 0) for name, values in terms.items()}
@@ -649,11 +647,11 @@ def reduce(terms: dict[str, Tensor], batch: Batch, weight: Tensor | None, reduct
     if reduction == "sum":
         return totals
     count = batch.count()
-    shares = dict.fromkeys(totals, count)
+    denominators = dict.fromkeys(totals, count)
     if weight is not None and not batch.soft:
         weights = batch.total(weight.to(count.dtype)[batch.labels])
-        shares["classification"] = torch.where(weights > 0, weights, 1)
-    return {name: value / shares[name] for name, value in totals.items()}
+        denominators["classification"] = torch.where(weights > 0, weights, 1)
+    return {name: value / denominators[name] for name, value in totals.items()}
 
 
 def smoothed_cross_entropy(
@@ -665,9 +663,10 @@ def smoothed_cross_entropy(
     ignore_index: int = IGNORE_INDEX,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Cross-entropy with a label smoothing of one's own for each sample.
+    """Return the cross-entropy with a separate label smoothing for each sample.
 
-    As `F.cross_entropy(label_smoothing=alpha)`, but alpha may be a tensor, one number per label; its gradient flows.
+    Like `F.cross_entropy(label_smoothing=alpha)`, but alpha may be a tensor with one value per label, and has a
+    gradient.
     """
     one_of("reduction", reduction, ("mean", "sum", "none"))
     check_tensors(logits, labels)
@@ -685,14 +684,14 @@ def smoothed_cross_entropy(
 
 
 def one_of(name: str, value: Word, known: Sequence[Word]) -> Word:
-    """Refuse a word that is not one of the known ones."""
+    """Return a value; raise if it is not one of the known ones."""
     if value not in known:
         raise UserError(f"{name} {value!r} is unknown; {nearest(str(value), list(known))}")
     return value
 
 
 def at_least(name: str, value: float, lowest: float) -> float:
-    """Refuse a number that is too small or infinite, or no number."""
+    """Return a number; raise if it is too small, not finite or not a number."""
     _check_number(name, value)
     if not (value >= lowest and math.isfinite(value)):
         raise UserError(f"{name} must be at least {lowest}, not {value}")
@@ -700,7 +699,7 @@ def at_least(name: str, value: float, lowest: float) -> float:
 
 
 def whole(name: str, value: int, lowest: int = 1) -> int:
-    """Refuse what is no whole number, or too small."""
+    """Return a number as an integer; raise if it is too small or not a whole number."""
     at_least(name, value, lowest)
     if value != int(value):
         raise UserError(f"{name} must be a whole number, not {value}")
@@ -708,7 +707,7 @@ def whole(name: str, value: int, lowest: int = 1) -> int:
 
 
 def within(name: str, value: float, lowest: float, highest: float) -> float:
-    """Refuse a number outside of a closed interval, or no number."""
+    """Return a number; raise if it is outside of a closed interval or not a number."""
     _check_number(name, value)
     if not lowest <= value <= highest:
         raise UserError(f"{name} must lie between {lowest} and {highest}, not {value}")
@@ -726,13 +725,13 @@ def _sum(terms: dict[str, Tensor]) -> Tensor:
 
 
 def _pick(x: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Float[Tensor, "n 1"]:
-    """Pick the label's entry of each row."""
+    """Return the entry of the label in each row."""
     if not torch.compiler.is_compiling():
         return x.gather(1, labels.unsqueeze(1))
-    # The gradient of a gather is a scatter into a new tensor; that of a masked sum melts into the softmax's own pass.
+    # The gradient of a gather is a scatter into a new tensor; that of a masked sum is fused with the softmax.
     is_label = torch.arange(x.shape[1], device=x.device) == labels.unsqueeze(1)
     picked = torch.where(is_label, x, 0).sum(1)
-    # No entry is a label out of range, which nothing has checked here: better NaN than a loss of 0.
+    # A label out of range, which is not checked here, gives NaN and not a loss of 0.
     return torch.where((labels >= 0) & (labels < x.shape[1]), picked, torch.nan).unsqueeze(1)
 
 
@@ -747,13 +746,13 @@ def _without_classes(logits: Tensor) -> tuple[int, ...]:
 def _class_weight(weight: Tensor | Sequence[float] | None, num_classes: int | None) -> Tensor | None:
     if weight is None:
         return None
-    wanted = "weight must be one floating-point number per class, such as [1.0, 0.5, 2.0]"
+    expected_type = "weight must be one floating-point number per class, such as [1.0, 0.5, 2.0]"
     try:
         weight = torch.as_tensor(weight, dtype=None if isinstance(weight, Tensor) else torch.float32)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{wanted}, not {weight!r}") from error
+        raise UserError(f"{expected_type}, not {weight!r}") from error
     if weight.ndim != 1 or not weight.is_floating_point():
-        raise UserError(f"{wanted}, not a tensor of {weight.dtype} and shape {tuple(weight.shape)}")
+        raise UserError(f"{expected_type}, not a tensor of {weight.dtype} and shape {tuple(weight.shape)}")
     if num_classes is not None and len(weight) != num_classes:
         raise UserError(f"weight has {len(weight)} entries for {num_classes} classes")
     return weight

@@ -1,6 +1,6 @@
 """Cross-entropy: L = mean_i -log p_{y_i}.
 
-Source: the reference that every other loss is measured against; equal to `torch.nn.CrossEntropyLoss`.
+The baseline of all other losses; equal to `torch.nn.CrossEntropyLoss`.
 """
 
 from torch import Tensor
@@ -9,7 +9,7 @@ from fedlas.losses.base import AbstractLoss, Batch
 
 
 class CE(AbstractLoss):
-    """Plain cross-entropy, the loss that most classifiers are trained with."""
+    """Cross-entropy, the baseline."""
 
     name = "ce"
     citation = "Baseline; no method paper."

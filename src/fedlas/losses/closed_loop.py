@@ -1,20 +1,20 @@
-"""Closed loop: self-distillation whose strength follows the calibration of held-out data.
+"""Closed loop: self-distillation whose strength adapts to the calibration on held-out data.
 
-    L   = mean_i (1 - a_i) CE_i + a_i CE(m_i, p_i),   a_i = a_b for the bin b that holds sg[x_i]
+    L   = mean_i (1 - a_i) CE_i + a_i CE(m_i, p_i),   a_i = a_b for the bin b that contains sg[x_i]
     a_b <- clip(a_b + step gap_b, alpha_min, alpha_max) after each epoch, gap_b = mean confidence - accuracy of bin b
 
-m_i is the prediction of sample i at its previous visit (`past`: training mode, augmented view, no gradient; uniform
-at the first visit) or the uniform distribution (`uniform`, which is label smoothing); `none` leaves out the second
-term, so that only the weight of a sample changes. x_i is the confidence of the
-sample's prediction, the L1 norm of its features, or nothing (`none`: one strength for all samples). After each epoch
-the bins become equal-mass bins of x on the validation data, and gap_b is computed there: over-confident bins get a
-larger a_b, under-confident ones a smaller a_b. A bin without validation samples keeps its strength. Training data
-need not be spread equally over these bins. Class weights act on both terms, as in label smoothing.
+m_i is the prediction of sample i at its previous visit (`past`: training mode, augmented view, no gradient; uniform at
+the first visit) or the uniform distribution (`uniform`, which is label smoothing); `none` omits the second term, so
+that only the weight of a sample changes. x_i is the confidence of the prediction, the L1 norm of the features, or
+absent (`none`: one strength for all samples). After each epoch the bins become equal-mass bins of x on the validation
+data, and gap_b is computed there: over-confident bins get a larger a_b, under-confident ones a smaller a_b. A bin
+without validation samples keeps its strength. Training samples may be distributed unequally over these bins. Class
+weights act on both terms, as in label smoothing.
 
 Memory of `past`: num_samples x num_classes numbers, 18 MB for 45,000 samples of 100 classes; for ImageNet (1.28 million
-samples, 1,000 classes) 5.1 GB in float32, 2.6 GB in bfloat16, on the device and in each checkpoint. The term of past
-predictions belongs to training: in evaluation mode, or where gradients are disabled, the loss is the cross-entropy and
-no index is needed; with `uniform` it is the smoothed cross-entropy there too.
+samples, 1,000 classes) 5.1 GB in float32, 2.6 GB in bfloat16, on the device and in each checkpoint. Past predictions
+are used in training only: in evaluation mode, or where gradients are disabled, the loss is the cross-entropy and no
+index is needed; with `uniform` it remains the smoothed cross-entropy.
 
 Related work. Targets: PS-KD (Kim et al., ICCV 2021: past predictions, linear schedule; here `pskd`);
 Self-Distillation as Instance-Specific Label Smoothing (Zhang and Sabuncu, NeurIPS 2020); Adaptive Label Smoothing
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from fedlas.errors import UserError
 from fedlas.losses.base import AbstractSelfDistillation, Batch, Options, TableType, at_least, one_of, whole, within
-from fedlas.metrics.bins import EdgeRule, add_up, bin_index, count_up, equal_mass_edges, exact
+from fedlas.metrics.bin_sums import EdgeRule, add_up, bin_index, count_up, equal_mass_edges, exact
 from fedlas.predictions import Predictions
 
 Target = Literal["past", "uniform", "none"]
@@ -53,8 +53,8 @@ class _Recorded(tuple[Mapping[str, Sequence[float]], ...]):
 def _recorded(given: Sequence[Mapping[str, Sequence[float]]], strengths: int) -> _Recorded:
     """Check that recorded strengths and edges have the right number."""
     wanted = {"strengths": strengths, "edges": strengths + 1}
-    for one in given:
-        sizes = {name: len(one.get(name, ())) for name in wanted}
+    for epoch in given:
+        sizes = {name: len(epoch.get(name, ())) for name in wanted}
         if sizes != wanted:
             raise UserError(f"an epoch of replay has {sizes} numbers, but {strengths} bins need {wanted}")
     if not given:
@@ -63,14 +63,14 @@ def _recorded(given: Sequence[Mapping[str, Sequence[float]]], strengths: int) ->
 
 
 class ClosedLoop(AbstractSelfDistillation):
-    """Self-distillation from past predictions, stronger where held-out data show over-confidence.
+    """Self-distillation from past predictions, stronger in bins that are over-confident on held-out data.
 
     Args:
         num_classes: number of classes.
-        num_samples: number of samples of the training split, whose positions are given as `index`.
+        num_samples: number of samples of the training split, whose positions are passed as `index`.
         target: `past`, the previous prediction of each sample, `uniform`, or `none` for (1 - a_i) CE_i alone.
-        indicator: quantity whose bins have strengths of their own: `confidence`, `norm` (L1 norm of the features, which
-            the validation predictions must hold too) or `none`, one strength for all samples.
+        indicator: quantity whose bins have separate strengths: `confidence`, `norm` (L1 norm of the features, which
+            the validation predictions must contain too) or `none`, one strength for all samples.
         bins: number of bins of the indicator; `none` has one.
         step: change of a strength after an epoch per unit of its calibration gap.
         alpha_min: lower limit of the strengths.
@@ -146,7 +146,7 @@ class ClosedLoop(AbstractSelfDistillation):
 
     @torch.no_grad()
     def learn_from_epoch(self, validation: Predictions | None) -> None:
-        """Update bins and strengths by the calibration of the validation set; all ranks must give the same one."""
+        """Update bins and strengths from the calibration on the validation set; all ranks must pass the same data."""
         self.finished_epochs += 1
         if self.replay is not None:
             self._take_recorded()
@@ -170,7 +170,7 @@ class ClosedLoop(AbstractSelfDistillation):
 
     @torch.no_grad()
     def update(self, gaps: Float[Tensor, " bins"]) -> None:
-        """Update every strength by the gap between confidence and accuracy of its bin."""
+        """Update each strength by the gap between confidence and accuracy in its bin."""
         self.gaps.copy_(gaps)
         self.alphas.copy_((self.alphas + self.step * self.gaps).clamp(self.alpha_min, self.alpha_max))
 

@@ -4,11 +4,10 @@
     BDC  = mean_i -1/(C-1) Σ_{j≠y} log σ(s_iy - s_ij)
     BEC  = mean_i -1/((C-1)(C-2)) Σ_{j≠y} Σ_{k≠y} 1/2 log σ(s_ij - s_ik + 1e-10)
 
-The pairs of BEC are ordered and the diagonal j = k is included, a constant, as in the only public code. BEC is 0 for
-two classes, where that code divides by zero. Published: lambda_bdc 0.1, lambda_bec 1.
+The pairs of BEC are ordered and include the constant diagonal j = k, as in the only public code. BEC is 0 for two
+classes, where that code divides by zero. Paper: lambda_bdc 0.1, lambda_bec 1.
 
-The pairs are summed block by block, value and gradient together, so that memory stays at N x C; a compiled graph does
-it in one fused pass.
+Value and gradient are summed over blocks of pairs, so that memory is O(N C); a compiled graph uses one fused pass.
 """
 
 from typing import Any, Unpack
@@ -25,7 +24,7 @@ PAIRS_AT_ONCE = 1 << 22
 
 
 class CPC(AbstractLoss):
-    """Cross-entropy plus binary constraints: the true class above each other, the others level with each other."""
+    """Cross-entropy plus pairwise constraints: the true logit above all others, the other logits equal."""
 
     name = "cpc"
     citation = "Cheng & Vasconcelos, Calibrating Deep Neural Networks by Pairwise Constraints, CVPR 2022."
@@ -49,7 +48,7 @@ class CPC(AbstractLoss):
 
 
 class _PairSum(torch.autograd.Function):
-    """Σ_{j,k} 1/2 log σ(s_j - s_k + 1e-10) over the classes that are in, with its gradient computed on the way."""
+    """Σ_{j,k} 1/2 log σ(s_j - s_k + 1e-10) over the selected classes; the forward pass computes the gradient too."""
 
     generate_vmap_rule = True
 

@@ -1,4 +1,4 @@
-"""Correctness ranking loss: samples that were right more often should be more confident.
+"""Correctness ranking loss: samples that were classified correctly more often should be more confident.
 
 State: k_i, the number of epochs in which training sample i was classified correctly (in its augmented training view),
 and K, the number of finished epochs (1 in the first two). With u_i = (k_i - k_min) / (K - k_min), every sample is
@@ -6,12 +6,12 @@ paired with the next of the batch, cyclically:
 
     L = mean CE + rank_weight mean_i max(0, -sign(u_i - u_j) (r_i - r_j) + |u_i - u_j|),  0 where u_i = u_j
 
-The score r is the largest probability (`softmax`), its lead over the second (`margin`) or minus the normalised entropy
-(`entropy`); the gradient flows through both scores of a pair. In the first epoch nothing can be ranked yet.
-Departures from the published code: the table has a place for training samples only, so that samples never seen do not
-hold k_min at 0; u = 0 where every sample has k = K (published: 0/0); the history is saved with the loss; ignored
-samples are left out of the pairing. The ranking belongs to training: in evaluation mode, or where gradients are
-disabled, it is 0 and no index is needed.
+The score r is the largest probability (`softmax`), its margin over the second (`margin`) or minus the normalised
+entropy (`entropy`); the gradient flows through both scores of a pair. In the first epoch the ranking term is 0.
+Differences from the official code: the table has rows for training samples only, so that unseen samples do not keep
+k_min at 0; u = 0 where every sample has k = K (official: 0/0); the counts are saved with the loss; ignored samples are
+not paired. The ranking is used in training only: in evaluation mode, or where gradients are disabled, it is 0 and no
+index is needed.
 """
 
 import math
@@ -26,10 +26,10 @@ from fedlas.predictions import Predictions
 
 
 class CRL(AbstractLoss):
-    """Cross-entropy plus a ranking of confidence by how often each training sample has been right.
+    """Cross-entropy plus a ranking of confidence by how often each training sample was classified correctly.
 
     Args:
-        num_samples: number of samples of the training split, whose positions are given as `index`.
+        num_samples: number of samples of the training split, whose positions are passed as `index`.
         rank_weight: weight of the ranking term.
         score: confidence that is ranked.
         **common: see `AbstractLoss`.
@@ -70,8 +70,8 @@ class CRL(AbstractLoss):
         index = batch.joined(batch.index)
         valid = batch.joined(batch.valid)
         ranking = self._ranking(batch.joined(self._scores(batch)), index, valid)
-        right = batch.joined(batch.correct()).long()
-        self.correct_epochs.index_add_(0, index, torch.where(valid, right, 0))
+        correct = batch.joined(batch.correct()).long()
+        self.correct_epochs.index_add_(0, index, torch.where(valid, correct, 0))
         return {"classification": classification, "ranking": self.rank_weight * batch.own(ranking)}
 
     def learn_from_epoch(self, validation: Predictions | None) -> None:  # noqa: ARG002 (learns from training alone)
@@ -97,19 +97,19 @@ class CRL(AbstractLoss):
         return (probs * batch.log_probs).sum(1) / math.log(max(probs.shape[1], 2))
 
     def _ranking(self, score: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-        """Compare each sample with the next one that counts."""
+        """Return the ranking loss of each sample against the next valid one."""
         partner = _next_valid(valid)
         span = self.finished_epochs.clamp_min(1) - self.correct_epochs.min()
         history = self.correct_epochs[index]
-        # One division of whole numbers: the published margins are exactly these, in single precision.
+        # A single division of integers gives exactly the margins of the official code in float32.
         ahead = ((history - history[partner]) * (span > 0) / span.clamp_min(1)).to(score.dtype)
         hinge = (ahead.abs() - ahead.sign() * (score - score[partner])).clamp_min(0)
         return torch.where(ahead == 0, 0, hinge)
 
 
 def _next_valid(valid: Tensor) -> Tensor:
-    """Find for every place the next valid one, cyclically."""
+    """Return for each position the next valid one, cyclically."""
     order = torch.argsort(~valid, stable=True)
-    place = torch.arange(len(valid), device=valid.device)
-    follower = order[torch.where(place + 1 < valid.sum(), place + 1, 0)] if len(valid) else order
+    position = torch.arange(len(valid), device=valid.device)
+    follower = order[torch.where(position + 1 < valid.sum(), position + 1, 0)] if len(valid) else order
     return torch.zeros_like(order).index_copy(0, order, follower)

@@ -1,8 +1,8 @@
 """Dual focal loss: L = mean_i (1 - p_t + p_j)^gamma CE_i, with p_j the largest probability strictly below p_t, or 0.
 
 The gradient flows through p_t and p_j. Where a sample is misclassified, p_j is the class ranked just below the true
-one, not the best wrong class: so in the published code, and here. Published gamma: 5 for ResNet-50 on CIFAR, 2.3 on
-Tiny-ImageNet. Departure: the mean over the batch where the published default sums.
+one, not the most probable incorrect class, as in the official code. Paper: gamma 5 for ResNet-50 on CIFAR, 2.3 on
+Tiny-ImageNet. Difference: the mean over the batch instead of the sum.
 """
 
 from typing import Unpack
@@ -15,7 +15,7 @@ from fedlas.losses.base import AbstractLoss, Batch, Common, at_least, complement
 
 
 class DualFocal(AbstractLoss):
-    """Focal loss that also looks at the class ranked just below the true one."""
+    """Focal loss whose factor also contains the probability of the class ranked just below the true one."""
 
     name = "dual_focal"
     citation = "Tao et al., Dual Focal Loss for Calibration, ICML 2023."
@@ -33,10 +33,10 @@ class DualFocal(AbstractLoss):
         return {"classification": self.expected(batch, loss_of)}
 
 
-# Logits are compared, not probabilities: a compiler may compute one probability twice, with another last digit. For the
-# same reason p_j is looked up by its index: the gradient of a maximum would compare it with its own second computation.
+# Compare logits, not probabilities: a compiler may compute a probability twice with different rounding. For the same
+# reason p_j is gathered by its index: the gradient of a maximum would compare it with a recomputed value.
 def _next_below(batch: Batch) -> Float[Tensor, "n 1"]:
-    """Find p_j: the largest probability below that of the label."""
+    """Return p_j, the largest probability below that of the label."""
     logits = batch.logits.detach()
     lower = torch.where(logits < logits.gather(1, batch.labels.unsqueeze(1)), logits, -torch.inf)
     value, index = lower.max(1, keepdim=True)
@@ -44,8 +44,8 @@ def _next_below(batch: Batch) -> Float[Tensor, "n 1"]:
 
 
 def _next_below_each(batch: Batch) -> Float[Tensor, "n classes"]:
-    """Find p_j for every class at once: sort, and step over equal values."""
+    """Return p_j for every class: sort, and skip equal values."""
     ascending, order = batch.logits.detach().sort(1)
     smaller = torch.searchsorted(ascending.contiguous(), batch.logits.detach().contiguous())
-    found = batch.log_probs.exp().gather(1, order).gather(1, (smaller - 1).clamp_min(0))
-    return torch.where(smaller > 0, found, 0)
+    probability = batch.log_probs.exp().gather(1, order).gather(1, (smaller - 1).clamp_min(0))
+    return torch.where(smaller > 0, probability, 0)

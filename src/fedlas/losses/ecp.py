@@ -1,7 +1,7 @@
 """Explicit confidence penalty: L = mean_i CE_i - alpha H_i, with H_i the entropy of p_i; alpha 0.1.
 
-H_i is the *mean* over classes of -q log q, q = clip(p, 1e-10, 1 - 1e-10): so in the code that the published numbers
-come from. The original paper has the sum, which is C times stronger: `class_reduction="sum"`.
+H_i is the *mean* over classes of -q log q, q = clip(p, 1e-10, 1 - 1e-10), as in the code that
+produced the published results. The original paper uses the sum, which is C times larger: `class_reduction="sum"`.
 """
 
 from typing import Literal, Unpack
@@ -12,7 +12,7 @@ from fedlas.losses.base import AbstractLoss, Batch, Common, at_least, one_of
 
 
 class ECP(AbstractLoss):
-    """Cross-entropy minus a reward for entropy."""
+    """Cross-entropy minus the entropy of the prediction (confidence penalty)."""
 
     name = "ecp"
     citation = "Pereyra et al., Regularizing Neural Networks by Penalizing Confident Output Distributions, ICLR-W 2017."

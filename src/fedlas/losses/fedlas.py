@@ -1,9 +1,9 @@
-"""FeDLaS: label smoothing that each sample gets for itself, at every training step.
+"""FeDLaS: label smoothing with a strength that is computed per sample in every training step.
 
-In the order and the letters of the paper. For a sample with features z and logits s, sg the stopped gradient:
+In the notation of the paper, for a sample with features z and logits s, sg the stopped gradient:
 
     symbol      equation                                                            here
-    E           cross-entropy from the uniform distribution, -(1/C) Σ_k log p_k     `AbstractLoss.smoothed`
+    E           cross-entropy to the uniform distribution, -(1/C) Σ_k log p_k       `AbstractLoss.smoothed`
     R           (1/C) Σ_k max(0, max_l s_l - s_k - m)                               `FeDLaSMbLS._margin`
     mu, sigma   theta * (this batch) + (1 - theta) * (before), of ||z||_1           `NCI.mean`, `NCI.std`
     gamma       (||sg[z]||_1 - mu) / sigma                                          `NCI`
@@ -12,21 +12,21 @@ In the order and the letters of the paper. For a sample with features z and logi
     L           (1 - alpha_i) CE_i + alpha_i E_i                                    `FeDLaSLS`
     L           (1 - alpha_i) CE_i + alpha_i R_i                                    `FeDLaSMbLS`
 
-The network learns through CE, E and R alone: features and logits are detached where they steer alpha_i. The gate learns
+The network is trained through CE, E and R alone: features and logits are detached in alpha_i. The gate is trained
 through alpha_i alone.
 
-Paper, official code and this file differ in a few places; `preset` sets them all at once, a keyword of one's own beats
-the preset, and docs/decisions.md gives the reasons:
+Paper, official code and this file differ in a few details, which `preset` selects; explicit keywords override the
+preset, and docs/decisions.md gives the reasons:
 
     keyword               default    "official"   "paper"
     margin_reduction      "mean"     "mean"       "sum"      over classes, in R
-    gate_positive_index   1          1            0          the gate's output that means psi = +1
+    gate_positive_index   1          1            0          gate output for psi = +1
     gate_zero             -1         0            -1         psi where both outputs are equal
     eps                   1e-3       1e-3         0          added to sigma
 
-Batches that would break the published code do not break this one. A batch with fewer than two usable norms (a batch of
-one, all ignored) leaves mu and sigma as they are. A sample whose norm is NaN, infinite or beyond float32 is left out of
-mu and sigma and gets gamma = 0, so alpha_i = alpha. gamma is 0 where sigma + eps is 0, and is limited to +-1e6.
+Degenerate batches, which fail in the official code: a batch with fewer than two usable norms (one sample, or all
+ignored) does not change mu and sigma. A sample whose norm is NaN, infinite or too large for float32 is excluded from mu
+and sigma and has gamma = 0, so alpha_i = alpha. gamma is 0 where sigma + eps is 0, and is clamped to +-1e6.
 """
 
 import math
@@ -63,7 +63,7 @@ Preset = Literal["default", "official", "paper"]
 
 
 class PresetValues(TypedDict):
-    """What a preset decides."""
+    """Options that a preset sets."""
 
     margin_reduction: Literal["mean", "sum"]
     gate_positive_index: Literal[0, 1]
@@ -82,15 +82,15 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 class NCI(AbstractExact):
-    """Norm-based confidence indicator: how far a sample's feature norm lies from the running mean, in deviations.
+    """Norm-based confidence indicator: feature norm, standardised by its running mean and standard deviation.
 
     Args:
         theta: weight of the current batch in the running statistics.
-        norm: p of the feature norm, 1 or more, infinity included, which may be written "inf".
-        source: what is normalised: the features' norm, the largest probability, or the largest logit.
-        normalise: by running statistics, by those of the batch alone, or not at all.
-        start: running statistics begin at the published 20 and 100, or with the first batch.
-        eps: added to the deviation.
+        norm: p of the feature norm, at least 1; infinity may be written "inf".
+        source: quantity to standardise: feature norm, largest probability, or largest logit.
+        normalise: use running statistics, statistics of the batch, or none.
+        start: initialise the running statistics with 20 and 100 as in the paper, or with the first batch.
+        eps: added to the standard deviation.
 
     """
 
@@ -129,7 +129,7 @@ class NCI(AbstractExact):
         *,
         shared: bool = False,
     ) -> Float[Tensor, " n"]:
-        """Give gamma; in training mode, with gradients enabled, the running statistics take the batch in first."""
+        """Return gamma; in training mode, with gradients enabled, update the running statistics first."""
         updates_state = self.training and torch.is_grad_enabled()
         with torch.no_grad():
             values = self._values(logits, features)
@@ -152,13 +152,13 @@ class NCI(AbstractExact):
             return gamma.to(logits.dtype)
 
     def _on_host(self, values: Float[Tensor, " n"], *, updates_state: bool) -> Float[Tensor, " n"] | None:
-        """Compute gamma with numbers of Python, in a fifth of the operators; None where a value is not usable."""
+        """Return gamma, computed with Python floats in a fifth of the operators, or None if a value is not usable."""
         values = values.to(torch.promote_types(self.mean.dtype, values.dtype))
         n = len(values)
         if n < 2 or self.source == "max_logit":
             return None
         batch_std, batch_mean = (value.item() for value in torch.std_mean(values))
-        largest = batch_mean * n  # at most, because no value is negative
+        largest = batch_mean * n  # an upper bound, because no value is negative
         if not largest <= LARGEST:
             return None
         mean, std, started = self.mean.item(), self.std.item(), bool(self.started)
@@ -182,7 +182,7 @@ class NCI(AbstractExact):
         if self.source == "max_logit":
             return logits.amax(1)
         if features is None:
-            raise UserError("the indicator needs features; source='max_prob' and 'max_logit' do without")
+            raise UserError("the indicator needs features; source='max_prob' and 'max_logit' do not need them")
         dtype = at_least_float32(features.dtype)
         if self.norm == 1 and self.is_eager_on_cpu(features):  # four times as fast as the general norm
             return features.detach().abs().sum(1, dtype=dtype)
@@ -190,7 +190,7 @@ class NCI(AbstractExact):
         return norms
 
     def _update(self, mean: Tensor, std: Tensor, enough: Tensor) -> None:
-        """Move the running statistics towards the batch's, where it has enough samples to have any."""
+        """Update the running statistics if the batch has enough samples."""
         one = torch.ones_like(self.mean)
         weight = torch.where(self.started, self.theta * one, one) * enough
         self.mean.copy_(torch.where(weight > 0, weight * mean + (1 - weight) * self.mean, self.mean))
@@ -200,13 +200,13 @@ class NCI(AbstractExact):
     def _normalised(self, values: Tensor, mean: Tensor, std: Tensor, known: Tensor) -> Tensor:
         scale = std + self.eps
         known = known & (scale >= torch.finfo(scale.dtype).tiny)
-        # One division for the batch, not one for each sample: in float64 they are dear on a GPU.
+        # One division per batch, not per sample: float64 divisions are slow on a GPU.
         factor = torch.where(known, 1 / torch.where(known, scale, 1), 0)
         return (values - mean) * factor
 
 
 def _statistics(values: Tensor, usable: Tensor, *, shared: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Give mean and unbiased deviation of the usable values of all ranks, and whether there are at least two."""
+    """Return mean and unbiased standard deviation of usable values on all ranks, and whether there are two or more."""
     count = usable.sum().to(values.dtype)
     mean = values.sum() / count.clamp_min(1)
     squares = torch.where(usable, (values - mean) ** 2, 0).sum()
@@ -219,15 +219,15 @@ def _statistics(values: Tensor, usable: Tensor, *, shared: bool) -> tuple[Tensor
 
 
 class BCG(AbstractPart):
-    """Bidirectional calibrating gate: says for each sample in which direction its norm moves the smoothing.
+    """Bidirectional calibrating gate: predicts per sample whether a large norm increases or decreases the smoothing.
 
     Args:
         num_classes: number of classes C; the gate is an MLP C -> width -> 2.
-        kind: `learned`; for ablation `soft` (no sign), `shuffled` (learned, then dealt to other samples of the batch),
+        kind: `learned`; for ablation `soft` (no sign), `shuffled` (learned, then shuffled across the batch),
             or a fixed `positive` or `negative`, which has no parameters.
         width: hidden units, C // 2 by default and at least 1.
         zero: psi where both outputs are equal.
-        positive_index: the output that means psi = +1.
+        positive_index: index of the output for psi = +1.
 
     """
 
@@ -254,7 +254,7 @@ class BCG(AbstractPart):
     def forward(
         self, logits: Float[Tensor, "n classes"], valid: Bool[Tensor, " n"] | None, *, shared: bool = False
     ) -> Float[Tensor, " n"]:
-        """Give psi; its gradient passes straight through the sign to the difference of the two outputs."""
+        """Return psi; a straight-through estimator passes its gradient to the difference of the two outputs."""
         if self.kind in ("positive", "negative"):
             return torch.full_like(logits[:, 0], 1.0 if self.kind == "positive" else -1.0)
         if shared:
@@ -264,13 +264,13 @@ class BCG(AbstractPart):
         )
         inputs, plus, minus = logits.detach(), self.positive_index, 1 - self.positive_index
         # w^T softmax(o) with w = (1, -1) is tanh((o_0 - o_1) / 2).
-        if self.is_eager_on_cpu(logits):  # the formula as it is, in few operators
+        if self.is_eager_on_cpu(logits):  # the formula itself, in few operators
             hidden = functional.leaky_relu(functional.linear(inputs, w_in, b_in), 0.01)
             outputs = functional.linear(hidden, w_out, b_out).unbind(1)
             v = torch.tanh((outputs[plus] - outputs[minus]) / 2)
         else:
-            # Units x samples, not samples x units: then the gradient of w_in is a product that GPUs have a fast kernel
-            # for. One product with a vector, not with a thin matrix.
+            # Units x samples, not samples x units: GPUs have a fast kernel for the gradient of w_in in this layout.
+            # A product with a vector instead of a matrix of two columns.
             hidden = functional.leaky_relu(w_in @ inputs.t() + b_in.unsqueeze(1), 0.01)
             difference = (w_out[plus] - w_out[minus]).unsqueeze(1) * hidden
             v = torch.tanh((difference.sum(0) + (b_out[plus] - b_out[minus])) / 2)
@@ -283,7 +283,7 @@ class BCG(AbstractPart):
 
     @torch.no_grad()
     def _take_from_first_rank(self) -> None:
-        """Start each step with rank 0's gate, also where nothing wraps the loss and every rank has seeded its own."""
+        """Copy the gate of rank 0, because without DDP around the loss each rank initialises its own."""
         parameters = list(self.parameters())
         first = ranks.stacked(torch.cat([p.detach().flatten() for p in parameters]))[0]
         for parameter, values in zip(parameters, first.split([p.numel() for p in parameters]), strict=True):
@@ -296,20 +296,20 @@ def _weights(layer: nn.Linear, dtype: torch.dtype, *, shared: bool) -> tuple[Ten
 
 
 def _all_or(valid: Tensor | None, rows: Tensor) -> Tensor:
-    """Return the mask of the samples that count; None stands for all."""
+    """Return the mask of valid samples; None means all."""
     return torch.ones_like(rows, dtype=torch.bool) if valid is None else valid
 
 
 def _shuffled(valid: Tensor) -> Tensor:
-    """Deal places at random among the samples that count; the others keep theirs."""
-    chance = torch.rand(valid.shape, device=valid.device)
-    dealt = torch.argsort(chance + 2 * ~valid)
-    place = torch.arange(len(valid), device=valid.device)
-    return torch.where(valid, dealt[(valid.cumsum(0) - 1).clamp_min(0)], place)
+    """Return a random permutation of the valid positions; ignored samples keep theirs."""
+    keys = torch.rand(valid.shape, device=valid.device)
+    permutation = torch.argsort(keys + 2 * ~valid)
+    position = torch.arange(len(valid), device=valid.device)
+    return torch.where(valid, permutation[(valid.cumsum(0) - 1).clamp_min(0)], position)
 
 
 class SmoothingOptions(TypedDict, total=False):
-    """The keywords that steer the smoothing; `NCI`, `BCG` and `AdaptiveSmoothing` explain them."""
+    """Keywords of the smoothing, see `NCI`, `BCG` and `AdaptiveSmoothing`."""
 
     theta: float
     norm: Norm
@@ -328,19 +328,19 @@ class SmoothingOptions(TypedDict, total=False):
 
 
 class AdaptiveSmoothing(AbstractPart):
-    """Adaptive smoothing module: gives each sample its alpha_i, for the losses below or for one of your own.
+    """Adaptive smoothing module: computes alpha_i of each sample, for the losses below or for a custom loss.
 
-    `psi`, `gamma` and `alpha_i` of the latest batch stay readable as detached tensors, NaN where a sample is ignored.
+    `psi`, `gamma` and `alpha_i` of the latest batch are attributes (detached, NaN where a sample is ignored).
 
     Args:
         num_classes: number of classes.
-        alpha: the smoothing that alpha_i moves around, between 0 and twice this.
-        beta: how strongly the indicator moves it; 0 leaves alpha_i = alpha.
-        alpha_min: lowest alpha_i.
-        alpha_max: highest alpha_i.
-        preset: `default`, `official` or `paper`, see the module's docstring.
+        alpha: base smoothing; alpha_i lies between 0 and 2 alpha.
+        beta: sensitivity to the indicator; 0 means alpha_i = alpha.
+        alpha_min: lower limit of alpha_i.
+        alpha_max: upper limit of alpha_i.
+        preset: `default`, `official` or `paper`, see the docstring of the module.
         theta, norm, source, normalise, start, eps: see `NCI`.
-        shuffle_indicator: deal the indicator to other samples of the batch, for ablation.
+        shuffle_indicator: shuffle the indicator across the batch, for ablation.
         gate, gate_width, gate_zero, gate_positive_index: see `BCG`.
 
     """
@@ -397,7 +397,7 @@ class AdaptiveSmoothing(AbstractPart):
         features: Float[Tensor, "n width"] | None = None,
         valid: Bool[Tensor, " n"] | None = None,
     ) -> Float[Tensor, " n"]:
-        """Give alpha_i of each sample; a gradient flows through it into the gate, none into logits or features."""
+        """Return alpha_i of each sample; its gradient reaches the gate, but not logits or features."""
         if logits.ndim != 2 or logits.shape[1] != self.num_classes:
             raise UserError(f"logits must have shape (N, {self.num_classes}), not {tuple(logits.shape)}")
         if features is not None and (features.ndim != 2 or len(features) != len(logits)):
@@ -419,11 +419,11 @@ class AdaptiveSmoothing(AbstractPart):
 
 
 class FeDLaSOptions(SmoothingOptions, Options, total=False):
-    """The keywords that both FeDLaS losses take beside their own."""
+    """Keywords that both FeDLaS losses share."""
 
 
 class AbstractFeDLaS(AbstractLoss):
-    """What both FeDLaS losses share: an adaptive smoothing of their own, and a view into its latest batch."""
+    """Base class of both FeDLaS losses: adaptive smoothing, and its state in the latest batch."""
 
     citation = CITATION
     has_gate = True
@@ -439,10 +439,10 @@ class AbstractFeDLaS(AbstractLoss):
 
     def gate_state(self) -> GateState | None:
         """Return direction, normalised feature norm and smoothing of each sample of the latest batch."""
-        one = self.smoothing
-        if one.psi is None or one.gamma is None or one.alpha_i is None:
+        module = self.smoothing
+        if module.psi is None or module.gamma is None or module.alpha_i is None:
             return None
-        return GateState(one.psi, one.gamma, one.alpha_i, one.alpha)
+        return GateState(module.psi, module.gamma, module.alpha_i, module.alpha)
 
     @property
     def psi(self) -> Tensor | None:
@@ -461,12 +461,12 @@ class AbstractFeDLaS(AbstractLoss):
 
 
 class FeDLaSLS(AbstractFeDLaS):
-    """Label smoothing whose alpha follows each sample's feature norm, in a direction that a small gate learns.
+    """Label smoothing whose alpha depends on the feature norm of each sample, with a sign from a learned gate.
 
     Args:
         num_classes: number of classes.
-        alpha: the label smoothing that alpha_i moves around; published 0.05, on CIFAR-100 0.1.
-        beta: how strongly the indicator moves it; 0 makes this plain label smoothing.
+        alpha: base label smoothing; paper: 0.05, and 0.1 on CIFAR-100.
+        beta: sensitivity to the indicator; 0 gives label smoothing.
         **options: see `AdaptiveSmoothing` and `AbstractLoss`.
 
     """
@@ -484,16 +484,16 @@ class FeDLaSLS(AbstractFeDLaS):
 
 
 class FeDLaSMbLS(AbstractFeDLaS):
-    """Margin-based label smoothing whose strength follows each sample's feature norm, in a direction a gate learns.
+    """Margin-based label smoothing whose weight depends on the feature norm of each sample, signed by a learned gate.
 
-    Unlike in MbLS, the cross-entropy has the weight 1 - alpha_i: beta = 0 gives (1 - lambda) CE + lambda R, not MbLS.
+    Unlike in MbLS, the cross-entropy is weighted by 1 - alpha_i: beta = 0 gives (1 - lambda) CE + lambda R, not MbLS.
 
     Args:
         num_classes: number of classes.
-        lambda_: the strength that alpha_i moves around; published 0.1, on Tiny-ImageNet and fine-grained sets 0.05.
-        margin: m, the gap between logits that costs nothing; published 6 on CIFAR, 10 elsewhere.
-        beta: how strongly the indicator moves the strength; published 0.5, on CIFAR-100 1.
-        margin_reduction: `mean` or `sum` over classes in R; by default what the preset says.
+        lambda_: base weight of the margin term; paper: 0.1, and 0.05 on Tiny-ImageNet and fine-grained data sets.
+        margin: m, the difference of logits without a penalty; paper: 6 on CIFAR, 10 elsewhere.
+        beta: sensitivity to the indicator; paper: 0.5, and 1 on CIFAR-100.
+        margin_reduction: `mean` or `sum` over classes in R; by default from the preset.
         **options: see `AdaptiveSmoothing` and `AbstractLoss`.
 
     """

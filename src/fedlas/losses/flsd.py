@@ -1,7 +1,7 @@
 """Sample-dependent focal loss, FLSD-53: the focal loss with gamma_i = 5 where p_t < 0.2 and 3 elsewhere.
 
-gamma_i is a constant for the gradient. Departure from the published code: one vectorised choice where that code asks
-each sample in a Python loop; the mean over the batch where it sums.
+gamma_i has no gradient. Differences from the official code: gamma_i is selected by one vectorised operation instead of
+a Python loop; the mean over the batch instead of the sum.
 """
 
 import torch
@@ -11,7 +11,7 @@ from fedlas.losses.base import AbstractLoss, Batch, focal
 
 
 class FLSD(AbstractLoss):
-    """Focal loss that looks away harder from samples whose true class is still improbable."""
+    """Focal loss with a larger gamma for samples whose true class has a probability below 0.2."""
 
     name = "flsd"
     citation = "Mukhoti et al., Calibrating Deep Neural Networks using Focal Loss, NeurIPS 2020."

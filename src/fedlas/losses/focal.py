@@ -1,7 +1,7 @@
 """Focal loss: L = mean_i (1 - p_t)^gamma CE_i, with p_t the probability of the true class; gamma 3.
 
-The gradient flows through (1 - p_t). Departures from the published code: the mean over the batch where the 2020
-calibration code sums, and a gradient that stays finite at p_t = 1 for every gamma, also below 1.
+The gradient flows through (1 - p_t). Differences from the official code of 2020: the mean over the batch instead of
+the sum, and a gradient that is finite at p_t = 1 for every gamma, also below 1.
 """
 
 from typing import Unpack
@@ -12,7 +12,7 @@ from fedlas.losses.base import AbstractLoss, Batch, Common, at_least, focal
 
 
 class Focal(AbstractLoss):
-    """Cross-entropy that counts less for samples which are already classified with confidence."""
+    """Cross-entropy that down-weights samples whose true class already has a high probability."""
 
     name = "focal"
     citation = "Mukhoti et al., Calibrating Deep Neural Networks using Focal Loss, NeurIPS 2020."

@@ -1,9 +1,9 @@
-"""What a loss refuses, in words that say what to do.
+"""Checks of the inputs of a loss, with messages that say what to do.
 
 Shapes, types and devices are known without looking at values and are always checked. Values (labels in range, soft
 labels that are probabilities, indices in range) are checked in eager code on the CPU always; on an accelerator and
-under `torch.compile` only inside `checks(True)`, because there a look at the values makes the host wait. Inside a
-transform of `torch.func`, as `vmap`, no value can be read.
+under `torch.compile` only inside `checks(True)`, because there reading the values synchronises the host. Inside a
+transform of `torch.func` such as `vmap`, values cannot be read.
 """
 
 from types import TracebackType
@@ -18,9 +18,9 @@ _transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", l
 
 
 class checks:  # noqa: N801 (a context manager, named like a verb)
-    """Check the values of labels and indices everywhere, also where that costs a synchronisation.
+    """Check the values of labels and indices on all devices, even if that synchronises the host.
 
-    Use it while looking for a mistake: `with fedlas.checks(True): value = loss(logits, labels)`.
+    For debugging: `with fedlas.checks(True): value = loss(logits, labels)`.
     """
 
     active: ClassVar[bool] = False
@@ -37,7 +37,7 @@ class checks:  # noqa: N801 (a context manager, named like a verb)
 
 
 def check_tensors(logits: object, labels: object, features: object = None, index: object = None) -> None:
-    """Refuse what is no dense tensor; a network that gives features too must be unpacked first."""
+    """Raise if an input is not a dense tensor, such as an output of a network that was not unpacked."""
     given = {"logits": logits, "labels": labels, "features": features, "index": index}
     for name, value in given.items():
         if value is None and name in ("features", "index"):
@@ -51,7 +51,7 @@ def check_tensors(logits: object, labels: object, features: object = None, index
 
 
 def check_shapes(logits: Tensor, labels: Tensor, features: Tensor | None, index: Tensor | None) -> None:
-    """Refuse tensors whose shapes, types or devices do not belong together."""
+    """Raise if shapes, types or devices do not match."""
     shape = tuple(logits.shape)
     if not logits.is_floating_point():
         raise UserError(f"logits must be floating point, not {logits.dtype}")
@@ -87,8 +87,8 @@ def check_shapes(logits: Tensor, labels: Tensor, features: Tensor | None, index:
 
 
 def checked_labels(labels: Tensor, num_classes: int, ignore_index: int) -> Tensor:
-    """Return the labels, after refusing class numbers out of range or soft labels that are no probabilities."""
-    if not _look(labels):
+    """Return the labels; raise if class numbers are out of range or soft labels are not probabilities."""
+    if not _can_read(labels):
         return labels
     if torch.compiler.is_compiling():
         checked: Tensor = _checked_labels_op(labels, num_classes, ignore_index)
@@ -98,7 +98,7 @@ def checked_labels(labels: Tensor, num_classes: int, ignore_index: int) -> Tenso
 
 
 def all_are_classes(labels: Tensor, num_classes: int) -> bool:
-    """Return whether all class numbers are in range, as far as that is known without waiting: on a CPU, uncompiled."""
+    """Return whether all class numbers are in range, if that is known without synchronisation: on a CPU, uncompiled."""
     if not is_eager_on_cpu(labels) or not labels.numel():
         return False
     low, high = torch.aminmax(labels)
@@ -106,8 +106,8 @@ def all_are_classes(labels: Tensor, num_classes: int) -> bool:
 
 
 def checked_index(index: Tensor, num_samples: int) -> Tensor:
-    """Return the indices, after refusing those outside of the training split."""
-    if not _look(index):
+    """Return the indices; raise if one is outside of the training split."""
+    if not _can_read(index):
         return index
     if torch.compiler.is_compiling():
         checked: Tensor = _checked_index_op(index, num_samples)
@@ -116,14 +116,14 @@ def checked_index(index: Tensor, num_samples: int) -> Tensor:
     return index
 
 
-def _look(tensor: Tensor) -> bool:
+def _can_read(tensor: Tensor) -> bool:
     if tensor.device.type == "meta" or is_transformed():
         return False
     return checks.active or (tensor.device.type == "cpu" and not torch.compiler.is_compiling())
 
 
 def is_eager_on_cpu(x: Tensor) -> bool:
-    """Return whether values can be read without waiting, and an operator costs more than its arithmetic."""
+    """Return whether values can be read without synchronisation and the overhead per operator dominates."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()
 
 
@@ -134,7 +134,7 @@ def is_transformed() -> bool:
 
 def _check_labels(labels: Tensor, num_classes: int, ignore_index: int) -> None:
     if labels.is_floating_point():
-        # Sums of rounded probabilities: half a unit in the last place for each class, and some room.
+        # Rounding errors of the sum: half a unit in the last place per class, and a margin.
         tolerance = max(1e-4, num_classes * torch.finfo(labels.dtype).eps)
         rows = labels.detach().movedim(1, -1).reshape(-1, num_classes).double()
         bad = ~((rows >= 0).all(1) & ((rows.sum(1) - 1).abs() <= tolerance))
@@ -146,7 +146,7 @@ def _check_labels(labels: Tensor, num_classes: int, ignore_index: int) -> None:
                 f"and begins {values}"
             )
         return
-    labels = labels.long()  # torch compares no uint16, uint32 and uint64
+    labels = labels.long()  # torch does not compare uint16, uint32 and uint64
     bad = ((labels < 0) | (labels >= num_classes)) & (labels != ignore_index)
     if bad.any():
         where = bad.nonzero()[0].tolist()
@@ -167,7 +167,7 @@ def _check_index(index: Tensor, num_samples: int) -> None:
         )
 
 
-# Inside a compiled graph a check must be an operator whose result is used, or it would be traced away.
+# In a compiled graph a check must be an operator whose result is used, or it would be eliminated.
 @torch.library.custom_op("fedlas::checked_labels", mutates_args=())
 def _checked_labels_op(labels: Tensor, num_classes: int, ignore_index: int) -> Tensor:
     _check_labels(labels, num_classes, ignore_index)

@@ -1,7 +1,7 @@
 """Label smoothing: L = mean_i (1 - alpha) CE_i + alpha E_i, with E_i = -(1/C) Σ_k log p_ik.
 
-The true class keeps 1 - alpha + alpha/C, as in torch and in the FeDLaS paper; some code spreads alpha over the other
-classes only. Published alpha: 0.05, and 0.1 on CIFAR-100.
+The true class keeps 1 - alpha + alpha/C, as in torch and in the FeDLaS paper; some code distributes alpha over the
+other classes only. Paper: alpha 0.05, and 0.1 on CIFAR-100.
 """
 
 from typing import Unpack
@@ -12,7 +12,7 @@ from fedlas.losses.base import AbstractLoss, Batch, Common, within
 
 
 class LS(AbstractLoss):
-    """Label smoothing with one fixed alpha for all samples."""
+    """Label smoothing with the same alpha for all samples."""
 
     name = "ls"
     citation = "Szegedy et al., Rethinking the Inception Architecture for Computer Vision, CVPR 2016."

@@ -1,8 +1,8 @@
 """Multi-class difference of confidence and accuracy: L = base + beta (1/C) Σ_k |mean_i p_ik - mean_i y_ik|.
 
-The base is cross-entropy or the focal loss (gamma 1 in the published scripts). Each sample's share of the penalty is
-mean_k sg[sign(gap_k)] (p_ik - y_ik): the shares' mean has the value and the gradient of the penalty. The published code
-has a Huber switch that nothing uses; it is not here.
+The base is cross-entropy or the focal loss (gamma 1 in the official scripts). The contribution of a sample is mean_k
+sg[sign(gap_k)] (p_ik - y_ik): the mean of the contributions has the value and gradient of the penalty. The unused Huber
+option of the official code is omitted.
 """
 
 from typing import Literal, Unpack
@@ -14,7 +14,7 @@ from fedlas.losses.base import AbstractLoss, Batch, Common, at_least, focal, one
 
 
 class MDCA(AbstractLoss):
-    """A base loss plus the distance between mean confidence and frequency of each class in the batch."""
+    """Cross-entropy or focal loss plus the distance of mean confidence and frequency of each class in the batch."""
 
     name = "mdca"
     citation = "Hebbalaguppe et al., A Stitch in Time Saves Nine: A Train-Time Regularizing Loss, CVPR 2022."

@@ -6,12 +6,12 @@ With r_i the confidence, c_i the correctness (no gradient) and d_i = c_i - r_i:
     variant "w":  L = mean CE + lambda sqrt(t + 1e-10),
                   t = mean_PP (1-r_i)(1-r_j) k_ij + mean_QQ r_i r_j k_ij - 2 mean_PQ (1-r_i) r_j k_ij
 
-with P the right and Q the wrong samples; the penalty of "w" is 0 where one of them is empty. The published "w" divides
-each mean by its number of pairs once more: `double_normalise=True`, the default there and here; False gives the
-estimator of the paper. Published lambda: 1 for "m", 2 for "w". Departure: t is kept from going below 0, where the
-published square root turns into NaN. A share of "m" is d_i mean_j d_j k_ij; of "w", every sample holds the whole.
+with P the correct and Q the incorrect samples; the penalty of "w" is 0 where one of them is empty. "w" of the official
+code divides each mean by its number of pairs twice: `double_normalise=True`, the default; False is the estimator of the
+paper. Paper: lambda 1 for "m", 2 for "w". Difference: t is clamped at 0, where the official square root is NaN. The
+contribution of a sample to "m" is d_i mean_j d_j k_ij; to "w" it is the whole penalty.
 
-The kernel is one-dimensional and exponential, so that sorting and prefix sums give all Σ_j w_j k_ij in O(n log n).
+The kernel is one-dimensional and exponential, so sorting and prefix sums compute all Σ_j w_j k_ij in O(n log n).
 """
 
 from typing import Literal, Unpack
@@ -26,7 +26,7 @@ WIDTH = 0.4
 
 
 class MMCE(AbstractLoss):
-    """Cross-entropy plus a kernel measure of how far confidence and correctness are apart in the batch."""
+    """Cross-entropy plus the maximum mean calibration error, a kernel distance of confidence and correctness."""
 
     name = "mmce"
     citation = (
@@ -51,8 +51,8 @@ class MMCE(AbstractLoss):
         confidence = batch.joined(batch.confidence())
         correct = batch.joined(batch.correct())
         penalty = self._mean if self.variant == "m" else self._weighted
-        share = penalty(confidence, correct, valid)
-        return {"classification": self.cross_entropy(batch), "kernel": self.lambda_ * batch.own(share)}
+        contribution = penalty(confidence, correct, valid)
+        return {"classification": self.cross_entropy(batch), "kernel": self.lambda_ * batch.own(contribution)}
 
     def _mean(self, confidence: Tensor, correct: Tensor, valid: Tensor) -> Tensor:
         difference = (correct - confidence) * valid
@@ -60,12 +60,12 @@ class MMCE(AbstractLoss):
         return difference * others / valid.sum().clamp_min(1)
 
     def _weighted(self, confidence: Tensor, correct: Tensor, valid: Tensor) -> Tensor:
-        right, wrong = correct * valid, (1 - correct) * valid
-        m, n = right.sum(), wrong.sum()
+        hits, misses = correct * valid, (1 - correct) * valid
+        m, n = hits.sum(), misses.sum()
         both = (m > 0) & (n > 0)
         m, n = torch.where(both, m, 1), torch.where(both, n, 1)
-        # Divided one by one: where soft labels leave almost nothing right, the square of that is zero.
-        p, q = right / m * (1 - confidence), wrong / n * confidence
+        # Divide before the product: with soft labels m can be so small that m * m underflows.
+        p, q = hits / m * (1 - confidence), misses / n * confidence
         kernel_p, kernel_q = kernel_sums(confidence, torch.stack([p, q], 1)).unbind(1)
         t = self._normalised(p @ kernel_p, m * m) + self._normalised(q @ kernel_q, n * n)
         t = t - 2 * self._normalised(p @ kernel_q, m * n)
@@ -78,7 +78,7 @@ class MMCE(AbstractLoss):
 def kernel_sums(position: Float[Tensor, " n"], weights: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
     """Give Σ_j w_j exp(-|a_i - a_j| / 0.4) for every i, from sorted prefix sums.
 
-    Samples at exactly the same position have the kernel value 1 and, as |x| has at 0, no gradient between them.
+    Samples at the same position have the kernel value 1 and, like |x| at 0, no gradient between them.
     """
     position, order = position.sort()
     weights = weights[order]
@@ -93,10 +93,10 @@ def kernel_sums(position: Float[Tensor, " n"], weights: Float[Tensor, "n k"]) ->
 
 
 def _prefix(x: Tensor) -> Tensor:
-    """Sum what stands before each place; one more row than x."""
+    """Return the sum of the rows before each position; one more row than x."""
     return torch.cat([x.new_zeros(1, x.shape[1]), x.cumsum(0)])
 
 
 def _suffix(x: Tensor) -> Tensor:
-    """Sum what stands at and after each place; one more row than x."""
+    """Return the sum of the rows from each position on; one more row than x."""
     return _prefix(x.flip(0)).flip(0)

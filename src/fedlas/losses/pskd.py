@@ -1,16 +1,17 @@
-"""Progressive self-knowledge distillation (PS-KD): the network's previous prediction of each sample softens its label.
+"""Progressive self-knowledge distillation (PS-KD): labels are softened by the previous prediction of each sample.
 
     L = mean_i (1 - a_t) CE_i + a_t CE(m_i, p_i),   a_t = alpha t / epochs (`linear`) or alpha (`constant`)
 
 m_i is the prediction of sample i at its previous visit, in training mode and without gradient; t counts epochs from 1.
-A sample that was not visited before has its label alone, as in the published code. Published: linear, alpha 0.8.
-Class weights act on both terms, as in label smoothing. Departures from the published code: the constant schedule; the
-table is saved with the loss; t stays at `epochs` when training goes on. With mixed images (CutMix) the published code
-mixes past predictions too, which is not offered: soft labels are refused.
+A sample without a previous visit has its label alone, as in the official code. Paper: linear, alpha 0.8. Class weights
+act on both terms, as in label smoothing. Differences from the official code: the constant schedule; the table is saved
+with the loss; t stays at `epochs` when training continues. With CutMix the official code mixes past predictions too,
+which is not supported: soft labels are an error.
 
 Memory: num_samples x num_classes numbers, 18 MB for 45,000 samples of 100 classes; for ImageNet (1.28 million samples,
-1,000 classes) 5.1 GB in float32, 2.6 GB in bfloat16, on the device and in each checkpoint. The distillation belongs to
-training: in evaluation mode, or where gradients are disabled, the loss is the cross-entropy and no index is needed.
+1,000 classes) 5.1 GB in float32, 2.6 GB in bfloat16, on the device and in each checkpoint. Distillation is used in
+training only: in evaluation mode, or where gradients are disabled, the loss is the cross-entropy and no index is
+needed.
 """
 
 from typing import Literal, Unpack, get_args
@@ -25,11 +26,11 @@ Schedule = Literal["linear", "constant"]
 
 
 class PSKD(AbstractSelfDistillation):
-    """Self-distillation from the past prediction of each sample, with a strength that grows over the epochs.
+    """Self-distillation from the previous prediction of each sample, with a weight that grows over the epochs.
 
     Args:
         num_classes: number of classes.
-        num_samples: number of samples of the training split, whose positions are given as `index`.
+        num_samples: number of samples of the training split, whose positions are passed as `index`.
         epochs: number of epochs of the training run, after which the linear schedule reaches alpha.
         alpha: final strength.
         schedule: `linear` growth from alpha / epochs in the first epoch to alpha in the last, or `constant`.

@@ -1,8 +1,7 @@
-"""Warnings about a training loop that does not give a loss what it needs.
+"""Warnings about a training loop that does not update the parameters of a loss or never reports the end of an epoch.
 
-Misuse of this kind shows only over many steps: parameters of the loss that no optimizer updates, or epochs whose end is
-never reported. Steps are counted in Python. Tensors on a GPU are read in evaluation and at the end of an epoch only,
-because reading them makes the host wait. Compiled steps are not observed.
+Such misuse is visible only over many steps. Steps are counted in Python. Tensors on a GPU are read in evaluation and at
+the end of an epoch only, because reading them synchronises the host. Compiled steps are not observed.
 """
 
 import sys
@@ -29,19 +28,19 @@ class UpdateCheck:
 
     def before_step(self, name: str, loss: nn.Module) -> None:
         """Count a training step, and warn after many steps without an update."""
-        if self.finished or self.steps > STEPS_WITHOUT_UPDATE:  # on a GPU the end of an epoch decides
+        if self.finished or self.steps > STEPS_WITHOUT_UPDATE:  # on a GPU the check is at the end of an epoch
             return
         trained = _trained(loss)
         self.finished = not trained
         if not trained or _is_captured(trained[0]):
             return
-        self._look(trained)
+        self._compare_versions(trained)
         self.steps += 1
         if self.steps > STEPS_WITHOUT_UPDATE and not trained[0].is_cuda:
             self._warn_if_unchanged(name, trained)
 
     def after_step(self, loss: nn.Module) -> None:
-        """Note the versions of the parameters, which a distributed step changes itself."""
+        """Record the versions of the parameters, which a distributed step changes itself."""
         if not self.finished and self.steps <= STEPS_WITHOUT_UPDATE:
             self.versions = [parameter._version for parameter in _trained(loss)]
 
@@ -51,15 +50,15 @@ class UpdateCheck:
         if self.finished or not trained:
             return
         known = self.first_values is not None
-        self._look(trained)
+        self._compare_versions(trained)
         self.epochs += 1
         known &= self.steps > 0 or any(parameter.grad is not None for parameter in trained)  # of compiled steps
         if known and (self.epochs > 1 or self.steps > STEPS_WITHOUT_UPDATE):
             self._warn_if_unchanged(name, trained)
         self.after_step(loss)
 
-    def _look(self, trained: list[nn.Parameter]) -> None:
-        # An optimizer of torch raises the version of what it updates; fused ones, and replayed CUDA graphs, do not.
+    def _compare_versions(self, trained: list[nn.Parameter]) -> None:
+        # Optimizers of torch increase the version of a parameter; fused optimizers and replayed CUDA graphs do not.
         if self.versions is not None and self.versions != [parameter._version for parameter in trained]:
             self._finish()
         elif self.first_values is None:
@@ -82,7 +81,7 @@ class UpdateCheck:
 
 
 class EpochCheck:
-    """Warns once about a loss that learns between epochs and whose `end_epoch` is never called."""
+    """Warns once if `end_epoch` of a loss that learns between epochs is never called."""
 
     def __init__(self) -> None:
         self.finished = False
@@ -99,7 +98,7 @@ class EpochCheck:
         if self.samples is None or self.visits is None or self.samples.device != index.device:
             self.samples = index[:TRACKED].clone().long()
             self.visits = torch.zeros_like(self.samples)
-        # Not torch.isin, which makes the host wait for a GPU.
+        # Not torch.isin, which synchronises the host with a GPU.
         self.visits = self.visits + (self.samples[:, None] == index.long()).any(1)
         if index.device.type == "cpu":
             self._warn_if_visited(name, call)
@@ -116,7 +115,7 @@ class EpochCheck:
             self._warn(name, call, f"training was interrupted by {self.evaluations} evaluations")
 
     def finish(self) -> None:
-        """Stop looking: the end of an epoch was reported, or the warning was given."""
+        """Stop checking: the end of an epoch was reported, or the warning was issued."""
         self.finished = True
         self.samples = self.visits = None
 
@@ -133,7 +132,7 @@ class EpochCheck:
 
 
 def _warn(text: str) -> None:
-    """Warn at the line outside of fedlas and torch that called the loss."""
+    """Warn with the stack level of the line outside of fedlas and torch that called the loss."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in {"fedlas", "torch"}:
         frame, level = frame.f_back, level + 1

@@ -6,8 +6,8 @@ batch by batch, and `bootstrap(ece, probs, labels)` adds a confidence interval. 
 
 from fedlas.metrics.accumulators import Accumulator
 from fedlas.metrics.base import AbstractMetric
+from fedlas.metrics.bin_sums import Bins, EdgeRule, bin_statistics, equal_mass_edges, equal_width_edges
 from fedlas.metrics.binning import Histogram, histogram
-from fedlas.metrics.bins import Bins, EdgeRule, bin_statistics, equal_mass_edges, equal_width_edges
 from fedlas.metrics.calibration_error import (
     aece,
     classwise_ece,

@@ -1,16 +1,16 @@
-"""Accumulators: metrics of data that do not fit into memory, or that several processes see.
+"""Accumulators: metrics of data that do not fit into memory, or that are distributed over processes.
 
 `ece.accumulator(bins=15)` returns an `Accumulator`: `update(probs, labels)` or `update_logits(logits, labels)` adds
-samples, `merge` those of another accumulator, `sync` those of all processes, and `compute` returns the number that the
-metric has on all samples at once. `state_dict` and `load_state_dict` store it in a checkpoint.
+samples, `merge` those of another accumulator, `sync` those of all processes, and `compute` returns the
+metric of all samples. `state_dict` and `load_state_dict` store it in a checkpoint.
 
-What it keeps is in a store:
+The samples, or sums of them, are in a store:
 
-    `BinStore`     sums of equal-width bins; memory does not grow, counts are exact, values agree to 1e-12
+    `BinStore`     sums of equal-width bins; constant memory, exact counts, values agree to 1e-12
     `MeanStore`    sum of a value per sample
     `PairStore`    confidence and correctness of every sample, 5 bytes each (9 for float64 input); 8 more if ranked
     `MassStore`    the same, sorted into equal-mass bins at the end
-    `CellStore`    sums in fine cells, for equal-mass bins in bounded memory (`cells.py`)
+    `SketchStore`  sums in fine cells, for equal-mass bins in bounded memory (`sketch.py`)
 """
 
 from abc import ABC, abstractmethod
@@ -24,24 +24,24 @@ from torch import Tensor
 
 from fedlas import ranks
 from fedlas.errors import UserError, UserTypeError
+from fedlas.metrics.bin_sums import Bins, EdgeRule, exact
 from fedlas.metrics.binning import EVERY_CLASS, Binning, Histogram, histogram_of
-from fedlas.metrics.bins import Bins, EdgeRule, exact
-from fedlas.metrics.inputs import Pairs, Rows, Scope, answers, pairs, pairs_of_logits, rows, rows_of_logits
+from fedlas.metrics.inputs import Pairs, Rows, Scope, binary_predictions, pairs, pairs_of_logits, rows, rows_of_logits
 from fedlas.metrics.result import Definition, Result
 from fedlas.predictions import AnyPredictions, Array, as_tensor
 
 BIN_SUMS = ("counts", "confidence_sum", "correct_sum")
-JOINED = 2**16  # samples below which a piece is not kept by itself
+JOINED = 2**16  # number of samples below which batches are concatenated
 Store = TypeVar("Store", bound="AbstractStore")
 State: TypeAlias = dict[str, Tensor | list[Tensor]]  # tensors are added, lists are joined
 
 
 class AbstractStore(ABC):
-    """Something that samples can be added to.
+    """Base class of what accumulators store.
 
     Args:
         scope: what is compared: "top-label", "class-wise", "positive" or "multi-label".
-        ignore_index: label of samples that do not count.
+        ignore_index: label of samples that are ignored.
     """
 
     ranked = False  # whether the order of samples of equal confidence matters
@@ -53,7 +53,7 @@ class AbstractStore(ABC):
 
     @abstractmethod
     def take(self, found: Pairs | Rows) -> None:
-        """Add samples that are checked: rows for scopes that look at every class, pairs for the others."""
+        """Add validated samples: rows for scopes of all classes, else pairs."""
 
     @abstractmethod
     def merge(self, other: "AbstractStore") -> None:
@@ -61,14 +61,14 @@ class AbstractStore(ABC):
 
     @abstractmethod
     def state(self) -> State:
-        """Return what is kept: tensors, which processes add up, and lists of tensors, which they join."""
+        """Return the state: tensors, which are added across processes, and lists of tensors, which are concatenated."""
 
     @abstractmethod
     def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
-        """Replace what is kept."""
+        """Replace the state."""
 
     def empty_state(self, num_classes: int | None = None) -> State:
-        """Return the state without samples, in the shape that it has with samples of so many classes."""
+        """Return the state without samples, in the shape for a number of classes."""
         del num_classes
         return self.state()
 
@@ -84,7 +84,7 @@ class AbstractStore(ABC):
             self.merge(other)
 
     def to_host(self) -> None:
-        """Bring what is kept to the host, so that any process can take it over."""
+        """Move the state to the CPU, so that it can be sent to other processes."""
         for name, value in vars(self).items():
             if isinstance(value, Tensor | Bins):
                 setattr(self, name, value.cpu())
@@ -108,37 +108,37 @@ class AbstractStore(ABC):
             self.take(pairs_of_logits(logits, labels, self.scope, self.ignore_index, ranked=self.ranked))
 
     def skips(self, labels: Array | None) -> bool:
-        """Say whether none of some labels counts, as happens to a piece of a stream."""
+        """Return whether all labels are ignored, so that a batch is skipped."""
         if labels is None:
             return False
         truth = as_tensor(labels, "labels")
         return not len(truth) or (self.ignore_index is not None and bool((truth == self.ignore_index).all()))
 
     def settings(self) -> tuple[object, ...]:
-        """Name what has to be equal for two stores to be merged."""
+        """Return the settings that have to be equal for a merge."""
         return (type(self).__name__, self.scope, self.ignore_index)
 
     def same(self: Store, other: "AbstractStore") -> Store:
-        """Take another store for one of this kind, or raise an error."""
+        """Return another store; raise if its class or settings differ."""
         if not isinstance(other, type(self)) or other.settings() != self.settings():
-            raise UserError(f"cannot merge what was kept by {other.settings()} into {self.settings()}")
+            raise UserError(f"cannot merge the state of {other.settings()} into {self.settings()}")
         return other
 
 
 class AbstractHistogram(AbstractStore):
-    """A store that ends in bins."""
+    """A store from which bins are computed."""
 
     @abstractmethod
     def histogram(self) -> Histogram:
-        """Give the bins of all samples so far."""
+        """Return the histogram of all samples so far."""
 
     def error_bound(self) -> float | None:
-        """Say how far off an error read from the bins can be, where they are not exact."""
+        """Return a bound of the error of binned metrics; None if the bins are exact."""
         return None
 
 
 class BinStore(AbstractHistogram):
-    """Keeps the sums of bins whose edges are known beforehand."""
+    """Stores the sums of bins with fixed edges."""
 
     def __init__(self, way: Binning, scope: Scope, ignore_index: int | None) -> None:
         super().__init__(scope, ignore_index)
@@ -189,16 +189,16 @@ class BinStore(AbstractHistogram):
 
     def _take(self, filled: Bins, about: Definition) -> None:
         self.filled = filled if self.filled is None else self.filled + filled
-        self.about = joined(self.about, about)
+        self.about = merge_definitions(self.about, about)
 
 
 class PairStore(AbstractStore):
-    """Keeps the confidence and correctness of every sample, on the device that they came from.
+    """Stores the confidence and correctness of each sample, on their device.
 
     Args:
         scope: as in every store.
         ignore_index: as in every store.
-        ranked: whether to keep log(1 - confidence) of every prediction in float64 as well, which ranks samples.
+        ranked: whether to store log(1 - confidence) in float64 too, which ranks samples.
     """
 
     def __init__(self, scope: Scope = "top-label", ignore_index: int | None = None, *, ranked: bool = False) -> None:
@@ -211,21 +211,21 @@ class PairStore(AbstractStore):
     def take(self, found: Pairs | Rows) -> None:
         found = as_pairs(found)
         if self.ranked:
-            found = answers(found)
+            found = binary_predictions(found)
             known = found.log_uncertainty
             _append(self.uncertainty, torch.full_like(exact(found.confidence), torch.nan) if known is None else known)
         half = found.confidence.dtype not in {torch.float32, torch.float64}
-        # Copies, because a caller may fill the same buffers again.
+        # Copies, because callers may reuse their buffers.
         _append(self.confidence, found.confidence.float() if half else found.confidence.clone())
         _append(self.correct, found.correct.clone())
-        self.about = joined(self.about, found.about)
+        self.about = merge_definitions(self.about, found.about)
 
     def merge(self, other: AbstractStore) -> None:
         known = self.same(other)
         self.confidence += known.confidence
         self.correct += known.correct
         self.uncertainty += known.uncertainty
-        self.about = joined(self.about, known.about)
+        self.about = merge_definitions(self.about, known.about)
 
     def state(self) -> State:
         found: State = {"confidence": self.confidence, "correct": self.correct}
@@ -237,13 +237,13 @@ class PairStore(AbstractStore):
         self.about = replace(self.about, n=sum(map(len, self.confidence)))
 
     def pairs(self) -> Pairs:
-        """Give all samples so far."""
+        """Return all samples so far."""
         if not self.confidence:
             raise UserError("no samples yet; call update first")
         confidence, uncertainty = _cat(self.confidence), None
         if self.ranked:
-            # Where logits are not known. Computed for all parts at once: the last digit depends on the device, and
-            # equal confidences would not be ties.
+            # For samples without logits. Computed at once, because the last digit depends on the device and ties of
+            # confidences must remain ties.
             known = _cat(self.uncertainty)
             rest = torch.log1p(-exact(confidence)).to(known.device)
             uncertainty = torch.where(known.isnan(), rest, known)
@@ -251,7 +251,7 @@ class PairStore(AbstractStore):
 
 
 class MassStore(AbstractHistogram):
-    """Keeps every sample until equal-mass bins can be made."""
+    """Stores all samples, for equal-mass bins."""
 
     def __init__(self, way: Binning, scope: Scope, ignore_index: int | None) -> None:
         super().__init__(scope, ignore_index)
@@ -281,10 +281,10 @@ class MassStore(AbstractHistogram):
 
 
 class MeanStore(AbstractStore):
-    """Keeps the sum of a value per sample that depends on the probabilities of all classes.
+    """Stores the sum of a value per sample that depends on the probabilities of all classes.
 
     Args:
-        values: returns the values of checked samples.
+        values: returns the values of validated samples.
         ignore_index: as in every store.
     """
 
@@ -296,12 +296,12 @@ class MeanStore(AbstractStore):
     def take(self, found: Pairs | Rows) -> None:
         table = as_rows(found)
         self.total += float(exact(self.values(table)).sum())
-        self.about = joined(self.about, table.about)
+        self.about = merge_definitions(self.about, table.about)
 
     def merge(self, other: AbstractStore) -> None:
         known = self.same(other)
         self.total += known.total
-        self.about = joined(self.about, known.about)
+        self.about = merge_definitions(self.about, known.about)
 
     def mean(self) -> float:
         """Return the mean of all samples so far."""
@@ -317,21 +317,21 @@ class MeanStore(AbstractStore):
 
 
 def as_pairs(found: Pairs | Rows) -> Pairs:
-    """Take samples for pairs of confidence and correctness, which the scope of the store made them."""
+    """Return samples as pairs of confidence and correctness; raise if they are rows."""
     if isinstance(found, Rows):
-        raise UserTypeError("rows of class probabilities cannot be kept as pairs")
+        raise UserTypeError("rows of class probabilities cannot be stored as pairs")
     return found
 
 
 def as_rows(found: Pairs | Rows) -> Rows:
-    """Take samples for rows of class probabilities, which the scope of the store made them."""
+    """Return samples as rows of class probabilities; raise if they are pairs."""
     if isinstance(found, Pairs):
         raise UserTypeError("pairs of confidence and correctness have no rows")
     return found
 
 
-def joined(mine: Definition, other: Definition) -> Definition:
-    """Describe the samples of two stores together."""
+def merge_definitions(mine: Definition, other: Definition) -> Definition:
+    """Return the definition for the samples of two stores."""
     if mine.n == 0 or other.n == 0:
         return other if mine.n == 0 else mine
     words = {name: _both(getattr(mine, name), getattr(other, name)) for name in ("dtype", "split", "scope")}
@@ -339,13 +339,13 @@ def joined(mine: Definition, other: Definition) -> Definition:
 
 
 def _both(mine: str | None, other: str | None) -> Any:
-    """Join two lists of words, each word once."""
+    """Join two lists of names without duplicates."""
     words = dict.fromkeys(word for text in (mine, other) if text for word in text.split(" and "))
     return " and ".join(words) or None
 
 
 def _append(parts: list[Tensor], new: Tensor) -> None:
-    """Add a piece, and join it with small ones before it: a tensor of one sample takes more room than a hundred."""
+    """Append a tensor and concatenate small ones, since each tensor has an overhead of about a hundred samples."""
     parts.append(new)
     while len(parts) > 1 and len(parts[-2]) < min(2 * len(parts[-1]), JOINED):
         before, last = parts[-2:]
@@ -384,7 +384,7 @@ def _needed(num_classes: int | None) -> int:
 
 @runtime_checkable
 class Computes(Protocol):
-    """What an accumulator needs of its metric."""
+    """The part of a metric that an accumulator uses."""
 
     name: ClassVar[str]
 
@@ -397,20 +397,20 @@ class Accumulator:
 
     Args:
         metric: the metric.
-        store: what is kept between updates.
+        store: the state between updates.
     """
 
     def __init__(self, metric: Computes, store: AbstractStore) -> None:
         self.metric, self.store = metric, store
 
     def update(self, probs: AnyPredictions | Array, labels: Array | None = None) -> "Accumulator":
-        """Add samples, given as probabilities; a batch in which no label counts is skipped."""
+        """Add samples, given as probabilities; a batch whose labels are all ignored is skipped."""
         if not self.store.skips(labels):
             self.store.add(probs, labels)
         return self
 
     def update_logits(self, logits: Array, labels: Array) -> "Accumulator":
-        """Add samples, given as logits; a batch in which no label counts is skipped."""
+        """Add samples, given as logits; a batch whose labels are all ignored is skipped."""
         if not self.store.skips(labels):
             self.store.add_logits(logits, labels)
         return self
@@ -432,11 +432,11 @@ class Accumulator:
         return self.metric.compute(self.store)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is kept, for a checkpoint."""
+        """Return the state, for a checkpoint."""
         return {"metric": self.metric.name, "state": self.store.state(), "about": asdict(self.store.about)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore from the output of `state_dict`."""
         if state["metric"] != self.metric.name:
             raise UserError(f"this is the state of {state['metric']}, not of {self.metric.name}")
         self.store.set_state(state["state"])

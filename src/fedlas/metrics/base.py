@@ -1,8 +1,8 @@
 """Base classes of metrics, and of the methods for their confidence intervals and paired comparisons.
 
 A metric is an object that is called like a function, `ece(probs, labels)`. It owns its definition, its value, the
-values per sample that it is a mean of (if it is one), what streaming has to keep, and the methods of its confidence
-interval and of paired comparisons. Everything that lists metrics asks `fedlas.metrics.catalogue`; a new metric is one
+values per sample that it is a mean of (if it is one), the state of its accumulator, and the methods of its confidence
+interval and of paired comparisons. Everything that lists metrics asks `fedlas.metrics.registry`; a new metric is one
 class in one file of this folder.
 """
 
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from fedlas.errors import UserError
 from fedlas.metrics.accumulators import AbstractHistogram, AbstractStore, Accumulator, MeanStore, PairStore
+from fedlas.metrics.bin_sums import Bins, exact
 from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram
-from fedlas.metrics.bins import Bins, exact
-from fedlas.metrics.cells import Memory, histogram_store
-from fedlas.metrics.inputs import Given, Pairs, Rows, Scope, Which, answers, pairs, rows
+from fedlas.metrics.inputs import Given, Pairs, Rows, Scope, Which, binary_predictions, pairs, rows
 from fedlas.metrics.intervals.gaps import gaps_of
 from fedlas.metrics.intervals.resampling import AbstractGaps
 from fedlas.metrics.result import Comparison, Definition, Result
+from fedlas.metrics.sketch import Memory, histogram_store
 from fedlas.predictions import AnyPredictions, Array, Predictions
 
 MIN_RESAMPLES = 20
@@ -32,7 +32,7 @@ MIN_RESAMPLES = 20
 def check_level(level: float, resamples: int | None = None) -> None:
     """Check a confidence level and a number of bootstrap resamples."""
     if not 0 < level < 1:
-        raise UserError(f"level is {level}; a share between 0 and 1 is needed, such as 0.95")
+        raise UserError(f"level is {level}; it must lie between 0 and 1, such as 0.95")
     if resamples is not None and resamples < MIN_RESAMPLES:
         raise UserError(f"resamples is {resamples}; at least {MIN_RESAMPLES} are needed, better a thousand")
 
@@ -109,11 +109,11 @@ class AbstractMetric(ABC):
         name: name in Python, files and options.
         title: name in tables and figures.
         higher_is_better: None if neither direction is better.
-        unit: "fraction" is shown as percent, anything else as it is.
-        needs_all_classes: whether the confidence of the top label is not enough.
+        unit: "fraction" is shown as percent, anything else unchanged.
+        needs_all_classes: whether the probabilities of all classes are needed.
         is_binned: whether it takes a number of bins.
         needs_hard_labels: whether it is undefined for soft labels.
-        in_summary: whether summary tables have a column of it.
+        in_summary: whether it has a column in summary tables.
         is_compared: whether reports compare models by it.
         order: position in lists of metrics.
         interval: method of its confidence interval; None if no method with known coverage exists.
@@ -135,7 +135,7 @@ class AbstractMetric(ABC):
 
     if TYPE_CHECKING:
         __call__: Callable[..., Result]
-        store: Callable[..., AbstractStore]  # an empty store of what streaming has to keep; takes the metric's options
+        store: Callable[..., AbstractStore]  # an empty store of the accumulator; takes the metric's options
 
     @property
     def __name__(self) -> str:
@@ -174,7 +174,7 @@ class AbstractMetric(ABC):
         return {}
 
     def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, about: Definition) -> Result | None:
-        """Compute the metric from kept columns and the bins of all classes; None where they do not suffice."""
+        """Compute the metric from kept columns and the bins of all classes; None if they do not suffice."""
         del columns, class_bins, about
         return None
 
@@ -198,7 +198,7 @@ class AbstractMean(AbstractMetric):
         Args:
             probs: predictions, or rows of class probabilities.
             labels: class numbers, or soft labels; not needed with predictions.
-            ignore_index: label of samples that do not count.
+            ignore_index: label of samples that are ignored.
         """
         table = rows(probs, labels, ignore_index=ignore_index)
         return self.result(float(exact(self.values(table)).mean()), table.about)
@@ -295,7 +295,7 @@ class AbstractFixedBinned(AbstractBinned):
             bins: number of bins.
             scope: what is compared: "top-label", "class-wise", "positive" (binary) or "multi-label".
             compat: follow the rules of other code, to reproduce its numbers.
-            ignore_index: label of samples that do not count.
+            ignore_index: label of samples that are ignored.
         """
         return self.measure(probs, labels, bins, scope=scope, compat=compat, ignore_index=ignore_index)
 
@@ -323,7 +323,7 @@ class AbstractFreelyBinned(AbstractBinned):
             binning: "width" for bins of equal width, "mass" for bins with equally many samples.
             scope: what is compared: "top-label", "class-wise", "positive" (binary) or "multi-label".
             compat: follow the rules of other code, to reproduce its numbers.
-            ignore_index: label of samples that do not count.
+            ignore_index: label of samples that are ignored.
         """
         options: dict[str, Any] = {"binning": binning or self.binning, "scope": scope, "compat": compat}
         return self.measure(probs, labels, bins, **options, ignore_index=ignore_index)
@@ -355,7 +355,7 @@ class AbstractTopLabel(AbstractMetric):
     def read(self, probs: Given, labels: Array | None = None, **which: Unpack[Which]) -> Pairs:
         """Return the confidence and correctness of each sample."""
         found = pairs(probs, labels, **which, ranked=self.ranked)
-        return answers(found) if self.ranked else found
+        return binary_predictions(found) if self.ranked else found
 
     def values_of(self, found: Pairs) -> Tensor:
         """Return one value per sample, in the order of the samples; their mean is the metric."""

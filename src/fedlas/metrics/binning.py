@@ -1,4 +1,4 @@
-"""How bins are made, by our own rule or by that of other code, so that published numbers can be laid beside ours.
+"""Binning rules: those of this package, or of other code to reproduce its results.
 
     compat                      equal width                              equal mass
     None                        (lower, upper], 0 in the first bin       parts of equal size, ties together
@@ -7,7 +7,7 @@
     "netcal"                    [lower, upper) in float64, 1 in the last quantiles between 0 and 1
     "uncertainty-calibration"   (lower, upper] in float64                midpoints between parts of equal size
 
-"official" is the code behind the paper (it descends from focal_calibration). All of this is our own arithmetic.
+"official" is the official code of the paper (derived from focal_calibration). All rules are implemented here.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Float64, Int, Int64
 from torch import Tensor
 
 from fedlas.errors import UserError
-from fedlas.metrics.bins import (
+from fedlas.metrics.bin_sums import (
     Bins,
     EdgeRule,
     bin_index,
@@ -51,11 +51,11 @@ IN_FLOAT64 = {"netcal", "uncertainty-calibration"}
 
 @dataclass(frozen=True)
 class Binning:
-    """A way to make bins.
+    """A binning rule.
 
     Args:
-        bins: how many.
-        kind: of equal width, or holding equally many samples.
+        bins: number of bins.
+        kind: "width" for bins of equal width, "mass" for bins of equally many samples.
         compat: the code whose rules are followed.
     """
 
@@ -65,7 +65,7 @@ class Binning:
 
     def __post_init__(self) -> None:
         if not isinstance(self.bins, int) or isinstance(self.bins, bool) or self.bins < 1:
-            raise UserError(f"bins is {self.bins!r}; a whole number of at least one is needed")
+            raise UserError(f"bins is {self.bins!r}; it must be an integer of at least 1")
         if self.kind not in get_args(Kind):
             raise UserError(f'binning is {self.kind!r}; expected "width" or "mass"')
         if self.compat not in RULES:
@@ -82,23 +82,23 @@ class Binning:
         return f"equal-{self.kind} bins {self.rule}"
 
     def define(self, about: Definition) -> Definition:
-        """Write the bins into the definition of a result."""
+        """Return a definition with the bins."""
         return replace(about, bins=self.bins, edges=str(self), compat=self.compat)
 
     def index(self, confidence: Float[Tensor, " n"]) -> Int64[Tensor, " n"]:
-        """Say which bin each confidence falls into; -1 or the number of bins means none."""
+        """Return the bin of each confidence; -1 or the number of bins means none."""
         return bin_index(self._compared(confidence), self.edges(confidence), self.rule)
 
     def fill(self, confidence: Float[Tensor, " n"], correct: Bool[Tensor, " n"] | Float[Tensor, " n"]) -> Bins:
-        """Sort samples into bins."""
+        """Return the counts and sums of each bin."""
         return bin_statistics(self._compared(confidence), correct, self.edges(confidence), self.rule)
 
     def fill_classes(
         self, probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]
     ) -> Bins:
-        """Sort the probabilities of each class into bins of that class."""
+        """Return one histogram per class, of the probabilities of that class."""
         if self.compat == "official" and labels.ndim == 1:
-            # The published code counts only the classes up to the largest label that occurs.
+            # The official code uses only the classes up to the largest label that occurs.
             probs = probs[:, : int(labels.max()) + 1]
         if self.kind == "width":
             return class_statistics(self._compared(probs), labels, self.edges(probs[:0, 0]), self.rule)
@@ -110,13 +110,13 @@ class Binning:
         )
 
     def _compared(self, values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """Take confidences in the type that the other code compares them in."""
+        """Return confidences in the type in which the other code compares them."""
         if self.compat == "torchmetrics":
             return values.float()
         return exact(values) if self.compat in IN_FLOAT64 else values
 
     def edges(self, confidence: Float[Tensor, " n"]) -> Float64[Tensor, " edges"]:
-        """Find the edges of the bins; only equal-mass ones depend on the confidences."""
+        """Return the edges of the bins; only those of equal-mass bins depend on the confidences."""
         if self.kind == "width":
             return self._width_edges()
         if self.compat == "official":
@@ -159,7 +159,7 @@ def _midpoint_edges(confidence: Float[Tensor, " n"], bins: int) -> Float64[Tenso
 
 
 class Histogram(NamedTuple):
-    """Filled bins, and what a result has to know about them."""
+    """Counts and sums of bins, and the definition of results that are computed from them."""
 
     bins: Bins
     about: Definition
@@ -175,24 +175,24 @@ def histogram(
     compat: Compat | None = None,
     ignore_index: int | None = None,
 ) -> Histogram:
-    """Sort predictions into bins; every error of this module is read from them.
+    """Return the histogram of predictions, from which binned errors are computed.
 
     Args:
         probs: predictions, or rows of class probabilities.
         labels: class numbers, or soft labels; not needed with predictions.
-        bins: how many.
-        binning: "width" for bins of equal width, "mass" for bins that hold equally many samples.
+        bins: number of bins.
+        binning: "width" for bins of equal width, "mass" for bins of equally many samples.
         scope: what is compared: "top-label", "class-wise", "positive" (binary) or "multi-label".
         compat: follow the rules of other code, to reproduce its numbers.
-        ignore_index: label of samples that do not count.
+        ignore_index: label of samples that are ignored.
     """
     read = rows if scope in EVERY_CLASS else pairs
     return histogram_of(read(probs, labels, scope, ignore_index), Binning(bins, binning, compat))
 
 
-def histogram_of(found: Pairs | Rows, way: Binning) -> Histogram:
-    """Sort samples that are already checked into bins."""
-    if isinstance(found, Rows):
-        return Histogram(way.fill_classes(found.probs, found.labels), way.define(found.about))
-    filled = found.once(("bins", way), lambda: way.fill(found.confidence, found.correct))
-    return Histogram(filled, way.define(found.about))
+def histogram_of(samples: Pairs | Rows, binning: Binning) -> Histogram:
+    """Return the histogram of validated samples."""
+    if isinstance(samples, Rows):
+        return Histogram(binning.fill_classes(samples.probs, samples.labels), binning.define(samples.about))
+    filled = samples.once(("bins", binning), lambda: binning.fill(samples.confidence, samples.correct))
+    return Histogram(filled, binning.define(samples.about))

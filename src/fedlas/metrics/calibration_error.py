@@ -1,17 +1,17 @@
-"""Calibration errors from bins: how far confidence is from accuracy.
+"""Binned calibration errors.
 
-With w_b the share of all n samples that fall into bin b, and gap_b its mean confidence minus its accuracy:
+With w_b the fraction of all n samples in bin b, and gap_b its mean confidence minus its accuracy:
 
     ECE         sum_b w_b |gap_b|            over equally wide bins of the top-label confidence
-    AECE        the same over bins that hold equally many samples
+    AECE        the same over bins with equally many samples
     O-ECE       sum_b w_b max(gap_b, 0)      over-confidence
     U-ECE       sum_b w_b max(-gap_b, 0)     under-confidence;  O + U = ECE
     signed ECE  sum_b w_b gap_b = O - U      mean confidence minus accuracy
     MCE         max_b |gap_b|
     Lp error    (sum_b w_b |gap_b|^p)^(1/p)  RMS error for p = 2
-    debiased    (sum_b w_b (gap_b^2 - acc_b (1 - acc_b) / (n_b - 1)))^(1/2), the root of 0 where the sum is negative
+    debiased    (sum_b w_b (gap_b^2 - acc_b (1 - acc_b) / (n_b - 1)))^(1/2), 0 if the sum is negative
 
-Class-wise errors compare the probability of each class with how often it is the label, and average over classes
+Class-wise errors compare the probability of each class with its frequency, and average over classes
 (before the root is taken; MCE takes the maximum). A class without samples counts like any other.
 """
 
@@ -27,8 +27,8 @@ from torch import Tensor
 from fedlas.errors import UserError
 from fedlas.metrics.accumulators import AbstractHistogram
 from fedlas.metrics.base import AbstractBinned, AbstractFixedBinned, AbstractFreelyBinned
+from fedlas.metrics.bin_sums import Bins
 from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram
-from fedlas.metrics.bins import Bins
 from fedlas.metrics.inputs import Given
 from fedlas.metrics.intervals.methods import GapInversion, MeanBootstrap
 from fedlas.metrics.intervals.resampling import AbstractGaps, Bounds
@@ -182,7 +182,7 @@ class RMSError(AbstractFreelyBinned):
 
 
 class DebiasedL2(AbstractFreelyBinned):
-    """RMS gap without the part that finite samples show by chance (Kumar et al., 2019)."""
+    """RMS gap without the bias of finite samples (Kumar et al., 2019)."""
 
     name = "debiased_l2"
     title = "debiased L2 calibration error"
@@ -221,7 +221,7 @@ def lp_error(probs: Given, labels: Array | None = None, bins: int = 15, p: float
 
 def _power_error(filled: Histogram, p: float) -> Result:
     if not 1 <= p < math.inf:
-        raise UserError(f"p is {p}; at least 1 is needed, and for the largest gap take mce")
+        raise UserError(f"p is {p}; it must be finite and at least 1; the largest gap is mce")
     each = (filled.bins.share * filled.bins.gap.abs() ** p).sum(-1)
     name = "RMS calibration error" if p == 2 else f"L{p:g} calibration error"
     return _result(filled, name, f"L{p:g}", float(each.mean()) ** (1 / p), each ** (1 / p))
@@ -241,25 +241,27 @@ def per_image(
     ignore_index: int | None = None,
     **options: Any,
 ) -> Result:
-    """Measure a metric on each image of a stack of maps, and average; images without a label that counts are left out.
+    """Return the mean of a metric over images of a stack of maps; images without valid labels are left out.
 
     Args:
         metric: any metric of one value, such as `ece`.
         probs: class probabilities of shape `(n, classes, height, width)`.
         labels: class numbers of shape `(n, height, width)`.
-        ignore_index: label of positions that do not count.
+        ignore_index: label of positions that are ignored.
         options: passed on to the metric.
     """
     maps, truth = as_tensor(probs, "probs"), as_tensor(labels, "labels")
     if len(maps) != len(truth):
         raise UserError(f"labels has {len(truth)} rows for {len(maps)} samples")
-    counted = [i for i, one in enumerate(truth) if ignore_index is None or bool((one != ignore_index).any())]
+    counted = [
+        i for i, labels_of in enumerate(truth) if ignore_index is None or bool((labels_of != ignore_index).any())
+    ]
     if not counted:
-        raise UserError("no image has a label that counts")
-    found = [metric(maps[i : i + 1], truth[i : i + 1], ignore_index=ignore_index, **options) for i in counted]
-    values = tuple(float(one) for one in found)
-    first = found[0].definition
-    about = replace(first, scope=f"{first.scope}, mean over images", n=sum(one.definition.n for one in found))
+        raise UserError("all labels of all images are ignored")
+    results = [metric(maps[i : i + 1], truth[i : i + 1], ignore_index=ignore_index, **options) for i in counted]
+    values = tuple(float(result) for result in results)
+    first = results[0].definition
+    about = replace(first, scope=f"{first.scope}, mean over images", n=sum(result.definition.n for result in results))
     details = {"images": len(values), "left_out": len(maps) - len(values), "values": values}
     return Result(sum(values) / len(values), about, None, details)
 

@@ -1,13 +1,13 @@
-"""Tests of calibration: how surprising the labels would be if every confidence were exactly right.
+"""Hypothesis tests of perfect calibration.
 
 With samples in the order of their confidence c, d_k = (1/n) sum_{i <= k} (correct_i - c_i) and
-s^2 = (1/n^2) sum_i c_i (1 - c_i), under perfect calibration d_k / s runs like a Brownian motion, so
+s^2 = (1/n^2) sum_i c_i (1 - c_i), under perfect calibration d_k / s is asymptotically a Brownian motion, so
 
     KS             max_k |d_k|, compared with the maximum of |Brownian motion| on [0, 1]
     Kuiper         max_k d_k - min_k d_k (both with d_0 = 0), compared with its range
     Spiegelhalter  z = sum_i (correct_i - c_i)(1 - 2 c_i) / sqrt(sum_i (1 - 2 c_i)^2 c_i (1 - c_i)), like N(0, 1)
 
-Samples of equal confidence enter together, so that their order does not matter.
+Ties are added together, so that their order does not matter.
 """
 
 import math
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedlas.errors import UserError
 from fedlas.metrics.base import AbstractTopLabel
-from fedlas.metrics.bins import exact
+from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.inputs import Pairs
 from fedlas.metrics.result import Result
 
@@ -37,7 +37,7 @@ class KSTest(AbstractTopLabel):
         walk, scale = _walk(_hard(found))
         value = float(walk.abs().max())
         about = replace(found.about, estimator=self.title, norm="maximum")
-        return Result(value, about, None, _evidence(value, scale, _ks_tail))
+        return Result(value, about, None, _p_value(value, scale, _ks_tail))
 
 
 class KuiperTest(AbstractTopLabel):
@@ -52,7 +52,7 @@ class KuiperTest(AbstractTopLabel):
         walk, scale = _walk(_hard(found))
         value = float(walk.max() - walk.min())
         about = replace(found.about, estimator=self.title, norm="range")
-        return Result(value, about, None, _evidence(value, scale, _kuiper_tail))
+        return Result(value, about, None, _p_value(value, scale, _kuiper_tail))
 
 
 class SpiegelhalterTest(AbstractTopLabel):
@@ -71,7 +71,7 @@ class SpiegelhalterTest(AbstractTopLabel):
         spread = float(((1 - 2 * c).square() * c * (1 - c)).sum().sqrt())
         total = float(((correct - c) * (1 - 2 * c)).sum())
         about = replace(found.about, estimator=self.title, norm=None, unit=self.unit)
-        # Confidences of 0, 1/2 and 1 alone leave nothing to chance, or nothing to weigh.
+        # If all confidences are 0, 1/2 or 1, the variance is zero.
         impossible = 0.0 if total == 0 else math.copysign(math.inf, total)
         z = impossible if spread == 0 else total / spread
         return Result(z, about, None, {"p_value": _two_sided(z)})
@@ -87,10 +87,10 @@ def _hard(found: Pairs) -> Pairs:
 
 
 def _walk(found: Pairs) -> tuple[Float64[Tensor, " steps"], float]:
-    return found.once("calibration walk", lambda: _walked(found))
+    return found.once("calibration walk", lambda: _compute_walk(found))
 
 
-def _walked(found: Pairs) -> tuple[Float64[Tensor, " steps"], float]:
+def _compute_walk(found: Pairs) -> tuple[Float64[Tensor, " steps"], float]:
     c, correct = exact(found.confidence), exact(found.correct)
     order = (found.ranking[0].flip(0) if found.log_uncertainty is None else c.argsort()).to(c.device)
     c, correct = c[order], correct[order]
@@ -100,14 +100,14 @@ def _walked(found: Pairs) -> tuple[Float64[Tensor, " steps"], float]:
     return walk, float((c * (1 - c)).sum().sqrt()) / len(c)
 
 
-def _evidence(value: float, scale: float, tail: Callable[[float], float]) -> dict[str, float]:
+def _p_value(value: float, scale: float, tail: Callable[[float], float]) -> dict[str, float]:
     if scale == 0:
         return {"statistic": 0.0 if value == 0 else math.inf, "p_value": 1.0 if value == 0 else 0.0}
     return {"statistic": value / scale, "p_value": min(1.0, max(0.0, tail(value / scale)))}
 
 
 def _ks_tail(x: float) -> float:
-    """Find the chance that |Brownian motion| on [0, 1] exceeds x somewhere."""
+    """Return the probability that |Brownian motion| on [0, 1] exceeds x."""
     if x > 1:
         return math.fsum(2 * (-1) ** k * _two_sided((2 * k + 1) * x) for k in range(6))
     if x < 0.2:
@@ -118,7 +118,7 @@ def _ks_tail(x: float) -> float:
 
 
 def _kuiper_tail(x: float) -> float:
-    """Find the chance that the range of Brownian motion on [0, 1] exceeds x."""
+    """Return the probability that the range of Brownian motion on [0, 1] exceeds x."""
     if x > 1:
         return math.fsum(4 * (-1) ** (k + 1) * k * _two_sided(k * x) for k in range(1, 12))
     if x < 0.4:
@@ -128,5 +128,5 @@ def _kuiper_tail(x: float) -> float:
 
 
 def _two_sided(z: float) -> float:
-    """Find the chance that a standard normal number is further from 0 than z."""
+    """Return the two-sided p-value of a standard normal statistic."""
     return math.erfc(abs(z) / math.sqrt(2))

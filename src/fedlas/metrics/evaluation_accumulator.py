@@ -2,7 +2,8 @@
 
 A table of 50,000 x 1,000 probabilities is large and its metrics are small. An `EvaluationAccumulator` takes predictions
 batch by batch and keeps a few numbers per sample (confidence, correctness, log(1 - confidence), and the columns that
-metrics of all classes ask for) and one histogram per class. Every metric of the catalogue is computed from those.
+metrics of all classes ask for) and one histogram per class. Every metric of the registry is computed from those. Only
+the interval of the class-wise ECE needs the probabilities themselves, which are kept up to `MAX_PROBS`.
 """
 
 from collections.abc import Mapping
@@ -14,20 +15,21 @@ from torch import Tensor
 
 from fedlas.metrics.accumulators import BIN_SUMS
 from fedlas.metrics.base import AbstractMetric, Resampling
+from fedlas.metrics.bin_sums import Bins, exact
 from fedlas.metrics.binning import Binning, histogram_of
-from fedlas.metrics.bins import Bins, exact
-from fedlas.metrics.catalogue import all_metrics, compared_metrics
 from fedlas.metrics.inputs import Pairs, pairs
 from fedlas.metrics.intervals.methods import bootstrap
 from fedlas.metrics.paired import RESAMPLES, EachSample, check_draws, paired_method
+from fedlas.metrics.registry import all_metrics, compared_metrics
 from fedlas.metrics.result import Comparison, Definition, Result
 from fedlas.predictions import AnyPredictions, Predictions
 
 TOP_LABEL = ("confidence", "correct", "log_uncertainty")
+MAX_PROBS = 20_000_000  # number of probabilities up to which an evaluation bootstraps class-wise errors
 
 
 class EvaluationAccumulator:
-    """Keeps what metrics need while predictions are read.
+    """Accumulates all metrics of one set of predictions.
 
     Args:
         bins: number of bins of calibration errors.
@@ -39,6 +41,7 @@ class EvaluationAccumulator:
         self.metrics = all_metrics()
         self._about: list[Definition] = []
         self._parts: list[dict[str, Tensor]] = []
+        self._tables: list[tuple[Tensor, Tensor]] | None = []  # probabilities and labels; None if they are too many
 
     def update(self, part: AnyPredictions) -> None:
         """Add predictions."""
@@ -48,7 +51,9 @@ class EvaluationAccumulator:
             kept["log_uncertainty"] = found.log_uncertainty
         self._about.append(found.about)
         if isinstance(part, Predictions):
-            filled = self.way.fill_classes(part.probs, part.labels)
+            probs = part.probs
+            self._keep_tables([(probs, part.labels)])
+            filled = self.way.fill_classes(probs, part.labels)
             self.class_bins = filled if self.class_bins is None else self.class_bins + filled
             for metric in self.metrics.values():
                 if metric.needs_all_classes:
@@ -59,8 +64,14 @@ class EvaluationAccumulator:
         """Add the samples of another accumulator."""
         self._about += other._about
         self._parts += other._parts
+        self._keep_tables(other._tables)
         if other.class_bins is not None:
             self.class_bins = other.class_bins if self.class_bins is None else self.class_bins + other.class_bins
+
+    def _keep_tables(self, tables: list[tuple[Tensor, Tensor]] | None) -> None:
+        kept = None if self._tables is None or tables is None else self._tables + tables
+        too_many = kept is not None and sum(probs.numel() for probs, _ in kept) > MAX_PROBS
+        self._tables = None if too_many else kept
 
     def columns(self) -> dict[str, Tensor]:
         """Return the kept columns of all samples; values without dimensions are added up."""
@@ -82,6 +93,7 @@ class EvaluationAccumulator:
         about = pairs(columns["confidence"], columns["correct"], "confidence").about
         made._about.append(replace(about, scope="top-label", split=split))
         samples = len(columns["confidence"])
+        made._tables = None
         made._parts.append({n: one for n, one in columns.items() if not n.startswith("class_") and len(one) == samples})
         if "class_counts" in columns:
             counts, confidence, correct = (columns[f"class_{name}"] for name in BIN_SUMS)
@@ -181,9 +193,16 @@ class EvaluationAccumulator:
         scope = (self._about[0].scope or "").replace("top-label", "class-wise")
         about = replace(self._about[0], scope=scope, n=len(columns["confidence"]))
         found = metric.of_columns(columns, self.class_bins, about)
-        if found is None or how is None or metric.interval is None or metric.is_binned:
+        if found is None or how is None or metric.interval is None:
             return found
-        return metric.interval.of_mean(found, exact(metric.column(columns)), how)
+        if not metric.is_binned:
+            return metric.interval.of_mean(found, exact(metric.column(columns)), how)
+        if not self._tables:
+            return found
+        probs, labels = (torch.cat(parts) for parts in zip(*self._tables, strict=True))
+        measured = metric.interval.measure(metric, probs, labels, how, bins=self.way.bins)
+        assert measured.interval is not None
+        return found.with_interval(measured.interval, noise_floor=measured.details["noise_floor"])
 
 
 def _of_top_labels(metric: AbstractMetric, found: Pairs, bins: int, how: Resampling | None) -> Result | None:

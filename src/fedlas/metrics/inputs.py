@@ -1,15 +1,16 @@
-"""What comes in: predictions or plain arrays, checked once, and cut down to what a metric compares.
+"""Inputs of metrics: predictions or arrays, validated once and reduced to confidence and correctness.
 
-A calibration error compares a *confidence* with whether it was *correct*. The scope says which pairs are meant:
+A calibration error compares a *confidence* with whether it was *correct*. The scope selects the pairs:
 
     "top-label"    the largest probability of a row; correct if that class is the label
     "class-wise"   every probability of a row, class by class; correct for the label's class
     "positive"     the probability of class 1 of a binary classifier; correct if the label is 1
-    "confidence"   confidences and whether they were correct, as given: where no more is known
+    "confidence"   confidences and correctness as given
     "multi-label"  every probability of a row, label by label; rows need not sum to one
 
-Labels are class numbers, or rows of class probabilities (several annotators), for which "correct" is the share of the
-row on that class. Maps `(n, classes, height, width)` with labels `(n, height, width)` are pooled over positions.
+Labels are class numbers, or rows of class probabilities (several annotators), for which "correct" is the
+probability of that class. Maps `(n, classes, height, width)` with labels `(n, height, width)` are pooled over all
+positions.
 """
 
 import warnings
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedlas.errors import UserError, UserTypeError
-from fedlas.metrics.bins import exact
+from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.result import Definition
 from fedlas.predictions import (
     AnyPredictions,
@@ -44,8 +45,8 @@ from fedlas.predictions import (
     with_every_class,
 )
 
-MANY_ROWS = 10_000  # below, building the kernel costs more than it saves
-MOST_CLASSES = 2**15  # that fit into the registers of one program
+MANY_ROWS = 10_000  # below, compiling the kernel takes longer than it saves
+MOST_CLASSES = 2**15  # limit of the registers of one program
 
 Scope = Literal["top-label", "class-wise", "positive", "confidence", "multi-label"]
 
@@ -54,13 +55,13 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Pairs:
-    """Confidences and whether they were correct, with what is known about where they came from.
+    """Confidence and correctness of each sample.
 
     Args:
         confidence: one probability per sample.
         correct: whether the prediction is the label, or the probability that a soft label gives to it.
-        about: the part of a result's definition that is already known.
-        log_uncertainty: logarithm of 1 - confidence in float64, where logits are known. It ranks samples whose
+        about: the known part of a result's definition.
+        log_uncertainty: logarithm of 1 - confidence in float64, if logits are known. It ranks samples whose
             confidences are equal in float32; None ranks by confidence.
     """
 
@@ -76,17 +77,17 @@ class Pairs:
 
     @cached_property
     def ranking(self) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
-        """Samples from the most to the least confident, and for each of them the number of its group of equal ones."""
+        """Order of the samples from the most to the least confident, and the number of the group of ties of each."""
         ranked, order = self.uncertainty_rank.sort()
         new = torch.cat([torch.zeros_like(ranked[:1], dtype=torch.bool), ranked[1:] != ranked[:-1]])
         return order, new.long().cumsum(0)
 
     def once(self, key: Hashable, compute: Callable[[], Value]) -> Value:
-        """Return what several metrics of these pairs need, computed for the first of them."""
+        """Return a cached value that several metrics of these pairs need."""
         if key not in self._computed:
             self._computed[key] = compute()
-        found: Value = self._computed[key]
-        return found
+        value: Value = self._computed[key]
+        return value
 
     @cached_property
     def _computed(self) -> dict[Hashable, Any]:
@@ -99,12 +100,12 @@ Given: TypeAlias = AnyPredictions | Array | Pairs
 
 @dataclass(frozen=True)
 class Rows:
-    """Checked probabilities and labels, one row per sample.
+    """Validated probabilities and labels, one row per sample.
 
     Args:
         probs: one row of class probabilities per sample.
         labels: class numbers, or rows of class probabilities (soft labels, or several labels at once).
-        about: the part of a result's definition that is already known.
+        about: the known part of a result's definition.
     """
 
     probs: Float[Tensor, "n classes"]
@@ -113,14 +114,14 @@ class Rows:
 
 
 class Which(TypedDict, total=False):
-    """Which pairs of confidence and correctness a metric looks at."""
+    """Options that select pairs of confidence and correctness."""
 
     scope: Scope
     ignore_index: int | None
 
 
 class Checked(NamedTuple):
-    """Arrays as they came, classes in the second dimension, and which positions count (None: all)."""
+    """Validated arrays with classes in the second dimension, and a mask of the positions that are used (None: all)."""
 
     probs: Tensor
     labels: Tensor
@@ -128,7 +129,7 @@ class Checked(NamedTuple):
 
     @property
     def ignored(self) -> Tensor | None:
-        """Which positions do not count (None: all do)."""
+        """Mask of the ignored positions (None: there are none)."""
         return None if self.kept is None else ~self.kept
 
     @property
@@ -145,14 +146,14 @@ def pairs(
     *,
     ranked: bool = False,
 ) -> Pairs:
-    """Reduce predictions to one confidence per sample and whether it was correct; pairs stay what they are.
+    """Reduce predictions to the confidence and correctness of each sample; pairs are returned unchanged.
 
     Args:
         probs: predictions, class probabilities, or pairs.
         labels: class numbers or soft labels; predictions and pairs carry their own.
-        scope: which confidences are meant.
-        ignore_index: label of samples that do not count.
-        ranked: whether to compute the uncertainties that rank samples of equal confidence, where logits are known.
+        scope: which confidences are used.
+        ignore_index: label of samples that are ignored.
+        ranked: whether to compute `log_uncertainty`, which ranks samples of equal confidence.
     """
     if isinstance(probs, Pairs):
         if labels is not None or ignore_index is not None:
@@ -161,11 +162,11 @@ def pairs(
             raise UserError(f"these pairs are {probs.about.scope}, not {scope}")
         return probs
     if isinstance(probs, Predictions):
-        probs, labels, ignore_index = _counted(probs, labels, ignore_index), None, None
+        probs, labels, ignore_index = _without_ignored(probs, labels, ignore_index), None, None
     if isinstance(probs, TopLabelPredictions):
-        probs = _counted(probs, labels, ignore_index)
+        probs = _without_ignored(probs, labels, ignore_index)
         if scope != "top-label":
-            raise UserError(f'only the top confidence of each sample is known; scope "{scope}" needs every class')
+            raise UserError(f'only the top confidence of each sample is known; scope "{scope}" needs all classes')
         return Pairs(probs.confidence, probs.correct, _about(probs.confidence, scope, soft=False, split=probs.split))
     if scope in {"positive", "confidence"}:
         found = _positive(probs, labels, ignore_index, scope)
@@ -191,7 +192,7 @@ def pairs_of_logits(
     *,
     ranked: bool = False,
 ) -> Pairs:
-    """Reduce logits to one confidence per sample and whether it was correct; the arguments are those of `pairs`."""
+    """Reduce logits to the confidence and correctness of each sample; the arguments are those of `pairs`."""
     if scope != "top-label":
         found = pairs(probs_of(logits, scope), labels, scope, ignore_index)
         scores = as_floats(logits, "logits")
@@ -206,7 +207,7 @@ def pairs_of_logits(
         )
     scores = _table_of_logits(as_floats(logits, "logits"))
     given = _with_labels(scores, _labels(labels, scores), ignore_index)
-    confidence, prediction = in_one_read(scores) or top_of_logits(scores)
+    confidence, prediction = top_of_logits_by_kernel(scores) or top_of_logits(scores)
     return _pairs(given, confidence, prediction, log_uncertainty(scores, prediction) if ranked else None)
 
 
@@ -216,19 +217,19 @@ def rows(
     scope: Scope = "class-wise",
     ignore_index: int | None = None,
 ) -> Rows:
-    """Check predictions and give them one row per sample."""
+    """Return validated predictions, one row per sample."""
     if isinstance(probs, Pairs):
         raise UserTypeError(
-            "pairs of confidence and correctness know the top class alone; this metric needs every class"
+            "pairs of confidence and correctness describe the top class only; this metric needs all classes"
         )
     if isinstance(probs, AnyPredictions):
         probs = with_every_class(probs, "this metric")
     if scope == "multi-label":
         if ignore_index is not None:
-            raise UserError('scope "multi-label" has no single label to ignore; leave rows out before')
+            raise UserError('scope "multi-label" has no single label to ignore; remove the rows before')
         return _label_rows(probs, labels)
     if isinstance(probs, Predictions):
-        probs = _counted(probs, labels, ignore_index)
+        probs = _without_ignored(probs, labels, ignore_index)
         return Rows(probs.probs, probs.labels, _about(probs.probs, scope, probs.labels.ndim == 2, probs.split))
     given = _tables(probs, labels, ignore_index)
     check_probs(given.probs, ignored=given.ignored)
@@ -236,7 +237,7 @@ def rows(
 
 
 def rows_of_logits(logits: Array, labels: Array, scope: Scope = "class-wise", ignore_index: int | None = None) -> Rows:
-    """Check logits and give their probabilities one row per sample."""
+    """Return the probabilities of validated logits, one row per sample."""
     probs = probs_of(logits, scope)
     if scope == "multi-label":
         return _label_rows(probs, labels)
@@ -244,35 +245,35 @@ def rows_of_logits(logits: Array, labels: Array, scope: Scope = "class-wise", ig
 
 
 def logit_rows(logits: Array, labels: Array, ignore_index: int | None = None) -> Rows:
-    """Check logits and labels and give them one row per sample; the rows hold logits, not probabilities."""
+    """Return validated logits and labels, one row per sample; the rows hold logits, not probabilities."""
     scores = _table_of_logits(_finite(logits))
     return _rows(_with_labels(scores, _labels(labels, scores), ignore_index), "class-wise")
 
 
 def logit_rows_of(predictions: Predictions, labels: Array | None, ignore_index: int | None) -> Rows:
-    """Return the logits and labels of predictions that count, one row per sample, without computing probabilities."""
-    kept = _counted(predictions, labels, ignore_index)
+    """Return the logits and labels of predictions, one row per sample, without computing probabilities."""
+    kept = _without_ignored(predictions, labels, ignore_index)
     about = _about(kept.logits, "class-wise", kept.labels.ndim == 2, kept.split)
     dtype = str(torch.promote_types(kept.logits.dtype, torch.float32)).removeprefix("torch.")
     return Rows(kept.logits, kept.labels, replace(about, dtype=dtype))
 
 
 def probs_of(logits: Array, scope: Scope = "top-label") -> Float[Tensor, "..."]:
-    """Turn logits into the probabilities that a scope expects, in float32 or better."""
+    """Return the probabilities that a scope needs, in float32 or better."""
     scores = _finite(logits)
     if scope == "multi-label" or (scope == "positive" and scores.shape[1:] in {(), (1,)}):
         return scores.to(torch.promote_types(scores.dtype, torch.float32)).sigmoid()
     return softmax(_table_of_logits(scores))
 
 
-def in_one_read(logits: Float[Tensor, "n classes *space"]) -> tuple[Tensor, Tensor] | None:
-    """Find what `top_of_logits` finds with a kernel that reads the logits once; None where it cannot run."""
+def top_of_logits_by_kernel(logits: Float[Tensor, "n classes *space"]) -> tuple[Tensor, Tensor] | None:
+    """Return the result of `top_of_logits` from a Triton kernel; None if it cannot run."""
     if logits.device.type != "cuda" or logits.ndim != 2 or logits.dtype == torch.float64 or len(logits) < MANY_ROWS:
         return None
-    read = _kernel()
-    if read is None or logits.shape[1] > MOST_CLASSES:
+    kernel = _kernel()
+    if kernel is None or logits.shape[1] > MOST_CLASSES:
         return None
-    total, prediction = read(logits)
+    total, prediction = kernel(logits)
     if not bool(torch.isfinite(total).all()):
         check_finite(logits)
     return total.reciprocal(), prediction
@@ -280,22 +281,22 @@ def in_one_read(logits: Float[Tensor, "n classes *space"]) -> tuple[Tensor, Tens
 
 @cache
 def _kernel() -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
-    """Build the kernel when it is first needed; None where triton, or the compiler it needs, is missing."""
+    """Compile the kernel on first use; None if Triton or its compiler is missing."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # triton speaks of its own settings
-            from fedlas.metrics.kernels.top_of_rows import top_of_rows  # noqa: PLC0415
+            warnings.simplefilter("ignore")  # of Triton
+            from fedlas.metrics.kernels.top_label import top_label  # noqa: PLC0415
 
-            top_of_rows(torch.zeros(2, 2, device="cuda"))
-    except Exception:  # whatever is missing, torch alone gives the same numbers
+            top_label(torch.zeros(2, 2, device="cuda"))
+    except Exception:  # torch computes the same without it
         return None
-    return top_of_rows
+    return top_label
 
 
 def _table_of_logits(scores: Float[Tensor, "..."]) -> Float[Tensor, "n classes *space"]:
     if scores.ndim < 2:
-        advice = 'scope="positive" where there is one, else give the logits of both classes'
-        raise UserError(f"logits have shape {tuple(scores.shape)}; for a one-logit head say {advice}")
+        advice = 'scope="positive" if the metric has it, else give the logits of both classes'
+        raise UserError(f"logits have shape {tuple(scores.shape)}; for a single binary logit give {advice}")
     if len(scores) == 0:
         check_finite(scores)
     return scores
@@ -310,12 +311,12 @@ def _finite(logits: Array) -> Float[Tensor, "..."]:
 def _pairs(given: Checked, confidence: Tensor, prediction: Tensor, uncertainty: Tensor | None = None) -> Pairs:
     correct = given.labels.gather(1, prediction[:, None])[:, 0] if given.soft else prediction == given.labels
 
-    def counted(values: Tensor) -> Tensor:
+    def select(values: Tensor) -> Tensor:
         return values.reshape(-1) if given.kept is None else values[given.kept]
 
-    confidence = counted(confidence)
+    confidence = select(confidence)
     about = _about(confidence, "top-label", given.soft)
-    return Pairs(confidence, counted(correct), about, None if uncertainty is None else counted(uncertainty))
+    return Pairs(confidence, select(correct), about, None if uncertainty is None else select(uncertainty))
 
 
 def _rows(given: Checked, scope: Scope) -> Rows:
@@ -334,7 +335,9 @@ def _label_rows(probs: Predictions | Array, labels: Array | None) -> Rows:
         raise UserTypeError('scope "multi-label" needs arrays: the rows of Predictions sum to one')
     scores, truth = _arrays(probs, labels)
     if scores.ndim != 2 or truth.shape != scores.shape:
-        raise UserError(f"multi-label needs two tables of one shape, not {tuple(scores.shape)}, {tuple(truth.shape)}")
+        raise UserError(
+            f"multi-label needs probs and labels of the same shape, not {tuple(scores.shape)}, {tuple(truth.shape)}"
+        )
     _check_range("probs", scores)
     _check_range("labels", truth)
     return Rows(scores, truth.to(scores.dtype), _about(scores, "multi-label", truth.is_floating_point()))
@@ -344,7 +347,7 @@ def _positive(probs: Predictions | Array, labels: Array | None, ignore_index: in
     split = None
     if isinstance(probs, Predictions):
         if scope == "confidence":
-            raise UserTypeError('Predictions know their classes; scope "confidence" is for confidences alone')
+            raise UserTypeError('Predictions have classes; scope "confidence" is for arrays of confidences')
         scores, truth, split = probs.probs, probs.labels, probs.split
     else:
         scores, truth = _arrays(probs, labels)
@@ -361,32 +364,32 @@ def _positive(probs: Predictions | Array, labels: Array | None, ignore_index: in
     confidence = scores if scores.ndim == 1 else scores[:, -1]
     if truth.ndim == 0 or truth.shape[1:] not in {(), (1,), (2,)}:
         raise UserError(
-            f'scope "{scope}" needs one label per sample, or the shares of two classes, not labels of shape '
+            f'scope "{scope}" needs one label per sample, or the probabilities of two classes, not labels of shape '
             f"{tuple(truth.shape)}"
         )
     if len(truth) != len(confidence):
         raise UserError(f"labels has {len(truth)} rows for {len(confidence)} samples")
     if truth.shape[1:] == (2,):
         check_probs(truth if truth.is_floating_point() else truth.double(), name="labels")
-    # Of two columns that sum to one, within rounding, neither is asked again to lie between 0 and 1.
-    alone = [name for name, given in (("probs", scores), ("labels", truth)) if given.shape[1:] != (2,)]
+    # Two columns that sum to one have been checked already.
+    vectors = [name for name, given in (("probs", scores), ("labels", truth)) if given.shape[1:] != (2,)]
     truth = truth if truth.ndim == 1 else truth[:, -1]
     if ignore_index is not None:
         confidence, truth = confidence[truth != ignore_index], truth[truth != ignore_index]
-    for name in alone:
+    for name in vectors:
         _check_range(name, confidence if name == "probs" else truth)
     soft = truth.is_floating_point()
     return Pairs(confidence, truth if soft else truth == 1, _about(confidence, scope, soft, split))
 
 
-def _counted(predictions: Counted, labels: Array | None, ignore_index: int | None) -> Counted:
-    """Leave out of predictions what does not count."""
+def _without_ignored(predictions: Counted, labels: Array | None, ignore_index: int | None) -> Counted:
+    """Return predictions without the ignored samples."""
     if labels is not None:
         raise UserTypeError("Predictions carry their own labels; give one or the other")
     if ignore_index is None:
         return predictions
     if predictions.labels.ndim == 2:
-        raise UserError("soft labels have no class to ignore; leave samples out by predictions[mask]")
+        raise UserError("soft labels have no class to ignore; select samples by predictions[mask]")
     kept = predictions.labels != ignore_index
     if not bool(kept.any()):
         raise UserError(f"every label is {ignore_index}, the ignored one; at least one sample is needed")
@@ -407,8 +410,8 @@ def _labels(labels: Array, scores: Tensor) -> Tensor:
 def _tables(probs: Array, labels: Array | None, ignore_index: int | None) -> Checked:
     scores, truth = _arrays(probs, labels)
     if scores.ndim < 2:
-        advice = 'scope="positive" where there is one, else Predictions.from_probs(probs, labels)'
-        raise UserError(f"probs have shape {tuple(scores.shape)}; for a binary probability say {advice}")
+        advice = 'scope="positive" if the metric has it, else Predictions.from_probs(probs, labels)'
+        raise UserError(f"probs have shape {tuple(scores.shape)}; for a binary probability give {advice}")
     return _with_labels(scores, truth, ignore_index)
 
 
@@ -416,7 +419,7 @@ def _with_labels(scores: Float[Tensor, "n classes *space"], truth: Tensor, ignor
     space = (len(scores), *scores.shape[2:])
     if truth.shape == scores.shape and truth.is_floating_point():
         if ignore_index is not None:
-            raise UserError("soft labels have no class to ignore; leave samples out before")
+            raise UserError("soft labels have no class to ignore; remove the samples before")
         check_probs(truth, name="labels")
         return Checked(scores, truth, None)
     if truth.shape != space or truth.is_floating_point():
@@ -426,7 +429,7 @@ def _with_labels(scores: Float[Tensor, "n classes *space"], truth: Tensor, ignor
         )
     truth = truth.long()
     if ignore_index is None and truth.numel():
-        # Two numbers are looked at, where a mask would be written and read: most labels are right.
+        # The extremes need no mask, and most labels are valid.
         low, high = torch.stack(torch.aminmax(truth)).tolist()
         if low >= 0 and high < scores.shape[1]:
             return Checked(scores, truth, None)
@@ -464,8 +467,8 @@ def correctness(found: Pairs) -> Bool[Tensor, " n"] | Float[Tensor, " n"]:
     return torch.where(positive.to(correct.device), correct, 1 - correct)
 
 
-def answers(found: Pairs) -> Pairs:
-    """Take the answer that a binary probability stands for: class 1 above one half, with that much confidence, or 0."""
+def binary_predictions(found: Pairs) -> Pairs:
+    """Replace the probability of class 1 by the confidence in the predicted class: 1 above one half, else 0."""
     if not (found.about.scope or "").startswith("positive"):
         return found
     confidence = torch.where(found.confidence > 0.5, found.confidence, 1 - found.confidence)

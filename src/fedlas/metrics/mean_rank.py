@@ -1,8 +1,7 @@
-"""Many methods on many data sets: which is best on the whole, and which differences are more than chance.
+"""Comparison of several methods on several data sets by mean ranks, with the Friedman and Nemenyi tests.
 
-Many methods on many data sets are compared by mean ranks (rank 1 is best). Equal values share the smallest of their
-ranks, as in the paper's tables; the Friedman test and the critical difference of Nemenyi use average ranks, as those
-tests are defined:  CD = q_alpha sqrt(k (k + 1) / (6 N)) for k methods on N data sets.
+Rank 1 is best. Ties share the smallest of their ranks, as in the paper's tables; the Friedman test and the critical
+difference of Nemenyi use average ranks:  CD = q_alpha sqrt(k (k + 1) / (6 N)) for k methods on N data sets.
 """
 
 import math
@@ -20,15 +19,15 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class MeanRanks:
-    """Mean ranks of methods over data sets, best first, with what can be said about their differences.
+    """Mean ranks of methods over data sets, best first, and tests of their differences.
 
     Args:
-        ranks: mean rank of every method, ties at the smallest of their ranks.
-        average_ranks: the same with ties at the average of their ranks, which the tests are about.
-        datasets: how many columns were ranked.
-        critical_difference: how far two average ranks have to lie apart to differ at the chosen level.
-        p_value: of the Friedman test that all methods are equal.
-        alpha: the level.
+        ranks: mean rank of each method, with the smallest rank for ties.
+        average_ranks: mean rank of each method, with the average rank for ties; used by the tests.
+        datasets: number of data sets.
+        critical_difference: smallest significant difference of two average ranks.
+        p_value: p-value of the Friedman test.
+        alpha: significance level.
     """
 
     ranks: Mapping[str, float]
@@ -39,13 +38,17 @@ class MeanRanks:
     alpha: float
 
     def differ(self, first: str, second: str) -> bool:
-        """Say whether two methods differ at the chosen level."""
+        """Return whether two methods differ significantly."""
         return abs(self.average_ranks[first] - self.average_ranks[second]) >= self.critical_difference
 
     def __str__(self) -> str:
         best = next(iter(self.ranks))
         worse = [name for name in self.ranks if self.differ(best, name)]
-        verdict = f"{best} differs from {', '.join(worse)}" if worse else f"no method is shown to differ from {best}"
+        verdict = (
+            f"{best} differs significantly from {', '.join(worse)}"
+            if worse
+            else f"no method differs significantly from {best}"
+        )
         return (
             f"{len(self.ranks)} methods on {self.datasets} data sets: Friedman p = {self.p_value:.3g}, critical "
             f"difference {self.critical_difference:.2f} (Nemenyi, {100 * self.alpha:g} %): {verdict}"
@@ -55,10 +58,10 @@ class MeanRanks:
 def mean_ranks(
     table: Mapping[str, Sequence[float]], *, higher_is_better: bool = False, alpha: float = 0.05
 ) -> MeanRanks:
-    """Rank methods on every data set, average the ranks, and say which differences are more than chance.
+    """Return the mean ranks of methods, with tests of their differences.
 
     Args:
-        table: for every method its values, one per data set.
+        table: values of each method, one per data set.
         higher_is_better: whether rank 1 goes to the largest value.
         alpha: level of the critical difference.
     """
@@ -88,9 +91,9 @@ def mean_ranks(
     )
 
 
-def _studentised_range(share: float, methods: int) -> float:
+def _studentised_range(quantile: float, methods: int) -> float:
     stats = optional_module("scipy.stats")
-    return float(stats.studentized_range.ppf(share, methods, np.inf)) / math.sqrt(2)
+    return float(stats.studentized_range.ppf(quantile, methods, np.inf)) / math.sqrt(2)
 
 
 def _friedman(ranks: Floats) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor
 from fedlas.alignment import check_same_samples
 from fedlas.errors import UserError
 from fedlas.metrics.base import AbstractBinned, AbstractMetric, AbstractPairedMethod, Resampling, check_level
-from fedlas.metrics.bins import exact
+from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.inputs import Given
 from fedlas.metrics.intervals.inversion import confidence_curve, difference_interval, unbiased_totals
 from fedlas.metrics.intervals.methods import check_mean
@@ -179,9 +179,9 @@ def _gap_difference(
     index, gap = np.stack([one.index for one in single]), np.stack([one.gap for one in single])
     drawn = sample_deviations(index, gap, bins, resamples, rng)
     parts = (drawn[:, :bins], drawn[:, bins:])
-    worlds = [one.world(part, rng, joint=True) for one, part in zip(single, parts, strict=True)]
-    first, second = (confidence_curve(world) for world in worlds)
-    totals = np.stack([unbiased_totals(world) for world in worlds])
+    distributions = [one.distribution(part, rng, joint=True) for one, part in zip(single, parts, strict=True)]
+    first, second = (confidence_curve(one) for one in distributions)
+    totals = np.stack([unbiased_totals(one) for one in distributions])
     varied = float(totals.std(1).min()) > 0
     correlation = float(np.asarray(np.corrcoef(totals))[0, 1]) if varied else 0.0
     low, high = difference_interval(first, second, correlation, level)
@@ -195,7 +195,7 @@ def _gap_difference(
 
 
 def check_draws(level: float, resamples: int) -> None:
-    """Refuse so few resamples that no difference, however large, could be told from chance."""
+    """Raise if the resamples are too few for any difference to be significant."""
     check_level(level, resamples)
     needed = round(2 / (1 - level), 6)  # p-values end at 2 / (resamples + 1)
     if resamples + 1 <= needed:

@@ -1,20 +1,20 @@
-"""Scores of whole predictions: how often they are right, and how much probability they give to what happens.
+"""Accuracy, top-k accuracy, and proper scores: negative log-likelihood and Brier score.
 
 With p_i the probabilities of sample i, y_i its label as a row (one-hot, or soft), and means over samples:
 
     accuracy   mean of y_i[argmax p_i]
-    top-k      mean of [fewer than k classes come before the label]; of equal probabilities the first class comes first
-    NLL        mean of -sum_k y_ik log p_ik, in nats; probabilities of zero are raised to a stated floor,
-               half of the last decimal where `Predictions` were rounded
+    top-k      mean of [fewer than k classes are ranked above the label]; ties are ranked by class number
+    NLL        mean of -sum_k y_ik log p_ik, in nats; probabilities of zero are replaced by a floor, half of the last
+               decimal if `Predictions` were rounded
     Brier      mean of sum_k (p_ik - y_ik)^2, between 0 and 2
 
-The Brier score is decomposed over equally wide bins b of each class's probability, with f_bk how often class k occurs
-in bin b, m_bk its mean probability there, w_bk the share of samples, f_k the overall frequency:
+The Brier score is decomposed over bins b of equal width of each class's probability, with f_bk the frequency of class k
+in bin b, m_bk its mean probability, w_bk the fraction of samples, f_k the overall frequency:
 
     reliability  sum_kb w_bk (m_bk - f_bk)^2     0 when calibrated
-    resolution   sum_kb w_bk (f_bk - f_k)^2      large when the bins tell samples apart
+    resolution   sum_kb w_bk (f_bk - f_k)^2      large if the frequencies differ between bins
     uncertainty  sum_k  mean(y_ik^2) - f_k^2     of the labels alone
-    within_bins  what is left: Brier = reliability - resolution + uncertainty + within_bins
+    within_bins  the rest: Brier = reliability - resolution + uncertainty + within_bins
 """
 
 import math
@@ -27,20 +27,20 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from fedlas.errors import UserError
-from fedlas.metrics.accumulators import AbstractStore, BinStore, MeanStore, State, as_rows, joined
+from fedlas.metrics.accumulators import AbstractStore, BinStore, MeanStore, State, as_rows, merge_definitions
 from fedlas.metrics.base import AbstractMetric, AbstractTopLabel
+from fedlas.metrics.bin_sums import Bins, EdgeRule, class_statistics, equal_width_edges, exact
 from fedlas.metrics.binning import Binning
-from fedlas.metrics.bins import Bins, EdgeRule, class_statistics, equal_width_edges, exact
 from fedlas.metrics.inputs import (
     Given,
     Pairs,
     Rows,
     Scope,
     correctness,
-    in_one_read,
     logit_rows,
     logit_rows_of,
     rows,
+    top_of_logits_by_kernel,
 )
 from fedlas.metrics.intervals.methods import LossBootstrap, MeanBootstrap, WilsonInterval
 from fedlas.metrics.intervals.resampling import Bounds
@@ -50,14 +50,14 @@ from fedlas.predictions import AnyPredictions, Array, Predictions, least_log_pro
 
 LARGE = 0.9  # probability of a label
 TOP = 5
-# A loss above log 2 is that of a label with less than half of the probability. There is no largest loss: that of the
-# smallest normal float32 stands for losses that were not seen; no loss is cut to it.
+# A loss above log 2 means a probability below one half. The loss is unbounded: that of the smallest normal float32
+# stands for unobserved losses; no loss is clipped to it.
 NLL_BOUNDS = Bounds(0.0, math.log(2), -math.log(torch.finfo(torch.float32).tiny))
 
 
 @dataclass(frozen=True)
 class Losses:
-    """The negative log-likelihood of each sample, and how many probabilities were raised to the floor."""
+    """The negative log-likelihood of each sample, and the number of probabilities that were replaced by the floor."""
 
     values: Float64[Tensor, " n"]
     floor: float
@@ -65,7 +65,7 @@ class Losses:
 
 
 class Accuracy(AbstractTopLabel):
-    """How often the most probable class is the label."""
+    """Fraction of samples whose most probable class is the label."""
 
     name = "accuracy"
     title = "accuracy"
@@ -107,7 +107,7 @@ class NLL(AbstractMetric):
     paired = PairedMeans(bounds=NLL_BOUNDS)
 
     def __call__(self, probs: Given, labels: Array | None = None, *, ignore_index: int | None = None) -> Result:
-        """Compute the metric; logits inside `Predictions` are used as they are and need no floor."""
+        """Compute the metric; logits of `Predictions` are used directly and need no floor."""
         losses, about = losses_of(probs, labels, ignore_index)
         return self.result(float(losses.values.mean()), losses.floored, losses.floor, about)
 
@@ -165,8 +165,7 @@ class Brier(AbstractMetric):
         Args:
             probs: predictions, or rows of class probabilities.
             labels: class numbers, or soft labels; not needed with predictions.
-            bins: number of bins of probability to decompose the score over; `details` then hold its parts. None
-                computes the score alone.
+            bins: number of bins of the decomposition, whose parts are in `details`; None for no decomposition.
             ignore_index: label of samples that do not count.
         """
         table = rows(probs, labels, ignore_index=ignore_index)
@@ -183,7 +182,7 @@ class Brier(AbstractMetric):
     def contributions(
         self, probs: Given, labels: Array | None = None, bins: int | None = None, **options: Any
     ) -> Tensor:
-        del bins  # only the parts of the score have bins
+        del bins  # of the decomposition
         table = rows(probs, labels, **options)
         return squared_errors(table.probs, table.labels)
 
@@ -208,7 +207,7 @@ class Brier(AbstractMetric):
 
 
 class Top5(AbstractMetric):
-    """How often the label is among the five most probable classes."""
+    """Fraction of samples whose label is among the five most probable classes."""
 
     name = "top_5"
     title = "top-5 accuracy"
@@ -250,21 +249,21 @@ def _among_first(table: Rows) -> Tensor:
 
 
 def top_k(probs: Given, labels: Array | None = None, k: int = 5, *, ignore_index: int | None = None) -> Result:
-    """Measure how often the label is among the k most probable classes."""
+    """Return the fraction of samples whose label is among the k most probable classes."""
     table = rows(probs, labels, ignore_index=ignore_index)
     if k < 1:
         raise UserError(f"k is {k}; at least 1 is needed")
     if table.labels.ndim == 2:
         best = table.probs.sort(dim=1, descending=True, stable=True).indices[:, :k]
-        hits = exact(table.labels.gather(1, best)).sum(1)  # shares in float16 do not add up to one
+        correct = exact(table.labels.gather(1, best)).sum(1)  # probabilities in float16 do not add up to one
     else:
-        hits = label_ranks(table.probs, table.labels) < k
+        correct = label_ranks(table.probs, table.labels) < k
     about = replace(table.about, estimator=f"top-{k} accuracy", scope=f"top-{k}")
-    return Result(float(exact(hits).mean()), about)
+    return Result(float(exact(correct).mean()), about)
 
 
 def label_ranks(probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """Count the classes that come before the label; of equal probabilities the first class comes first."""
+    """Return the number of classes ranked above the label; ties are ranked by class number."""
     own = probs.gather(1, labels[:, None])
     earlier = torch.arange(probs.shape[1], device=own.device) < labels[:, None]
     return ((probs > own) | ((probs == own) & earlier)).sum(1)
@@ -290,20 +289,20 @@ def prob_losses(
 
 
 def logit_losses(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]) -> Losses:
-    """Find the negative log-likelihood of each sample from logits."""
-    read = in_one_read(logits) if labels.ndim == 1 else None
-    if read is not None:
-        # log p of the label is log p of the top class less the lead of that one.
-        top, label = (exact(logits.gather(1, place[:, None])[:, 0]) for place in (read[1], labels))
-        return Losses(top - label - exact(read[0]).log(), 0.0, 0)
+    """Return the negative log-likelihood of each sample from logits."""
+    top = top_of_logits_by_kernel(logits) if labels.ndim == 1 else None
+    if top is not None:
+        confidence, prediction = top
+        predicted, label = (exact(logits.gather(1, index[:, None])[:, 0]) for index in (prediction, labels))
+        return Losses(predicted - label - exact(confidence).log(), 0.0, 0)
     own = []
     for part in slices_of(logits):
-        found, truth = exact(_log_likelihoods(_wide(logits[part]), labels[part])), labels[part]
-        beyond = ~torch.isfinite(found)  # logits farther apart than float32 reaches
-        if bool(beyond.any()):
-            place = beyond.to(logits.device)
-            found[beyond] = _log_likelihoods(exact(logits[part][place]), exact(truth[place]).to(truth.dtype))
-        own.append(found)
+        logs, truth = exact(_log_likelihoods(_wide(logits[part]), labels[part])), labels[part]
+        overflow = ~torch.isfinite(logs)  # differences of logits beyond float32
+        if bool(overflow.any()):
+            rows_of = overflow.to(logits.device)
+            logs[overflow] = _log_likelihoods(exact(logits[part][rows_of]), exact(truth[rows_of]).to(truth.dtype))
+        own.append(logs)
     return Losses(-torch.cat(own), 0.0, 0)
 
 
@@ -311,11 +310,11 @@ def _log_likelihoods(logits: Float[Tensor, "n classes"], labels: Tensor) -> Floa
     logs = logits.log_softmax(dim=1)
     if labels.ndim == 1:
         return logs.gather(1, labels[:, None])[:, 0]
-    return torch.where(labels == 0, 0.0, logs * labels).sum(1)  # 0 times infinity is nothing here
+    return torch.where(labels == 0, 0.0, logs * labels).sum(1)  # 0 times infinity is 0 here
 
 
 def losses_of(probs: Given, labels: Array | None, ignore_index: int | None = None) -> tuple[Losses, Definition]:
-    """Check predictions and find the negative log-likelihood of each sample."""
+    """Return the negative log-likelihood of each sample of validated predictions."""
     if isinstance(probs, Predictions) and probs.given_probs is None:
         table = logit_rows_of(probs, labels, ignore_index)
         return logit_losses(table.probs, table.labels), table.about
@@ -325,7 +324,7 @@ def losses_of(probs: Given, labels: Array | None, ignore_index: int | None = Non
 
 
 class LossStore(AbstractStore):
-    """Keeps the sum of the log-losses of all samples."""
+    """Stores the sum of the losses of all samples."""
 
     def __init__(self, ignore_index: int | None) -> None:
         super().__init__("class-wise", ignore_index)
@@ -333,14 +332,14 @@ class LossStore(AbstractStore):
 
     def take(self, found: Pairs | Rows) -> None:
         table = as_rows(found)
-        self._count(prob_losses(table.probs, table.labels), table.about)
+        self._add_losses(prob_losses(table.probs, table.labels), table.about)
 
     def add(self, probs: AnyPredictions | Array, labels: Array | None) -> None:
-        self._count(*losses_of(probs, labels, self.ignore_index))
+        self._add_losses(*losses_of(probs, labels, self.ignore_index))
 
     def add_logits(self, logits: Array, labels: Array) -> None:
         table = logit_rows(logits, labels, self.ignore_index)
-        self._count(logit_losses(table.probs, table.labels), table.about)
+        self._add_losses(logit_losses(table.probs, table.labels), table.about)
 
     def state(self) -> State:
         values = {"total": self.total, "floored": float(self.floored), "floor": self.floor}
@@ -354,20 +353,20 @@ class LossStore(AbstractStore):
 
     def merge(self, other: AbstractStore) -> None:
         known = self.same(other)
-        self._take(known.total, known.floored, known.floor, known.about)
+        self._add_sums(known.total, known.floored, known.floor, known.about)
 
-    def _count(self, losses: Losses, about: Definition) -> None:
-        self._take(float(losses.values.sum()), losses.floored, losses.floor, about)
+    def _add_losses(self, losses: Losses, about: Definition) -> None:
+        self._add_sums(float(losses.values.sum()), losses.floored, losses.floor, about)
 
-    def _take(self, total: float, floored: int, floor: float, about: Definition) -> None:
+    def _add_sums(self, total: float, floored: int, floor: float, about: Definition) -> None:
         self.total += total
         self.floored += floored
         self.floor = max(self.floor, floor)
-        self.about = joined(self.about, about)
+        self.about = merge_definitions(self.about, about)
 
 
 class BrierStore(AbstractStore):
-    """Keeps the sum of squared errors, and the bins that its parts are read from."""
+    """Stores the sum of squared errors, and the bins of the decomposition."""
 
     def __init__(self, bins: int | None, ignore_index: int | None) -> None:
         super().__init__("class-wise", ignore_index)
@@ -409,36 +408,36 @@ class BrierStore(AbstractStore):
 def squared_errors(
     probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]
 ) -> Float64[Tensor, " n"]:
-    """Find the squared distance of each row from its label."""
+    """Return the squared distance of each row from its label."""
     if labels.ndim == 2:
         return exact((_wide(probs, labels) - labels).square().sum(1))
-    found = []
+    errors = []
     for part in slices_of(probs):
-        table, place = probs[part].contiguous(), labels[part, None]  # sums in float32 depend on the layout
-        own = exact(table.gather(1, place)[:, 0])
+        table, label = probs[part].contiguous(), labels[part, None]  # sums in float32 depend on the layout
+        own = exact(table.gather(1, label)[:, 0])
         others = exact(torch.linalg.vector_norm(_wide(table), dim=1)) ** 2 - own**2
-        # Next to a large probability of the label, the squares of the others are lost in rounding: those rows are added
-        # up without it. Not all rows, because that takes a copy of the table.
+        # If the probability of the label is large, the squares of the others are lost to rounding, so these rows are
+        # summed without it. Not all rows, because that needs a copy of the table.
         large = (own > LARGE).nonzero()[:, 0].to(table.device)
-        rest = _wide(table[large]).scatter_(1, place[large], 0)  # indexing has made a copy
+        rest = _wide(table[large]).scatter_(1, label[large], 0)  # in place in the copy made by indexing
         others[large.to(others.device)] = exact(torch.linalg.vector_norm(rest, dim=1)) ** 2
-        found.append(others.clamp_min(0) + (1 - own) ** 2)
-    return torch.cat(found)
+        errors.append(others.clamp_min(0) + (1 - own) ** 2)
+    return torch.cat(errors)
 
 
 def label_squares(labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]) -> Float64[Tensor, " n"]:
-    """Find the squared length of each label as a row."""
+    """Return the squared norm of each label as a row."""
     return exact(_wide(labels).square().sum(1)) if labels.ndim == 2 else exact(torch.ones_like(labels))
 
 
 def _wide(table: Float[Tensor, "n classes"], other: Tensor | None = None) -> Float[Tensor, "n classes"]:
-    """Take a table in float32 or better; copies of whole tables in float64 are what a device has no room for."""
+    """Return a table in float32 or better; a copy in float64 could exceed the memory of a device."""
     wide = torch.promote_types(table.dtype, torch.float32)
     return table.to(wide if other is None else torch.promote_types(wide, other.dtype))
 
 
 def brier_result(squares: float, label_length: float, filled: Bins, about: Definition) -> Result:
-    """Put the Brier score and its parts together from sums over all samples."""
+    """Return the Brier score and its decomposition from sums over all samples."""
     value = squares / filled.n
     frequency = filled.correct_sum.sum(-1, keepdim=True) / filled.n
     reliability = float((filled.share * filled.gap**2).sum())

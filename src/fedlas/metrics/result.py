@@ -1,8 +1,8 @@
-"""A number that knows how it was made.
+"""Values of metrics with their definitions and confidence intervals.
 
-`Result` is a float in every respect, and carries its definition: which estimator, how many bins, which edge rule, norm
-and scope, how many samples of which type and split, and an interval where one was computed. Values are fractions;
-they become percentages only when a result is printed, by the rule of `fedlas.formatting`.
+A `Result` is a float with its definition: estimator, number of bins, edge rule, norm, scope, number, type and split of
+the samples, and a confidence interval if one was computed. Values are fractions; they are shown as percentages by the
+rules of `fedlas.formatting`.
 """
 
 import html
@@ -15,19 +15,19 @@ from typing import Any, Literal
 
 from fedlas import formatting
 
-ROUNDING = 1e-6  # a value that exceeds its interval by less lies at its end
+ROUNDING = 1e-6  # tolerance when a value is compared with the limits of its interval
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A range that holds the true value with the stated probability, and how it was found.
+    """A confidence interval.
 
     Args:
-        low: lower end.
-        high: upper end.
-        level: how often such intervals hold the true value.
-        method: how it was found.
-        note: what a reader has to know to understand its width; empty where that is nothing unusual.
+        low: lower limit.
+        high: upper limit.
+        level: confidence level.
+        method: name of the method.
+        note: explanation of an unusual width; empty if there is none.
     """
 
     low: float
@@ -38,7 +38,7 @@ class Interval:
 
     @property
     def width(self) -> float:
-        """Distance of the two ends."""
+        """Difference of the limits."""
         return self.high - self.low
 
     def __contains__(self, value: float) -> bool:
@@ -47,19 +47,19 @@ class Interval:
 
 @dataclass(frozen=True)
 class Definition:
-    """What a number means: everything one has to know to compute it again.
+    """The definition of a value: all that is needed to reproduce it.
 
     Args:
         estimator: name of the metric.
-        bins: how many bins were asked for.
-        edges: how the bins were made and which edge belongs to them.
-        norm: how the gaps of the bins are put together.
+        bins: number of bins.
+        edges: kind of bins, and which edge belongs to a bin.
+        norm: how the gaps of the bins are combined.
         scope: what is compared: the top label, every class, the positive class, ...
         n: number of samples.
-        dtype: type of the numbers that came in.
-        split: where the samples came from.
-        compat: the code whose number this reproduces.
-        unit: "fraction" is printed as percent, anything else as it is.
+        dtype: type of the inputs.
+        split: split of the samples.
+        compat: the code whose results are reproduced.
+        unit: "fraction" is shown as percent, anything else unchanged.
     """
 
     estimator: str
@@ -87,13 +87,13 @@ class Definition:
 
 
 class Result(float):
-    """The value of a metric, with its definition, its interval and its parts.
+    """The value of a metric, with its definition, interval and details.
 
     Args:
-        value: the number itself, a fraction rather than percent.
-        definition: what the number means.
-        interval: the range the true value is in.
-        details: further numbers that come with it, such as the parts of a decomposition or a p-value.
+        value: the value, a fraction rather than percent.
+        definition: definition of the value.
+        interval: confidence interval.
+        details: further values, such as the parts of a decomposition or a p-value.
     """
 
     definition: Definition
@@ -107,7 +107,7 @@ class Result(float):
         interval: Interval | None = None,
         details: Mapping[str, Any] | None = None,
     ) -> "Result":
-        """Make a float that carries more."""
+        """Create the float and set its attributes."""
         made = super().__new__(cls, value)
         made.definition = definition
         made.interval = interval
@@ -121,39 +121,39 @@ class Result(float):
         return type(self), self.__getnewargs__()
 
     def __getattr__(self, name: str) -> Any:
-        # Fields of the definition read like fields of the result: `result.bins`, `result.n`.
+        # Fields of the definition are attributes of the result: `result.bins`, `result.n`.
         if name in Definition.__dataclass_fields__:
             return getattr(self.definition, name)
         raise AttributeError(f"a Result has no {name!r}")
 
     @property
     def value(self) -> float:
-        """The plain number."""
+        """The value as a plain float."""
         return float(self)
 
     def with_interval(self, interval: Interval, **details: Any) -> "Result":
-        """Make the same result with an interval, and further details."""
+        """Return the result with an interval and further details."""
         return type(self)(float(self), self.definition, interval, {**self.details, **details})
 
     def with_details(self, **details: Any) -> "Result":
-        """Make the same result with further details."""
+        """Return the result with further details."""
         return type(self)(float(self), self.definition, self.interval, {**self.details, **details})
 
     @property
     def note(self) -> str:
-        """What a reader has to know to understand the interval; empty where it is nothing unusual."""
+        """Explanation of an unusual interval, such as one that does not contain the value; empty if there is none."""
         if self.interval is None:
             return ""
         chance = self.details.get("noise_floor")
         if chance is None or float(self) <= self.interval.high + ROUNDING:
             return self.interval.note
         return (
-            f"the value contains the error that finite samples show by chance ({self._number(chance)} for a calibrated "
+            f"the value includes the error that finite samples show by chance ({self._number(chance)} for a calibrated "
             "model); the interval is of the true error, without it"
         )
 
     def with_split(self, split: str | None) -> "Result":
-        """Make the same result for a named split."""
+        """Return the result with another split."""
         return type(self)(float(self), replace(self.definition, split=split), self.interval, self.details)
 
     def __str__(self) -> str:
@@ -167,7 +167,7 @@ class Result(float):
         return f"<{self}>"
 
     def _repr_html_(self) -> str:
-        """Show the number in a notebook, with what it means below."""
+        """Show the value and its definition in a notebook."""
         shown, _, meaning = str(self).partition(" (")
         return f"<b>{html.escape(shown)}</b><br><small>{html.escape(meaning.removesuffix(')'))}</small>"
 
@@ -175,34 +175,34 @@ class Result(float):
         return str(self) if not spec else float(self).__format__(spec)
 
     def to_dict(self) -> dict[str, Any]:
-        """List everything as plain values; numbers that JSON does not know become None."""
+        """Return everything as plain values; NaN and infinity become None."""
         interval = None if self.interval is None else asdict(self.interval)
         fields = {"value": float(self), "interval": interval, **asdict(self.definition), "details": self.details}
         return {name: _plain(value) for name, value in fields.items()}
 
     def to_json(self) -> str:
-        """Write everything as one JSON object."""
+        """Return everything as a JSON object."""
         return json.dumps(self.to_dict(), allow_nan=False)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Result":
-        """Read back what `to_dict` wrote."""
+        """Restore from the output of `to_dict`."""
         definition = Definition(**{name: fields[name] for name in Definition.__dataclass_fields__})
         interval = None if fields["interval"] is None else Interval(**fields["interval"])
         value = math.nan if fields["value"] is None else fields["value"]
         return cls(value, definition, interval, fields["details"])
 
     def to_latex(self) -> str:
-        """Write the number for a LaTeX table, with its interval where there is one."""
+        """Return the value and its interval for a LaTeX table."""
         value, _, ends = self.cell().partition(" ")
         return f"${value}$ {{\\scriptsize ${ends}$}}" if ends else f"${value}$"
 
     def cell(self) -> str:
-        """Write the number, a fraction as a percentage, and its interval, for a table whose heading has the unit."""
+        """Return the value and its interval for a table whose heading has the unit; a fraction as a percentage."""
         return formatting.cell(float(self), *self._limits, percent=self._is_percentage)
 
     def heading(self) -> str:
-        """Write what stands above such a cell."""
+        """Return the heading of such a cell."""
         return f"{self.definition.estimator} %" if self._is_percentage else self.definition.estimator
 
     @property
@@ -214,7 +214,7 @@ class Result(float):
         return (None, None) if self.interval is None else (self.interval.low, self.interval.high)
 
     def _number(self, value: float) -> str:
-        """Write a number in the unit of this result, with as many decimals as the result itself."""
+        """Format a number in the unit and with the decimals of this result."""
         text = formatting.number(float(value), *self._limits, percent=self._is_percentage)
         return f"{text} %" if self._is_percentage else text
 
@@ -229,9 +229,9 @@ class Comparison:
     Args:
         first: the metric of the first model.
         second: the metric of the second model.
-        interval: range of the difference, first minus second.
-        p_value: how often a difference this large would be seen if there were none.
-        better: "first", "second", or None where the interval holds zero, and where the smaller NLL is a lower bound
+        interval: confidence interval of the difference, first minus second.
+        p_value: p-value of the hypothesis of no difference.
+        better: "first", "second", or None if the interval contains zero, or if the smaller NLL is only a lower bound
             because labels have probability zero.
     """
 
@@ -247,13 +247,13 @@ class Comparison:
         return float(self.first) - float(self.second)
 
     def to_dict(self) -> dict[str, Any]:
-        """List everything as plain values that JSON knows."""
+        """Return everything as plain values that JSON can store."""
         fields = {"first": self.first.to_dict(), "second": self.second.to_dict(), "difference": self.difference}
         return fields | {"interval": asdict(self.interval), "p_value": self.p_value, "better": self.better}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Comparison":
-        """Return the comparison that `to_dict` described."""
+        """Restore from the output of `to_dict`."""
         first, second = (Result.from_dict(fields[name]) for name in ("first", "second"))
         return cls(first, second, Interval(**fields["interval"]), fields["p_value"], fields["better"])
 
@@ -262,7 +262,7 @@ class Comparison:
         return f"<p>{html.escape(str(self))}</p>"
 
     def __str__(self) -> str:
-        """Say it in a sentence."""
+        """Return the comparison as a sentence."""
         difference, ends = self.cells()
         points = " points" if self.first.definition.unit == "fraction" else ""
         verdict = "no significant difference" if self.better is None else f"the {self.better} model is better"
@@ -272,19 +272,19 @@ class Comparison:
         )
 
     def cells(self) -> tuple[str, str]:
-        """Write the difference and its interval; differences of percentages in points."""
+        """Return the difference and its interval; differences of percentages in points."""
         percent = self.first.definition.unit == "fraction"
         return formatting.difference(self.difference, self.interval.low, self.interval.high, percent=percent)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lay rows of words out as lines whose columns begin below each other."""
+    """Format rows of strings as lines with aligned columns."""
     widths = [max(len(word) for word in column) for column in zip(*rows, strict=True)]
     return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def html_table(rows: Sequence[Sequence[str]], caption: str = "") -> str:
-    """Lay rows of words out as a table for notebooks; the first row is its head, and words are only words."""
+    """Format rows of strings as an HTML table; the first row is the header, and all text is escaped."""
     cells = [[html.escape(word) for word in row] for row in rows]
     head = "".join(f'<th scope="col">{word}</th>' for word in cells[0])
     body = "".join(f"<tr>{''.join(f'<td>{word}</td>' for word in row)}</tr>" for row in cells[1:])

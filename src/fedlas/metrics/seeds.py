@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedlas.errors import UserError
 from fedlas.extras import optional_module
-from fedlas.metrics.bins import EdgeRule, add_up, bin_index, equal_width_edges, exact
+from fedlas.metrics.bin_sums import EdgeRule, add_up, bin_index, equal_width_edges, exact
 from fedlas.metrics.result import Interval
 from fedlas.predictions import AnyPredictions
 

@@ -1,20 +1,20 @@
-"""Selective prediction: what is gained when the model may leave its least confident samples unanswered.
+"""Selective prediction: risk-coverage curves of a model that abstains on its least confident samples.
 
-Let the k most confident samples be answered. Their coverage is k / n, their risk R_k the share of errors among them,
-and their generalised risk G_k the number of errors among them divided by n.
+The k most confident samples are accepted. Their coverage is k / n, their risk R_k the error rate among them, and their
+generalised risk G_k the number of errors among them divided by n.
 
     AURC    mean of R_k over k = 1 .. n
-    E-AURC  AURC minus the least value that this accuracy allows (all errors at the end)
+    E-AURC  AURC minus the smallest value at this accuracy (all errors last)
     AUGRC   mean of G_k over k = 1 .. n (Traub et al., 2024)
 
-Where logits are known, samples are ranked by log(1 - confidence) in float64, because near 1 many float32 confidences
-are equal. Samples that are still equal have no order, so R_k and G_k are averages over all orders they could have.
+If logits are known, samples are ranked by log(1 - confidence) in float64, because near 1 many float32 confidences are
+equal. R_k and G_k are averaged over all orders of ties.
 
-How much each sample moves these areas is its influence. With w_i = 1 for an error, c_i the confidence, q_i the share of
-samples at least as confident, e the mean of w, and the sums over other samples j divided by n:
+The influence of a sample on these areas, with w_i = 1 for an error, c_i the confidence, q_i the fraction of samples
+that are at least as confident, e the mean of w, and sums over other samples j divided by n:
 
     AURC    w_i log(1 / q_i) - sum_{c_j < c_i} w_j / q_j + e - AURC
-    E-AURC  that of the AURC, less -log(1 - e) (w_i - e)
+    E-AURC  influence on the AURC + log(1 - e) (w_i - e)
     AUGRC   w_i (1 - q_i) + sum_{c_j > c_i} w_j - 2 AUGRC
 """
 
@@ -28,8 +28,8 @@ from torch import Tensor
 
 from fedlas.errors import UserError
 from fedlas.metrics.base import AbstractTopLabel
-from fedlas.metrics.bins import add_up, count_up, exact
-from fedlas.metrics.inputs import Given, Pairs, Which, answers, pairs
+from fedlas.metrics.bin_sums import add_up, count_up, exact
+from fedlas.metrics.inputs import Given, Pairs, Which, binary_predictions, pairs
 from fedlas.metrics.intervals.methods import AreaBootstrap
 from fedlas.metrics.paired import PairedMeans
 from fedlas.metrics.result import Result
@@ -40,14 +40,14 @@ Area = Literal["aurc", "e_aurc", "augrc"]
 
 @dataclass(frozen=True)
 class RiskCoverage:
-    """The risk at every coverage, from the most confident sample alone to all samples."""
+    """The risk at each coverage from 1 / n to 1."""
 
     coverage: Float64[Tensor, " n"]
     risk: Float64[Tensor, " n"]
 
     @property
     def generalised(self) -> Float64[Tensor, " n"]:
-        """Errors among the answered samples, as a share of all samples."""
+        """Errors among the accepted samples, as a fraction of all samples."""
         return self.risk * self.coverage
 
 
@@ -56,12 +56,12 @@ def risk_coverage(
     labels: Array | None = None,
     **which: Unpack[Which],
 ) -> RiskCoverage:
-    """Trace the share of errors while the model answers ever more samples, most confident first."""
-    return curve(ranked_answers(probs, labels, **which))
+    """Return the risk-coverage curve."""
+    return curve(ranked_pairs(probs, labels, **which))
 
 
 def curve(found: Pairs) -> RiskCoverage:
-    """Trace the risk over coverage of samples that are already checked."""
+    """Return the risk-coverage curve of validated samples."""
     return found.once("risk-coverage curve", lambda: _curve(found))
 
 
@@ -70,14 +70,14 @@ def _curve(found: Pairs) -> RiskCoverage:
     wrong = 1 - exact(found.correct[order.to(found.correct.device)])
     n, group = len(wrong), group.to(wrong.device)
     groups = int(group[-1]) + 1
-    # Each sample of a group of equal confidence counts as the group's mean error: the average over all orders.
+    # Each sample of a group of ties has the mean error of the group: the average over all orders.
     mean = add_up(wrong, group, groups) / count_up(group, groups)
-    answered = torch.arange(1, n + 1, dtype=torch.float64, device=wrong.device)
-    return RiskCoverage(answered / n, mean[group].cumsum(0) / answered)
+    accepted = torch.arange(1, n + 1, dtype=torch.float64, device=wrong.device)
+    return RiskCoverage(accepted / n, mean[group].cumsum(0) / accepted)
 
 
 class AbstractArea(AbstractTopLabel):
-    """An area under a curve of risk over coverage."""
+    """An area under a risk-coverage curve."""
 
     area: ClassVar[Area]
     ranked = True
@@ -88,7 +88,7 @@ class AbstractArea(AbstractTopLabel):
 
 
 class AURC(AbstractArea):
-    """Area under the risk-coverage curve: how often the model is wrong, and whether its confidence tells when."""
+    """Area under the risk-coverage curve, which depends on the accuracy and on the ranking by confidence."""
 
     name = "aurc"
     title = "AURC"
@@ -96,7 +96,7 @@ class AURC(AbstractArea):
     in_summary = True
     is_compared = True
     order = 90
-    paired = PairedMeans(largest=2.0)  # influence values are below 2 but for a vanishing fraction
+    paired = PairedMeans(largest=2.0)  # nearly all influence values are below 2
 
     def of_pairs(self, found: Pairs) -> Result:
         traced, best = curve(found), _best_aurc(found)
@@ -106,7 +106,7 @@ class AURC(AbstractArea):
 
 
 class EAURC(AbstractArea):
-    """Excess AURC: the part that is due to the ranking, beyond what the accuracy makes unavoidable."""
+    """Excess AURC: the part of the AURC that is due to the ranking rather than to the accuracy."""
 
     name = "e_aurc"
     title = "E-AURC"
@@ -141,15 +141,15 @@ def risk_at_coverage(
     coverage: float = 0.8,
     **which: Unpack[Which],
 ) -> Result:
-    """Measure the share of errors among the most confident samples that make up a given share of all."""
+    """Return the error rate among the most confident fraction of samples."""
     if not 0 < coverage <= 1:
-        raise UserError(f"coverage is {coverage}; a share above 0 and up to 1 is needed")
-    found = ranked_answers(probs, labels, **which)
+        raise UserError(f"coverage is {coverage}; it must be above 0 and at most 1")
+    found = ranked_pairs(probs, labels, **which)
     # 0.7 * 10 is 7.000000000000001, which would round up to 8 samples.
-    place = max(math.ceil(coverage * len(found.confidence) - 1e-9), 1) - 1
+    index = max(math.ceil(coverage * len(found.confidence) - 1e-9), 1) - 1
     traced = curve(found)
     about = replace(found.about, estimator=f"risk at {100 * coverage:g} % coverage")
-    return Result(float(traced.risk[place]), about, None, {"coverage": float(traced.coverage[place])})
+    return Result(float(traced.risk[index]), about, None, {"coverage": float(traced.coverage[index])})
 
 
 def coverage_at_risk(
@@ -158,17 +158,17 @@ def coverage_at_risk(
     risk: float = 0.05,
     **which: Unpack[Which],
 ) -> Result:
-    """Measure the largest share of samples that can be answered while at most a given share of them is wrong."""
-    found = ranked_answers(probs, labels, **which)
+    """Return the largest fraction of samples that can be accepted with at most a given error rate."""
+    found = ranked_pairs(probs, labels, **which)
     traced = curve(found)
     enough = (traced.risk <= risk + 1e-12).nonzero()
     value = float(traced.coverage[enough[-1]]) if len(enough) else 0.0
     return Result(value, replace(found.about, estimator=f"coverage at {100 * risk:g} % risk"))
 
 
-def ranked_answers(probs: Given, labels: Array | None = None, **which: Unpack[Which]) -> Pairs:
+def ranked_pairs(probs: Given, labels: Array | None = None, **which: Unpack[Which]) -> Pairs:
     """Reduce predictions to the confidence, rank and correctness of each prediction."""
-    return answers(pairs(probs, labels, **which, ranked=True))
+    return binary_predictions(pairs(probs, labels, **which, ranked=True))
 
 
 def area_values(found: Pairs, area: Area) -> Float64[Tensor, " n"]:
@@ -176,23 +176,23 @@ def area_values(found: Pairs, area: Area) -> Float64[Tensor, " n"]:
 
     The values are in the order of the samples, so that those of two models can be paired.
     """
-    found = answers(found)
+    found = binary_predictions(found)
     if area == "augrc":
         influence, value = _influence(found, area)
-    else:  # AURC and E-AURC differ by what the accuracy alone explains
+    else:  # AURC and E-AURC differ by a function of the accuracy
         influence, value = found.once("influence on the AURC", lambda: _influence(found, area))
     if area == "e_aurc":
         wrong = 1 - exact(found.correct[found.ranking[0].to(found.correct.device)])
-        share = float(wrong.mean())
+        error_rate = float(wrong.mean())
         value -= _best_aurc(found)
-        influence = influence + math.log(max(1 - share, torch.finfo(torch.float64).tiny)) * (wrong - share)
+        influence = influence + math.log(max(1 - error_rate, torch.finfo(torch.float64).tiny)) * (wrong - error_rate)
     values = torch.empty_like(influence)
     values[found.ranking[0].to(values.device)] = influence - influence.mean() + value
     return values
 
 
 def _influence(found: Pairs, area: Area) -> tuple[Float64[Tensor, " n"], float]:
-    """Return the influence of each sample, the most confident first, on an area up to a constant, and the area."""
+    """Return the influence of each sample on an area up to a constant, the most confident first, and the area."""
     order, group = found.ranking
     wrong = 1 - exact(found.correct[order.to(found.correct.device)])
     n, group = len(wrong), group.to(wrong.device)
@@ -208,23 +208,23 @@ def _influence(found: Pairs, area: Area) -> tuple[Float64[Tensor, " n"], float]:
         errors = averaged(wrong)
         influence = wrong * weight + averaged(errors.cumsum(0) - errors / 2) / n
     else:
-        weight = averaged(_below(1 / rank))
+        weight = averaged(_suffix_sums(1 / rank))
         errors = averaged(wrong * n / rank)
-        influence = wrong * weight - averaged(_below(errors) - errors / 2) / n
+        influence = wrong * weight - averaged(_suffix_sums(errors) - errors / 2) / n
     return influence, float((wrong * weight).mean())
 
 
-def _below(values: Float64[Tensor, " n"]) -> Float64[Tensor, " n"]:
-    """Add up each value and all that follow it."""
+def _suffix_sums(values: Float64[Tensor, " n"]) -> Float64[Tensor, " n"]:
+    """Return the sum of each value and all following ones."""
     return values.flip(0).cumsum(0).flip(0)
 
 
 def _best_aurc(found: Pairs) -> float:
-    """Find the AURC of an order that has every error after every right answer."""
+    """Return the AURC of the best ranking, with all errors last."""
     wrong = 1 - exact(found.correct)
-    if found.correct.dtype == torch.bool:  # sorting zeros and ones takes longer
+    if found.correct.dtype == torch.bool:  # faster than sorting
         wrong = (torch.arange(len(wrong), device=wrong.device) >= int(found.correct.sum())).to(wrong.dtype)
     else:
         wrong = wrong.sort().values
-    answered = torch.arange(1, len(wrong) + 1, dtype=torch.float64, device=wrong.device)
-    return float((wrong.cumsum(0) / answered).mean())
+    accepted = torch.arange(1, len(wrong) + 1, dtype=torch.float64, device=wrong.device)
+    return float((wrong.cumsum(0) / accepted).mean())

@@ -1,4 +1,4 @@
-"""Networks, one file for each family, and what makes any network fit for a loss that looks at features."""
+"""Networks, one file per family, and wrappers that return the features of any classifier."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,14 +26,14 @@ CATALOG: Catalog[AbstractNetwork] = Catalog("fedlas.models", AbstractNetwork, "n
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """What the catalogue tells about one network.
+    """Catalogue entry of a network.
 
     Args:
-        name: what `build_model` takes.
-        summary: the network in a sentence.
-        citation: where it was published.
-        image_size: height and width of the images that it is made for; None if it takes any.
-        keywords: what it can be built with.
+        name: name for `build_model`.
+        summary: description in one sentence.
+        citation: publication.
+        image_size: height and width of its images; None if it takes any.
+        keywords: keywords of `build_model`.
     """
 
     name: str
@@ -46,13 +46,13 @@ class ModelRecord:
 def build_model(name: str, num_classes: int, **options: Any) -> nn.Module:
     """Build a network that maps images to logits.
 
-    Weights are drawn from torch's own random state, so equal seeds give equal networks.
+    Weights are initialised from the global random state of torch, so equal seeds give equal networks.
 
     Args:
-        name: a name of the catalogue, "timm:NAME" or "torchvision:NAME", or NAME alone if only one of them has it.
+        name: a name of the catalogue, "timm:NAME" or "torchvision:NAME", or NAME if only one of them has it.
         num_classes: number of logits.
-        options: keywords of the network, such as `in_channels` or `pretrained`; those of a library's network that this
-            package does not know go to the library.
+        options: keywords of the network, such as `in_channels` or `pretrained`; unknown keywords of a library network
+            are passed to the library.
     """
     entry, library = _entry(name)
     known = keywords(CATALOG.find(entry))
@@ -64,11 +64,11 @@ def build_model(name: str, num_classes: int, **options: Any) -> nn.Module:
 
 
 def check_model(name: str, **options: Any) -> None:
-    """Refuse a name that no network has, neither here nor in a library that is installed, and wrong keywords.
+    """Raise if a network is neither in the catalogue nor in an installed library, or if keywords are wrong.
 
     Args:
         name: as for `build_model`.
-        options: likewise; those of a library's network that this package does not know are the library's own matter.
+        options: as for `build_model`; keywords that are passed to a library are not checked.
     """
     entry, library = _entry(name)
     known = keywords(CATALOG.find(entry))
@@ -77,7 +77,7 @@ def check_model(name: str, **options: Any) -> None:
 
 
 def list_models() -> list[ModelRecord]:
-    """List the networks of the catalogue; those of timm and torchvision can be built too, and are not listed here."""
+    """List the networks of the catalogue, without those of timm and torchvision."""
     return [
         ModelRecord(name, summary(cls), cls.citation, cls.image_size, tuple(keywords(cls)))
         for name, cls in CATALOG.entries.items()
@@ -86,11 +86,11 @@ def list_models() -> list[ModelRecord]:
 
 
 def _entry(name: str) -> tuple[str, dict[str, str]]:
-    """Find the entry that a name means, and for a library's entry the network in it."""
+    """Return the catalogue entry of a name, and options that select a network of a library."""
     libraries = {word: cls for word, cls in CATALOG.entries.items() if issubclass(cls, AbstractLibrary)}
     first, colon, network = name.partition(":")
     if first in libraries and not network:
-        raise UserError(f"{first} is a library of networks; say which of them: '{first}:NAME'")
+        raise UserError(f"{first} is a library of networks; choose one: '{first}:NAME'")
     if first in libraries and colon:
         return first, {"network": network}
     if name in CATALOG.entries:

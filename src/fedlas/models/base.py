@@ -1,16 +1,16 @@
-"""Any classifier with its features: the input of its last linear layer, beside the logits that this layer makes.
+"""Wrapper that returns logits and features of any classifier; features are the input of its last linear layer.
 
     x ─► body ─► features ─► dropout ─► last linear layer (the head) ─► rows picked ─► logits
 
-`WithFeatures` finds the head when it is built, by the names that libraries give it and by the order and widths of the
-layers; where two layers could be it, nothing is guessed. A hook on the head gives its input and output. What happens
-around it is seen by a torch function mode, active only while the wrapper runs: a dropout right before the head is
-undone, be it a module or a function; where the network picks rows of the head's output (the last token of a decoder),
-the same rows of the features are picked; where it resizes the output (segmentation), the features are resized alike.
-Nothing stays behind after the call. The first eager call with gradients checks that the logits come from the head.
+`WithFeatures` finds the head when it is built, by the attribute names that libraries use and by order and widths of the
+layers; if several layers are possible, it raises. A hook on the head records its input and output. A torch function
+mode, active only during the call, records operations around the head: features are taken before a dropout (module or
+function) that precedes the head; if the network selects rows of the output of the head (the last token of a decoder),
+the same rows of the features are selected; if it resizes the output (segmentation), the features are resized too. The
+first eager call with gradients checks that the logits come from the head.
 
-The networks of this package are plain modules that return logits, made by entries of the catalogue: an entry derives
-from `AbstractNetwork` and knows how to build one network.
+The networks of this package are plain modules that return logits. Each catalogue entry derives from `AbstractNetwork`
+and builds one network.
 """
 
 import difflib
@@ -43,95 +43,95 @@ __all__ = [
     "parameters",
 ]
 
-# Words in attribute names by which libraries and people call the part that ends in the logits.
+# Words in attribute names that libraries use for the part that returns the logits.
 _HEAD_WORDS = {"fc", "head", "heads", "classifier", "score", "logits"}
-_AUXILIARY = {"aux", "auxiliary"}  # a second classifier that only helps training
+_AUXILIARY = {"aux", "auxiliary"}  # an additional classifier for training only
 _DROPOUTS = (torch.dropout, *(f for name, f in vars(functional).items() if "dropout" in name))
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CONVOLVE = (functional.conv1d, functional.conv2d, functional.conv3d)
 
 
 class Output(NamedTuple):
-    """What a network says about a batch, and the features that it says it from."""
+    """Logits of a batch and the features that they are computed from."""
 
     logits: Tensor
     features: Tensor
 
 
 class WithFeatures(nn.Module):
-    """A classifier that returns its features beside its logits.
+    """A classifier that returns logits and features.
 
     The features keep their gradients and are taken before all dropouts that directly precede the last linear layer.
     The wrapped network is `model`, its `state_dict` unchanged, and `head_name` the dotted path of that layer in it.
 
     Args:
-        model: a network that returns logits, something that has them as `logits`, a dictionary that has them as
-            "logits" or "out", or a tuple that starts with them.
-        head: the dotted path of the last linear layer, for a network where it is not found or not the only one.
-        output: the position or key of the logits in what the network returns, for a network with several outputs.
+        model: a network that returns logits, an object with an attribute `logits`, a dictionary with a key "logits" or
+            "out", or a tuple that starts with the logits.
+        head: dotted path of the last linear layer, if it is not found or not unique.
+        output: position or key of the logits in the output of the network, if it has several outputs.
     """
 
     def __init__(self, model: nn.Module, head: str | None = None, output: int | str | None = None) -> None:
         super().__init__()
         self.model = model
         self.output = output
-        self.head_name = _found_head(model) if head is None else _given_head(model, head)
+        self.head_name = _find_head(model) if head is None else _check_head(model, head)
         layer = model.get_submodule(self.head_name)
         _warn_of_softmax(model)
         self._channels_first = isinstance(layer, _CONVOLUTIONS)
         self._width = _widths(layer)[1]
-        # Logits that are not the very output of a layer that we found ourselves may come from one of these.
+        # If the logits are not the output of a head that was found automatically, they may come from one of these.
         same_width = [name for name, other in _layers(model) if _widths(other)[1] == _widths(layer)[1]]
         self._rivals = [name for name in same_width if name != self.head_name] if head is None else []
-        self._watch: _Watch | None = None
+        self._recorder: _Recorder | None = None
         self._unwrapped = False
         self._verified = False
-        # A bound method, so that a copy of the wrapper has a hook of its own.
+        # A bound method, so that a copy of the wrapper has its own hook.
         self._hook = layer.register_forward_hook(self._see_head, with_kwargs=True)
 
     def forward(self, *args: Any, **kwargs: Any) -> Output:
-        """Call the network and return its logits with their features."""
+        """Call the network and return its logits and features."""
         if getattr(self, "_is_replica", False):
             raise UserTypeError("WithFeatures does not work in nn.DataParallel; use DistributedDataParallel")
         if self._unwrapped:
             raise RuntimeError("this WithFeatures was unwrapped; wrap the network again")
-        if self._watch is not None:
+        if self._recorder is not None:
             raise RuntimeError("this WithFeatures is already running, inside of itself or in another thread")
-        self._watch = watch = _Watch(self._width, picks_rows=not self._channels_first)
+        self._recorder = recorder = _Recorder(self._width, picks_rows=not self._channels_first)
         try:
-            with watch:
+            with recorder:
                 result = self.model(*args, **kwargs)
         finally:
-            self._watch = None
-        return self._pair(watch, _logits(result, self.output))
+            self._recorder = None
+        return self._pair(recorder, _logits(result, self.output))
 
     def unwrap(self) -> nn.Module:
-        """Take the hook off the head and return the network as it came, to be pickled or scripted on its own."""
+        """Remove the hook and return the original network, for example to pickle or script it."""
         self._hook.remove()
         self._unwrapped = True
         return self.model
 
     def extra_repr(self) -> str:
-        """Say where the features come from when the module is printed."""
+        """Show the path of the head."""
         return f"head_name={self.head_name!r}" + ("" if self.output is None else f", output={self.output!r}")
 
     def _see_head(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._watch is not None:
-            self._watch.see_head(args[0] if args else next(iter(kwargs.values())), output)
+        if self._recorder is not None:
+            self._recorder.see_head(args[0] if args else next(iter(kwargs.values())), output)
 
-    def _pair(self, watch: "_Watch", logits: Tensor) -> Output:
-        """Put logits and features together, or say why they may not belong together."""
+    def _pair(self, recorder: "_Recorder", logits: Tensor) -> Output:
+        """Return logits and features; raise if they may not belong together."""
         layer = f"the layer {self.head_name!r}"
-        advice = "pass WithFeatures(model, head=...) the layer that makes the logits"
-        if watch.calls != 1:
-            times = f"was called {watch.calls} times in one forward pass instead of once"
+        advice = "pass WithFeatures(model, head=...) the layer that computes the logits"
+        if recorder.calls != 1:
+            times = f"was called {recorder.calls} times in one forward pass instead of once"
             raise UserError(f"{layer} {times}; {advice}, or wrap again if it was replaced")
-        output, features = watch.origin(logits)
+        output, features = recorder.origin(logits)
         if output is not logits and self._rivals:
             rivals = ", ".join([self.head_name, *self._rivals])
             raise UserError(f"the logits are not the output of {layer} as it is; {advice}, one of: {rivals}")
         if output is not logits:
-            self._verify(watch, output, logits)
+            self._verify(recorder, output, logits)
         axis = 1 if self._channels_first else output.ndim - 1
         rows, rows_of_features = ((*t.shape[:axis], *t.shape[axis + 1 :]) for t in (output, features))
         if rows == rows_of_features:
@@ -142,20 +142,20 @@ class WithFeatures(nn.Module):
             if not self._channels_first and logits.shape == (*rows[:1], output.shape[-1], *rows[1:]):
                 return Output(logits, features.movedim(-1, 1))
         shapes = f"features {tuple(features.shape)} and output {tuple(output.shape)} of {layer}"
-        raise UserError(f"{shapes} do not belong row by row to logits {tuple(logits.shape)}; {advice}")
+        raise UserError(f"{shapes} do not match the rows of logits {tuple(logits.shape)}; {advice}")
 
-    def _verify(self, watch: "_Watch", output: Tensor, logits: Tensor) -> None:
-        """Raise if the logits come from another layer; once, and as soon as there are gradients to follow."""
-        other = any(made is logits for made in watch.of_same_width)
+    def _verify(self, recorder: "_Recorder", output: Tensor, logits: Tensor) -> None:
+        """Raise if the logits come from another layer; checked once, in the first call with gradients."""
+        other = any(made is logits for made in recorder.of_same_width)
         graph = torch.is_grad_enabled() and output.requires_grad and logits.requires_grad
         if not other and not self._verified and graph and not torch.compiler.is_compiling():
             (slope,) = torch.autograd.grad(logits.sum(), output, retain_graph=True, allow_unused=True)
             other, self._verified = slope is None, slope is not None
         if other:
             raise UserError(
-                f"the logits are not made by the layer {self.head_name!r}, whose input the features are; pass "
-                "WithFeatures(model, head=...) the layer that makes the logits, or output=... the position or key of "
-                "its logits in what the network returns"
+                f"the logits are not computed by the layer {self.head_name!r}, whose input the features are; pass "
+                "WithFeatures(model, head=...) the layer that computes the logits, or output=... the position or key "
+                "of its logits in the output of the network"
             )
 
 
@@ -163,8 +163,8 @@ class WithLoss(nn.Module):
     """A network and its loss in one module, so that DistributedDataParallel sees the parameters and buffers of both.
 
     Args:
-        net: the network; it gets a `WithFeatures` around it unless it is one.
-        loss: a module that is called as `loss(logits, labels, features=..., index=...)`.
+        net: the network; wrapped in `WithFeatures` unless it is one.
+        loss: a module, called as `loss(logits, labels, features=..., index=...)`.
     """
 
     def __init__(self, net: nn.Module, loss: nn.Module) -> None:
@@ -175,7 +175,7 @@ class WithLoss(nn.Module):
         self._ddp_params_and_buffers_to_ignore = [f"loss.{name}" for name in getattr(loss, "identical_buffers", ())]
 
     def forward(self, inputs: Any, labels: Tensor, index: Tensor | None = None) -> tuple[Tensor, Output]:
-        """Return the loss of a batch and what the network said; mappings, tuples and lists of inputs are unpacked."""
+        """Return the loss of a batch and the output of the network; unpack inputs in mappings, tuples or lists."""
         if isinstance(inputs, Mapping):
             output = self.net(**inputs)
         elif isinstance(inputs, (tuple, list)):
@@ -190,11 +190,11 @@ def parameters(*modules: nn.Module) -> list[nn.Parameter]:
     return list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
 
 
-LOADING = ("checkpoint", "pretrained", "weights", "cache_dir")  # how words of libraries begin that read files
+LOADING = ("checkpoint", "pretrained", "weights", "cache_dir")  # prefixes of library options that read files
 
 
 def without_weights(settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Refuse settings by which a library would load weights by itself, which may run code that a file brings along."""
+    """Return settings; raise if one lets the library load weights itself, which may run code in a file."""
     for word in settings or {}:
         if word.startswith(LOADING):
             raise UserError(f"the setting {word!r} is not passed on; weights are loaded by pretrained=... alone")
@@ -202,26 +202,26 @@ def without_weights(settings: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 class Common(TypedDict, total=False):
-    """Keywords that every network takes."""
+    """Keywords of all networks."""
 
     in_channels: int
     pretrained: bool | str | Path
 
 
 class AbstractNetwork(ABC):
-    """An entry of the catalogue: a network of one name, with the keywords that it can be built with.
+    """Base class of catalogue entries: a named network and the keywords to build it.
 
     Args:
         num_classes: number of logits.
-        in_channels: number of channels of an image: 3 for colour, 1 for grey.
-        pretrained: True for the weights that the network's makers publish, or the path of a file of weights. Of a file
-            for another number of classes, all but the last layer is taken.
+        in_channels: number of channels of an image: 3 for colour, 1 for greyscale.
+        pretrained: True for the published weights of the network, or the path of a file of weights. If the file has
+            another number of classes, all weights but those of the last layer are loaded.
     """
 
     name: ClassVar[str]
     citation: ClassVar[str]
     image_size: ClassVar[int | None] = None
-    """Height and width of the images that it is made for; None if it takes any."""
+    """Height and width of its images; None if it takes any."""
 
     def __init__(self, num_classes: int, *, in_channels: int = 3, pretrained: bool | str | Path = False) -> None:
         for word, count in {"num_classes": num_classes, "in_channels": in_channels}.items():
@@ -231,24 +231,24 @@ class AbstractNetwork(ABC):
 
     @abstractmethod
     def drawn(self) -> nn.Module:
-        """Make the network with weights drawn at random."""
+        """Build the network with randomly initialised weights."""
 
     def source(self) -> Source:
-        """Say where its weights are published."""
+        """Return the source of its published weights."""
         raise UserError(f"there are no published weights of {self.name!r}; pass pretrained='path/to/a/file'")
 
     def converted(self, weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:  # noqa: ARG002
-        """Rename or resize published weights that do not fit as they are."""
+        """Rename or resize published weights that do not match the network."""
         return weights
 
     def build(self) -> nn.Module:
-        """Make the network, with the weights that were asked for."""
+        """Build the network, with pre-trained weights if requested."""
         if self.pretrained is False:
             return self.drawn()
-        path = self.source().fetched() if self.pretrained is True else Path(self.pretrained)
+        path = self.source().fetch() if self.pretrained is True else Path(self.pretrained)
         weights = read_weights(path)
         model = self.drawn()
-        head = _found_head(model)
+        head = _find_head(model)
         if misfit(model, weights, head):
             weights = self.converted(weights, model)
         if fault := misfit(model, weights, head):
@@ -258,12 +258,12 @@ class AbstractNetwork(ABC):
 
 
 class AbstractLibrary(AbstractNetwork):
-    """An entry that stands for all networks of a library; its name and a colon come before the network's.
+    """Catalogue entry of all networks of a library, built by the name LIBRARY:NETWORK.
 
     Args:
         num_classes: number of logits.
-        network: the network's name in the library.
-        settings: passed on to the library; `build_model` gathers here what it does not know itself.
+        network: name of the network in the library.
+        settings: options of the library; `build_model` adds keywords that it does not know.
         common: see `AbstractNetwork`.
     """
 
@@ -282,27 +282,27 @@ class AbstractLibrary(AbstractNetwork):
 
     @classmethod
     def is_installed(cls) -> bool:
-        """Say whether the library, whose package has the entry's name, is there."""
+        """Return whether the library, whose package is named like the entry, is installed."""
         return importlib.util.find_spec(cls.name) is not None
 
     @classmethod
     @abstractmethod
     def networks(cls) -> Collection[str]:
-        """List the names of the library's networks."""
+        """Return the names of the networks of the library."""
 
     @classmethod
     def has(cls, network: str) -> bool:
-        """Say whether the library has a network of this name."""
+        """Return whether the library has a network of this name."""
         return network in cls.networks()
 
 
 class Head(nn.Linear):
-    """A last linear layer that prepares its input itself, so that features are what comes in: before a dropout, say.
+    """A last linear layer that applies a module to its input first, so that features are taken before a dropout.
 
     Args:
         in_features: width of the features.
         out_features: number of classes.
-        before: what happens to the features first.
+        before: module that is applied to the features.
     """
 
     def __init__(self, in_features: int, out_features: int, before: nn.Module) -> None:
@@ -310,29 +310,29 @@ class Head(nn.Linear):
         self.before = before
 
     def forward(self, features: Tensor) -> Tensor:
-        """Make logits of features."""
+        """Return the logits of features."""
         return super().forward(self.before(features))
 
 
 def closest(word: str, known: Collection[str]) -> str:
-    """End an error message with those of many known words that look like an unknown one."""
+    """Return the end of an error message with known words similar to an unknown one, if any."""
     close = difflib.get_close_matches(word.lower(), known, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
-class _Watch(TorchFunctionMode):
-    """Sees one forward pass: the call of the head, the dropouts before it and the rows picked after it."""
+class _Recorder(TorchFunctionMode):
+    """Records one forward pass: calls of the head, dropouts before it and rows selected after it."""
 
     def __init__(self, width: int, *, picks_rows: bool) -> None:
         super().__init__()
         self.width = width
         self.picks_rows = picks_rows
-        self.of_same_width: list[Tensor] = []  # outputs of layers like the head
+        self.of_same_width: list[Tensor] = []  # outputs of layers with the width of the head
         self.calls = 0
-        self.pairs: list[tuple[Tensor, Tensor]] = []  # the head's output, then rows picked from it, with their features
-        self.resized: list[tuple[Tensor, int, tuple[Any, ...], dict[str, Any]]] = []  # with the pair they come from
+        self.pairs: list[tuple[Tensor, Tensor]] = []  # (output of the head or rows selected from it, features)
+        self.resized: list[tuple[Tensor, int, tuple[Any, ...], dict[str, Any]]] = []  # with the position of their pair
         self.dropped: Tensor | None = None  # the output of the most recent dropout
-        self.undropped: Tensor | None = None  # what went into it, or into the first of several in a row
+        self.undropped: Tensor | None = None  # its input, or that of the first of several consecutive dropouts
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -349,21 +349,21 @@ class _Watch(TorchFunctionMode):
             if result.shape[-1 if self.picks_rows else 1] == self.width:
                 self.of_same_width.append(result)
         elif result is self.dropped or (func is Tensor.__setitem__ and args[0] is self.dropped):
-            self.dropped = None  # changed in place, so no longer what the dropout made
+            self.dropped = None  # changed in place, so no longer the output of the dropout
         return result
 
     def see_head(self, value: Tensor, output: Any) -> None:
-        """Remember a call of the head."""
+        """Record a call of the head."""
         if not isinstance(output, Tensor):
             raise UserTypeError(f"the layer given as head returns a {type(output).__name__} instead of a tensor")
         self.calls += 1
         self.pairs.append((output, self._before_dropout(value)))
 
     def origin(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the output that the logits are, with its features; the head's own if they are none that was seen."""
-        for resized, place, args, kwargs in self.resized:
-            if resized is logits:  # only now: features are many times as wide as logits
-                return logits, functional.interpolate(self.pairs[place][1], *args, **kwargs)
+        """Return the recorded output that the logits are, and its features; by default the output of the head."""
+        for resized, position, args, kwargs in self.resized:
+            if resized is logits:  # resize late: features are much wider than logits
+                return logits, functional.interpolate(self.pairs[position][1], *args, **kwargs)
         for output, features in self.pairs:
             if output is logits:
                 return output, features
@@ -384,22 +384,22 @@ class _Watch(TorchFunctionMode):
 
     def _see_rows(self, source: Tensor, index: Any, result: Tensor) -> None:
         for output, features in self.pairs:
-            if source is output and self.picks_rows and _spares_last_axis(index, output.ndim):
+            if source is output and self.picks_rows and _keeps_last_axis(index, output.ndim):
                 self.pairs.append((result, features[index]))
                 return
 
     def _see_resize(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
-        """Note a resize of the head's output; it commutes with the head, which acts on each position alone."""
+        """Record a resize of the output of the head; it commutes with the head, which acts pointwise."""
         source = args[0] if args else kwargs["input"]
         others = {name: value for name, value in kwargs.items() if name != "input"}
-        for place, (output, _) in enumerate(self.pairs):
+        for position, (output, _) in enumerate(self.pairs):
             if source is output and not self.picks_rows:
-                self.resized.append((result, place, args[1:], others))
+                self.resized.append((result, position, args[1:], others))
                 return
 
 
-def _spares_last_axis(index: Any, ndim: int) -> bool:
-    """Say whether an index picks rows only: the last axis holds classes in the logits, but features in the features."""
+def _keeps_last_axis(index: Any, ndim: int) -> bool:
+    """Return whether an index selects rows only; the last axis is classes for logits, but channels for features."""
     parts = index if isinstance(index, tuple) else (index,)
     if parts and isinstance(parts[-1], slice) and parts[-1] == slice(None):
         parts = parts[:-1]
@@ -439,18 +439,18 @@ def _item(result: Any, output: int | str) -> Any:
 
 
 def _warn_of_softmax(model: nn.Module) -> None:
-    """Warn of a network whose last layer makes probabilities: losses take them for logits, and hardly learn."""
+    """Warn if the last layer is a softmax: losses would take its probabilities for logits."""
     last = [name for name, layer in model.named_modules() if not list(layer.children())][-1:]
     if last and isinstance(model.get_submodule(last[0]), nn.Softmax):
         warnings.warn(
-            f"the last layer, {last[0]!r}, is a softmax: what the network returns are probabilities, and losses need "
+            f"the last layer, {last[0]!r}, is a softmax: the network returns probabilities, but losses need "
             "logits; train it without that layer",
             stacklevel=3,
         )
 
 
-def _found_head(model: nn.Module) -> str:
-    """Find the dotted path of the layer that makes a classifier's logits."""
+def _find_head(model: nn.Module) -> str:
+    """Return the dotted path of the layer that computes the logits of a classifier."""
     ends = _ends("", model)
     if len(ends) == 1:
         return next(iter(ends))
@@ -461,10 +461,10 @@ def _found_head(model: nn.Module) -> str:
     raise UserError(f"{problem}; pass WithFeatures(model, head=...) the layer whose input are the features")
 
 
-def _given_head(model: nn.Module, head: str) -> str:
-    """Check a path that the user gives, and go on to the layer inside where it is a container of one."""
+def _check_head(model: nn.Module, head: str) -> str:
+    """Return the path of a head; if it names a container of one layer, the path of that layer."""
     module = dict(model.named_modules()).get(head)
-    # People's own classifiers (cosine, prototypes) are no linear layers, but hold a matrix themselves.
+    # Custom classifiers (cosine, prototypes) are not linear layers, but have a weight matrix themselves.
     if module is not None and any(p.ndim > 1 for p in module.parameters(recurse=False)):
         return head
     ends = {} if module is None else _ends(head, module, pointwise=True)
@@ -475,7 +475,7 @@ def _given_head(model: nn.Module, head: str) -> str:
 
 
 def _ends(name: str, module: nn.Module, pointwise: bool = False) -> dict[str, nn.Module]:
-    """List what could make a module's output: its last layer, and those of parts that cannot feed a later one."""
+    """Return the layers that may compute the output: the last one, and those that cannot feed a later part."""
     if _is_layer(module):
         return {name: module}
     parts, pointwise = _parts(module, pointwise)
@@ -485,7 +485,7 @@ def _ends(name: str, module: nn.Module, pointwise: bool = False) -> dict[str, nn
         takers = {_widths(_layers(later, pointwise)[0][1])[0] for _, later in parts[n:]}
         if not takers:
             ends |= _ends(here, part, pointwise)
-        elif _is_plain(part):  # and no body of convolutions or attention, which may end in any width
+        elif _is_plain(part):  # convolutions or attention may end in any width
             last, layer = _layers(part, pointwise, here)[-1]
             if not takers & {_widths(layer)[1], 0}:  # 0: a lazy layer takes any width
                 ends[last] = layer
@@ -493,10 +493,10 @@ def _ends(name: str, module: nn.Module, pointwise: bool = False) -> dict[str, nn
 
 
 def _parts(module: nn.Module, pointwise: bool) -> tuple[list[tuple[str, nn.Module]], bool]:
-    """Give the parts in which to look for a module's last layer, and whether that may be a 1x1 convolution."""
-    say = getattr(module, "get_classifier", None)  # of all timm networks
-    said = say() if callable(say) else ()
-    heads = said if isinstance(said, (tuple, list)) else (said,)
+    """Return the parts that may contain the last layer, and whether it may be a 1x1 convolution."""
+    get_classifier = getattr(module, "get_classifier", None)  # of all timm networks
+    classifier = get_classifier() if callable(get_classifier) else ()
+    heads = classifier if isinstance(classifier, (tuple, list)) else (classifier,)
     found = [(path, part) for path, part in module.named_modules() if any(part is head for head in heads)]
     if found:
         return [(path, part) for path, part in found if _layers(part, pointwise=True)], True
@@ -506,7 +506,7 @@ def _parts(module: nn.Module, pointwise: bool) -> tuple[list[tuple[str, nn.Modul
     words = {path: {*path.lower().split("_")} for path, _ in module.named_children()}
     named = [(p, m) for p, m in module.named_children() if _HEAD_WORDS & words[p] and not _AUXILIARY & words[p]]
     named = [(p, m) for p, m in named if _layers(m)] or [(p, m) for p, m in named if _layers(m, pointwise=True)]
-    # A single layer that comes after them puts such names in doubt: fc_in, fc_hidden, out.
+    # A single linear layer after them makes such names ambiguous: fc_in, fc_hidden, out.
     single = [path for path, part in children if isinstance(part, nn.Linear)]
     if named and (not single or single[-1] in dict(named)):
         return named, True
@@ -514,7 +514,7 @@ def _parts(module: nn.Module, pointwise: bool) -> tuple[list[tuple[str, nn.Modul
 
 
 def _layers(module: nn.Module, pointwise: bool = False, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """List the linear layers in a module, or if there are none and they count, its 1x1 convolutions."""
+    """Return the linear layers in a module, or with `pointwise` its 1x1 convolutions if there are none."""
     layers = [(path, m) for path, m in module.named_modules(prefix=prefix) if _is_layer(m)]
     return [(path, m) for path, m in layers if isinstance(m, nn.Linear)] or (layers if pointwise else [])
 
@@ -526,13 +526,13 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Say whether all weight matrices in a module are those of linear layers."""
+    """Return whether all weight matrices in a module belong to linear layers."""
     others = (m for m in module.modules() if not isinstance(m, nn.Linear))
     return all(p.ndim < 2 for m in others for p in m.parameters(recurse=False))
 
 
 def _widths(layer: nn.Module) -> tuple[int, int]:
-    """Give the numbers of inputs and outputs of a layer; -1 where it does not say."""
+    """Return the numbers of inputs and outputs of a layer; -1 if unknown."""
     if isinstance(layer, _CONVOLUTIONS):
         return layer.in_channels, layer.out_channels
     return (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else (-1, -1)

@@ -1,9 +1,9 @@
-"""Weights that others trained: where they lie, how they are fetched, and how they get into a network.
+"""Pre-trained weights: sources, download and loading.
 
-A file is looked for in the folder of torch's hub (`~/.cache/torch/hub/checkpoints`, or below `TORCH_HOME`), then in the
-cache of Hugging Face, and fetched into the first of them if it is in neither. Nothing in it is unpickled but tensors.
-All weights have to fit by name and shape; only the last layer may be missing or have another number of classes, and
-then stays as it was drawn.
+A file is searched in the folder of torch.hub (`~/.cache/torch/hub/checkpoints`, or below `TORCH_HOME`), then in the
+cache of Hugging Face, and otherwise downloaded to the former. Only tensors are unpickled. Names and shapes of all
+weights must match; only the last layer may be missing or have another number of classes, and then keeps its initial
+weights.
 """
 
 import hashlib
@@ -25,19 +25,19 @@ from fedlas.https import require_https_redirects
 from fedlas.io.torch import read_torch
 from fedlas.io.untrusted import check_file, memory_errors
 
-# Where people put the weights in a checkpoint that holds more than them.
-_PLACES = ("state_dict", "model_state_dict", "model")
+# Usual keys of the weights in a checkpoint.
+_KEYS = ("state_dict", "model_state_dict", "model")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the weights of a network are published.
+    """Source of the published weights of a network.
 
     Args:
-        url: the address of the file.
-        file: its name in the folder of torch's hub; `-` and eight or more hexadecimal digits at its end are the
-            beginning of its SHA-256.
-        repository: the repository on the hub of Hugging Face that it belongs to, if any.
+        url: URL of the file.
+        file: its name in the folder of torch.hub; `-` and eight or more hexadecimal digits at its end are a prefix of
+            its SHA-256.
+        repository: its repository on the Hugging Face Hub, if any.
     """
 
     url: str
@@ -46,7 +46,7 @@ class Source:
 
     @classmethod
     def of_torchvision(cls, network: str, tag: str | None = None) -> "Source":
-        """Say where torchvision publishes the weights of a network; the default tag is torchvision's own."""
+        """Return the source of the torchvision weights of a network; the default tag is that of torchvision."""
         known = optional_module("torchvision.models", "train").get_model_weights(network)
         names = [weights.name for weights in known]
         if not names:
@@ -58,39 +58,39 @@ class Source:
 
     @classmethod
     def of_timm(cls, network: str) -> "Source":
-        """Say where timm publishes the weights of a network; a tag may follow the name after a dot."""
-        about = optional_module("timm", "train").get_pretrained_cfg(network)
-        if about is not None and about.hf_hub_id:
-            name = about.hf_hub_filename or "model.safetensors"
+        """Return the source of the timm weights of a network; a tag may follow the name after a dot."""
+        config = optional_module("timm", "train").get_pretrained_cfg(network)
+        if config is not None and config.hf_hub_id:
+            name = config.hf_hub_filename or "model.safetensors"
             hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-            file = f"{about.hf_hub_id.rsplit('/', 1)[-1]}{Path(name).suffix}"
-            return cls(f"{hub}/{about.hf_hub_id}/resolve/main/{name}", file, about.hf_hub_id)
-        if about is not None and about.url:
-            return cls(about.url, about.url.rsplit("/", 1)[-1])
+            file = f"{config.hf_hub_id.rsplit('/', 1)[-1]}{Path(name).suffix}"
+            return cls(f"{hub}/{config.hf_hub_id}/resolve/main/{name}", file, config.hf_hub_id)
+        if config is not None and config.url:
+            return cls(config.url, config.url.rsplit("/", 1)[-1])
         raise UserError(f"timm has no weights for {network!r}")
 
     @property
     def path(self) -> Path:
-        """Where the file belongs on this machine."""
+        """Local path of the file."""
         return Path(torch.hub.get_dir()) / "checkpoints" / self.file
 
     @property
     def checksum(self) -> str | None:
-        """The beginning of the file's SHA-256, if its name tells."""
+        """Prefix of the SHA-256 in the name of the file, if any."""
         digits = re.search(r"-([0-9a-f]{8,})\.", self.file)
         return None if digits is None else digits[1]
 
-    def fetched(self) -> Path:
-        """Find the file on this machine, or fetch it."""
+    def fetch(self) -> Path:
+        """Return the path of the file; download it if necessary."""
         if not self.path.exists():
             return self._in_cache() or self._download()
         check_file(self.path)
         if self.checksum is not None:
             with self.path.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-            if not found.startswith(self.checksum):
-                fault = f"its SHA-256 is {found} and should begin with {self.checksum}"
-                raise UserError(f"{self.path} is damaged ({fault}); delete it, and it is fetched again from {self.url}")
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if not digest.startswith(self.checksum):
+                fault = f"its SHA-256 is {digest} and should begin with {self.checksum}"
+                raise UserError(f"{self.path} is damaged ({fault}); delete it to download it again from {self.url}")
         return self.path
 
     def _in_cache(self) -> Path | None:
@@ -109,16 +109,16 @@ class Source:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with require_https_redirects():
                 torch.hub.download_url_to_file(self.url, str(self.path), self.checksum, progress=sys.stderr.isatty())
-        except (OSError, HTTPException, RuntimeError) as error:  # the last of them for a wrong checksum
+        except (OSError, HTTPException, RuntimeError) as error:  # RuntimeError: wrong checksum
             raise OSError(
                 f"the weights are not on this machine and could not be fetched ({error}). Fetch {self.url} elsewhere "
-                f"and put it at {self.path}, or say where it is: pretrained='path/to/{self.path.name}'"
+                f"and put it at {self.path}, or pass its path: pretrained='path/to/{self.path.name}'"
             ) from error
         return self.path
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """Read the weights in a safetensors file or in one that `torch.save` wrote."""
+    """Read the weights in a safetensors file or a file of `torch.save`."""
     path = Path(path).expanduser()
     if not path.exists():
         raise FileNotFoundError(f"there is no file of weights at {path}")
@@ -131,37 +131,37 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
                 content = read_torch(path)
     except (ImportError, MemoryError):
         raise
-    except Exception as error:  # each format has errors of its own, none of which names the file
+    except Exception as error:  # errors differ by format, and none names the file
         raise UserError(f"{path} is damaged, or holds more than tensors: {error}") from error
-    weights = next((content[place] for place in _PLACES if _is_mapping(content, place)), content)
+    weights = next((content[key] for key in _KEYS if _is_mapping(content, key)), content)
     if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise UserError(f"{path} holds no state_dict, neither itself nor under {', '.join(_PLACES)}")
+        raise UserError(f"{path} holds no state_dict, neither itself nor under {', '.join(_KEYS)}")
     return dict(weights)
 
 
 def misfit(model: nn.Module, weights: Mapping[str, Tensor], head: str) -> str:
-    """Say which weights do not fit a network; nothing if only the number of classes differs."""
+    """Describe the weights that do not match a network; empty if only the number of classes differs."""
     own, skipped = model.state_dict(), _left_out(model, weights, head)
-    # Files of old versions of torch do not count the batches that a BatchNorm has seen.
+    # Files of old versions of torch have no num_batches_tracked.
     missing = [n for n in own if n not in weights and n not in skipped and not n.endswith("num_batches_tracked")]
-    strange = [n for n in weights if n not in own]
+    unknown = [n for n in weights if n not in own]
     reshaped = [
         f"{n} {tuple(weights[n].shape)} instead of {tuple(own[n].shape)}"
         for n in own
         if n in weights and n not in skipped and weights[n].shape != own[n].shape
     ]
-    faults = {"missing": missing, "unknown": strange, "of another shape": reshaped}
+    faults = {"missing": missing, "unknown": unknown, "of another shape": reshaped}
     return "; ".join(f"{fault}: {_some(names)}" for fault, names in faults.items() if names)
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], head: str) -> None:
-    """Copy weights that fit into a network, all but a last layer of another number of classes."""
+    """Load matching weights into a network, except a last layer with another number of classes."""
     skipped = _left_out(model, weights, head)
     model.load_state_dict({name: value for name, value in weights.items() if name not in skipped}, strict=False)
 
 
 def _left_out(model: nn.Module, weights: Mapping[str, Tensor], head: str) -> set[str]:
-    """Name the weights of the last layer if a file has none for it, or those of other classes."""
+    """Return the weights of the last layer if the file has none for it, or another number of classes."""
     layer = {f"{head}.{name}": value for name, value in model.get_submodule(head).named_parameters(recurse=False)}
     given = {name: weights[name] for name in layer if name in weights}
     widths_agree = all(value.shape[1:] == layer[name].shape[1:] for name, value in given.items())
@@ -169,8 +169,8 @@ def _left_out(model: nn.Module, weights: Mapping[str, Tensor], head: str) -> set
     return set(layer) if widths_agree and not classes_agree else set()
 
 
-def _is_mapping(content: Any, place: str) -> bool:
-    return isinstance(content, Mapping) and isinstance(content.get(place), Mapping)
+def _is_mapping(content: Any, key: str) -> bool:
+    return isinstance(content, Mapping) and isinstance(content.get(key), Mapping)
 
 
 def _some(names: list[str]) -> str:

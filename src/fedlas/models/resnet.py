@@ -1,18 +1,18 @@
-"""ResNets in the three shapes that calibration papers train: for CIFAR, for Tiny-ImageNet and for large photographs.
+"""ResNets in the three variants of calibration papers: for CIFAR, Tiny-ImageNet and ImageNet-sized images.
 
     image ─► stem ─► four stages of blocks ─► average pool ─► features ─► linear ─► logits
 
                  stem                      images   pool          features (18, 34 | 50, 101)
     _cifar       3x3, stride 1             32x32    4x4 -> 1x1    512 | 2048
-    _tiny        3x3, stride 1             64x64    8x8 -> 2x2    2048 | 8192, those of a channel side by side
+    _tiny        3x3, stride 1             64x64    8x8 -> 2x2    2048 | 8192, channel by channel
     (plain)      7x7, stride 2, max-pool   224x224  7x7 -> 1x1    2048
 
-The blocks are torchvision's, with the stride on the 3x3 convolution. Weights are drawn as in the published code: on
-CIFAR as torch draws them by default, on Tiny-ImageNet convolutions from normal(0, sqrt(2 / (k² · out))), which is also
-what torchvision does.
+The blocks are torchvision's, with the stride on the 3x3 convolution. Weights are initialised as in the official code:
+with the defaults of torch on CIFAR, on Tiny-ImageNet convolutions from normal(0, sqrt(2 / (k² · out))), as in
+torchvision.
 
-Source: He et al., CVPR 2016; stems, heads and initialisation as released with FeDLaS, dropout as released with MbLS.
-Departs from the published code in: the names of the weights, which are torchvision's.
+Source: He et al., CVPR 2016; stems, heads and initialisation from the official code of FeDLaS, dropout from that of
+MbLS. Difference from the official code: the names of the weights are those of torchvision.
 """
 
 from typing import Any, ClassVar, Unpack
@@ -26,7 +26,7 @@ BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 
 
 
 class AbstractResNet(AbstractNetwork):
-    """Any of them: torchvision's ResNet of a depth."""
+    """Base class: the ResNet of torchvision of a given depth."""
 
     citation = "He et al., Deep Residual Learning for Image Recognition, CVPR 2016."
     depth: ClassVar[int]
@@ -37,18 +37,18 @@ class AbstractResNet(AbstractNetwork):
         model = resnet.ResNet(block, BLOCKS[self.depth], num_classes=self.num_classes)
         if self.in_channels != 3:
             model.conv1 = nn.Conv2d(self.in_channels, 64, 7, stride=2, padding=3, bias=False)
-            _as_in_tiny(model.conv1)
+            _init_convolution(model.conv1)
         return model
 
 
 class AbstractResNetCIFAR(AbstractResNet):
-    """A ResNet that begins gently, because its images are small."""
+    """A ResNet whose stem keeps the size of small images."""
 
     image_size = 32
 
     def drawn(self) -> nn.Module:
         model = self._torchvision()
-        _begin_gently(model, self.in_channels)
+        _replace_stem(model, self.in_channels)
         for layer in model.modules():
             if isinstance(layer, nn.Conv2d):
                 layer.reset_parameters()
@@ -56,27 +56,27 @@ class AbstractResNetCIFAR(AbstractResNet):
 
 
 class AbstractResNetTiny(AbstractResNet):
-    """A ResNet that begins gently and keeps four places of the last map apart."""
+    """A ResNet whose stem keeps the size of small images, with 2x2 average pooling before the last layer."""
 
     image_size = 64
 
     def drawn(self) -> nn.Module:
         model = self._torchvision()
-        _begin_gently(model, self.in_channels)
-        _as_in_tiny(model.conv1)
-        # Fixed windows: the gradient of adaptive pooling to 2x2 is not deterministic on a GPU.
+        _replace_stem(model, self.in_channels)
+        _init_convolution(model.conv1)
+        # A fixed kernel size: the gradient of adaptive pooling to 2x2 is not deterministic on a GPU.
         model.avgpool = nn.AvgPool2d(4)
         model.fc = nn.Linear(4 * model.fc.in_features, self.num_classes)
         return model  # type: ignore[no-any-return]
 
 
 class AbstractResNetImageNet(AbstractResNet):
-    """A ResNet as torchvision has it, with a dropout before the last layer where the published networks have one.
+    """The ResNet of torchvision, with a dropout before the last layer if the official code has one.
 
     Args:
         num_classes: number of logits.
-        dropout: probability; None for the published one. Features are taken before it.
-        tag: which of torchvision's weights `pretrained=True` loads.
+        dropout: probability; None for that of the official code. Features are taken before it.
+        tag: tag of the torchvision weights for `pretrained=True`.
         common: see `AbstractNetwork`.
     """
 
@@ -162,25 +162,25 @@ class ResNet101Tiny(AbstractResNetTiny):
 
 
 class ResNet50(AbstractResNetImageNet):
-    """ResNet-50 for photographs, on request with ImageNet weights, with 2048 features."""
+    """ResNet-50 for natural images of 224x224 pixels, optionally with ImageNet weights, with 2048 features."""
 
     name = "resnet50"
     depth = 50
 
 
 class ResNet101(AbstractResNetImageNet):
-    """ResNet-101 for photographs, on request with ImageNet weights, with 2048 features and a dropout after them."""
+    """ResNet-101 for natural images of 224x224 pixels, optionally with ImageNet weights; 2048 features, dropout."""
 
     name = "resnet101"
     depth = 101
     published_dropout = 0.5
 
 
-def _begin_gently(model: Any, in_channels: int) -> None:
-    """Replace the stem by one that keeps the size of the image."""
+def _replace_stem(model: Any, in_channels: int) -> None:
+    """Replace the stem by a 3x3 convolution that keeps the size of the image."""
     model.conv1 = nn.Conv2d(in_channels, 64, 3, padding=1, bias=False)
     model.maxpool = nn.Identity()
 
 
-def _as_in_tiny(convolution: nn.Conv2d) -> None:
+def _init_convolution(convolution: nn.Conv2d) -> None:
     nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")

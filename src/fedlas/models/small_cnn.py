@@ -1,11 +1,12 @@
-"""A small convolutional network, for examples and tests that have to end soon.
+"""A small convolutional network for examples and tests.
 
-    image ─► conv 32 ─► conv 64, stride 2 ─► conv 128, stride 2 ─► mean over places ─► 128 features ─► linear ─► logits
+    image ─► conv 32 ─► conv 64, stride 2 ─► conv 128, stride 2 ─► global average pool ─► 128 features ─► linear ─►
+    logits
 
 Each convolution is 3x3 and followed by a normalisation and a ReLU. About 94,000 parameters, or fewer with a smaller
-`width`; made for the 8x8 digits of scikit-learn and the 28x28 pictures of (Fashion-)MNIST, and takes any size. There is
-no max-pool and no dropout, so that equal seeds give equal numbers on every device. With `norm="group"` no sample
-depends on the others of its batch, and two processes with half a batch each compute what one does with the whole.
+`width`; intended for the 8x8 digits of scikit-learn and the 28x28 images of (Fashion-)MNIST, but takes images of any
+size. It has no max-pool and no dropout, so that results are reproducible on all devices. With `norm="group"` samples do
+not depend on their batch, and two processes with half a batch each compute the same as one with the whole batch.
 """
 
 from collections import OrderedDict
@@ -21,7 +22,7 @@ GROUPS = 8
 
 
 class SmallCNN(AbstractNetwork):
-    """Three convolutions and a linear layer, for small grey images; trains in seconds on a CPU.
+    """Three convolutions and a linear layer, for small greyscale images; trains in seconds on a CPU.
 
     Args:
         num_classes: number of logits.
@@ -32,7 +33,7 @@ class SmallCNN(AbstractNetwork):
     """
 
     name = "small_cnn"
-    citation = "No paper; made for this package."
+    citation = "No paper; part of this package."
 
     def __init__(
         self,

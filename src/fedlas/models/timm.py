@@ -1,10 +1,10 @@
-"""Networks through timm: the vision transformer of the fine-grained tables, and any other one by its name.
+"""Networks of timm: the vision transformer of the fine-grained tables, and any other network by its name.
 
-A transformer gives the CLS token after its final LayerNorm to the last layer, and these are the published features.
-The norm leaves them nearly one length; `pre_norm=True` takes the features before it, where length still says something.
+The features of the paper are the CLS token after the final LayerNorm, which makes their norms nearly equal.
+`pre_norm=True` takes the features before the LayerNorm, where norms are informative.
 
-Source: Dosovitskiy et al., ICLR 2021; timm's network and weights as released with FeDLaS. Departs from the published
-code in: nothing. (Its text says that the weights come from ImageNet-1k; they have seen ImageNet-21k first.)
+Source: Dosovitskiy et al., ICLR 2021; network and weights of timm as in the official code of FeDLaS. (The paper states
+that the weights come from ImageNet-1k; they were pre-trained on ImageNet-21k first.)
 """
 
 import sys
@@ -18,13 +18,13 @@ from fedlas.models.base import AbstractLibrary, AbstractNetwork, Common, Head, S
 
 
 class ViTBasePatch16At384(AbstractNetwork):
-    """Vision transformer ViT-B/16 for photographs of 384x384 pixels, on request with ImageNet weights; 768 features.
+    """Vision transformer ViT-B/16 for natural images of 384x384 pixels, optionally with ImageNet weights; 768 features.
 
     Args:
         num_classes: number of logits.
         pre_norm: take the features before the final LayerNorm instead of after it.
-        tag: which of timm's weights `pretrained=True` loads; "augreg_in1k" has seen ImageNet-1k only.
-        settings: passed on to timm, such as `drop_path_rate` or `img_size`.
+        tag: tag of the timm weights for `pretrained=True`; "augreg_in1k" was trained on ImageNet-1k only.
+        settings: options of timm, such as `drop_path_rate` or `img_size`.
         common: see `AbstractNetwork`.
     """
 
@@ -47,7 +47,7 @@ class ViTBasePatch16At384(AbstractNetwork):
     def drawn(self) -> nn.Module:
         model = _drawn(self.name, self.num_classes, self.in_channels, self.settings)
         if self.pre_norm:
-            # The norm looks at each token alone, so the head can as well apply it to the only one that it gets.
+            # The norm acts on each token separately, so the head can apply it to its only token.
             head = Head(model.head.in_features, self.num_classes, before=model.norm)
             head.weight, head.bias = model.head.weight, model.head.bias
             model.head, model.norm = head, nn.Identity()
@@ -65,7 +65,7 @@ class ViTBasePatch16At384(AbstractNetwork):
 
 
 class Timm(AbstractLibrary):
-    """Any network of timm, as "timm:NAME"."""
+    """Any network of timm, by the name "timm:NAME"."""
 
     name = "timm"
     citation = "Wightman, PyTorch Image Models, 2019."
@@ -77,7 +77,7 @@ class Timm(AbstractLibrary):
 
     @classmethod
     def has(cls, network: str) -> bool:
-        return bool(optional_module("timm", "train").is_model(network))  # understands the tag in NAME.TAG too
+        return bool(optional_module("timm", "train").is_model(network))  # accepts NAME.TAG too
 
     def drawn(self) -> nn.Module:
         model: nn.Module = _drawn(self.network, self.num_classes, self.in_channels, self.settings)
@@ -91,11 +91,11 @@ class Timm(AbstractLibrary):
 
 
 def _drawn(network: str, num_classes: int, in_channels: int, settings: Mapping[str, Any]) -> Any:
-    channels = {} if in_channels == 3 else {"in_chans": in_channels}  # not every network takes it
+    channels = {} if in_channels == 3 else {"in_chans": in_channels}  # not all networks have this option
     return optional_module("timm", "train").create_model(network, num_classes=num_classes, **channels, **settings)
 
 
 def _converted(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Let timm bring older or resized weights into the form that its network has now."""
+    """Convert older or resized weights with the filter of timm, if the network has one."""
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     return dict(convert(weights, model)) if callable(convert) else weights

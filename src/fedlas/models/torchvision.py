@@ -1,4 +1,4 @@
-"""Networks through torchvision: any of its classifiers by its name."""
+"""Networks of torchvision: any classifier by its name."""
 
 from collections.abc import Collection
 from typing import Any
@@ -10,7 +10,7 @@ from fedlas.models.base import AbstractLibrary, Source
 
 
 class Torchvision(AbstractLibrary):
-    """Any network of torchvision, as "torchvision:NAME"."""
+    """Any network of torchvision, by the name "torchvision:NAME"."""
 
     name = "torchvision"
     citation = "TorchVision maintainers and contributors, TorchVision, 2016."
@@ -18,7 +18,7 @@ class Torchvision(AbstractLibrary):
     @classmethod
     def networks(cls) -> Collection[str]:
         models = optional_module("torchvision.models", "train")
-        names: list[str] = models.list_models(module=models)  # without those for detection, video and the like
+        names: list[str] = models.list_models(module=models)  # classifiers only
         return names
 
     def drawn(self) -> nn.Module:
@@ -33,7 +33,7 @@ class Torchvision(AbstractLibrary):
 
 
 def _take_channels(model: nn.Module, in_channels: int) -> None:
-    """Replace the first convolution, which is the one that sees the image, by one for other channels."""
+    """Replace the first convolution by one for another number of input channels."""
     path, first = next((path, part) for path, part in model.named_modules() if isinstance(part, nn.Conv2d))
     sizes: dict[str, Any] = {word: getattr(first, word) for word in ("kernel_size", "stride", "padding", "dilation")}
     parent, _, word = path.rpartition(".")

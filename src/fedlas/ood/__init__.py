@@ -1,4 +1,4 @@
-"""Detection of foreign data: scores that say how foreign a sample looks, and numbers that say how well they tell."""
+"""Out-of-distribution (OOD) detection: scores of samples, and detection metrics (AUROC, AUPR, FPR at a TPR)."""
 
 from fedlas.ood.detection import Detection, Separation, aupr, auroc, detect, detect_scores, fpr_at_tpr
 from fedlas.ood.scores import (

@@ -1,27 +1,26 @@
-"""How well a score tells foreign samples (OOD) from known ones (ID): AUROC, AUPR, FPR at a given TPR, with intervals.
+"""Metrics of out-of-distribution (OOD) detection: AUROC, AUPR and FPR at a given TPR, with confidence intervals.
 
-A higher score means more foreign. With n ID and m OOD samples, x a score of one and y of the other:
+A higher score means more likely OOD. With n in-distribution (ID) scores x and m OOD scores y:
 
     AUROC         P(x < y) + P(x = y) / 2
-    AUPR          sum over thresholds of (recall gained there) x (precision there): the average precision
-    FPR at TPR t  share of negatives at or above the highest threshold that t of the positives reach
+    AUPR          sum over thresholds of (increase in recall) x (precision): the average precision
+    FPR at TPR t  fraction of negatives at or above the highest threshold with a true-positive rate of at least t
 
-Only the order of scores counts. They are sorted as they are, never squashed into 0..1, and counted in int64; samples of
-one score are taken together, so no number depends on the order of a file. Infinite scores are ranked like any others.
-Positives are the OOD samples; `positive="id"` turns all around: ID samples are to be found, and a low score finds them.
+Only the order of scores matters. Scores are sorted without any transformation and counted in int64; tied samples are
+counted together, so the result does not depend on the order of the samples. Infinite scores are ranked like others.
+OOD samples are the positives; with `positive="id"`, ID samples are the positives and low scores detect them.
 
-Intervals are about the population that the samples are from, and cost no resampling:
+The confidence intervals need no bootstrap:
 
-    AUROC   DeLong's variance with ties, on the logit scale. Where it is zero (all pairs right, wrong, or tied), the
-            min(n, m) pairs that share no sample decide: each turns out so with a probability q that is the same for
-            all, and their agreement rules out q < (alpha / 2)^(1 / min(n, m)) (Clopper and Pearson).
-    AUPR    the delta method: the variance of the influence that single samples have, on the logit scale. Where it is
-            zero: the AUPR of the least and the most favourable population, in which the share of either kind that was
-            not seen, up to 1 - (alpha / 4)^(1 / n), lies beyond all others.
-    both    start no higher than they would had all pairs been right, and end no lower than had all been wrong: a few
-            samples that nearly never overlap show too little variance.
-    FPR     10,000 draws: of how many positives reach the true threshold, which is binomial, and of the rate of
-            negatives there, whose confidence distribution is Clopper and Pearson's. Right also for rates of 0 and 1.
+    AUROC   DeLong's variance with ties, on the logit scale. If it is zero (all pairs concordant, discordant or tied):
+            the Clopper-Pearson bound (alpha / 2)^(1 / min(n, m)) from min(n, m) pairs that share no sample.
+    AUPR    Delta method: the variance of the influence function, on the logit scale. If it is zero: the AUPR of the
+            worst and best population, with an unobserved fraction of up to 1 - (alpha / 4)^(1 / n) of either class
+            beyond all observed scores.
+    both    The lower limit is at most that of a perfect ranking, the upper limit at least that of a reversed one:
+            with few samples and little overlap the estimated variance is too small.
+    FPR     10,000 draws of the binomial number of positives above the true threshold, and of the rate of negatives
+            above it from the Clopper-Pearson confidence distribution. Valid for rates of 0 and 1 too.
 """
 
 import math
@@ -38,12 +37,11 @@ from torch import Tensor
 
 from fedlas.errors import UserError, UserTypeError
 from fedlas.metrics.result import Definition, Interval, Result, aligned, html_table
-from fedlas.ood.scores import missing, score_names, score_of
+from fedlas.ood.scores import available_scores, score_of
 from fedlas.predictions import (
     AnyPredictions,
     Array,
     Predictions,
-    TopLabelPredictions,
     as_tensor,
     check_every_class,
     check_rows,
@@ -57,14 +55,14 @@ NO_FLOAT64 = {"mps"}
 
 @dataclass(frozen=True)
 class Ranking:
-    """Samples in the order in which a falling threshold finds them, those of one score taken together.
+    """Counts of positives and negatives at each distinct score, in the order in which a threshold reaches them.
 
     Args:
-        scores: the distinct scores; from high to low where OOD samples are the positives, else from low to high.
-        positives: how many positives have each score.
-        negatives: how many negatives have it.
+        scores: the distinct scores, descending if OOD samples are the positives, else ascending.
+        positives: number of positives with each score.
+        negatives: number of negatives with each score.
         positive: which samples are the positives.
-        dtype: type of the scores that came in.
+        dtype: type of the input scores.
     """
 
     scores: Float[Tensor, " groups"]
@@ -75,11 +73,11 @@ class Ranking:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """How many positives and negatives there are."""
+        """Number of positives and of negatives."""
         return int(self.positives.sum()), int(self.negatives.sum())
 
-    def turned(self) -> "Ranking":
-        """Look for the other kind of samples, from the other end."""
+    def reversed(self) -> "Ranking":
+        """Return the ranking with the other class as positives, from the other end."""
         other: Positive = "id" if self.positive == "ood" else "ood"
         return Ranking(self.scores.flip(0), self.negatives.flip(0), self.positives.flip(0), other, self.dtype)
 
@@ -90,47 +88,47 @@ class Ranking:
         return Definition(estimator, norm=norm, scope=scope, n=sum(self.sizes), dtype=self.dtype)
 
     def details(self) -> dict[str, Any]:
-        """Say how many samples of either kind there are, and which are the positives."""
+        """Return the number of ID and OOD samples, and which of them are the positives."""
         positives, negatives = self.sizes
-        known, foreign = (negatives, positives) if self.positive == "ood" else (positives, negatives)
-        return {"n_id": known, "n_ood": foreign, "positive": self.positive}
+        n_id, n_ood = (negatives, positives) if self.positive == "ood" else (positives, negatives)
+        return {"n_id": n_id, "n_ood": n_ood, "positive": self.positive}
 
 
 def ranking(id_scores: Array, ood_scores: Array, positive: Positive = "ood") -> Ranking:
-    """Sort the scores of both kinds of samples together and count both at each score."""
+    """Sort ID and OOD scores together and count the samples of each at every distinct score."""
     _check_positive(positive)
-    known, foreign = _scores(id_scores, "id_scores"), _scores(ood_scores, "ood_scores")
-    dtype = str(torch.promote_types(known.dtype, foreign.dtype)).removeprefix("torch.")
-    both, order = torch.cat([_wide(known), _wide(foreign).to(known.device)]).sort(descending=True)
+    x, y = _check_scores(id_scores, "id_scores"), _check_scores(ood_scores, "ood_scores")
+    dtype = str(torch.promote_types(x.dtype, y.dtype)).removeprefix("torch.")
+    both, order = torch.cat([_float32_or_better(x), _float32_or_better(y).to(x.device)]).sort(descending=True)
     last = torch.cat([both[1:] != both[:-1], torch.ones(1, dtype=torch.bool, device=both.device)]).nonzero()[:, 0]
-    found = (order >= len(known)).cumsum(0)[last]
-    positives, negatives = (torch.diff(x, prepend=x.new_zeros(1)) for x in (found, last + 1 - found))
+    detected = (order >= len(x)).cumsum(0)[last]
+    positives, negatives = (torch.diff(total, prepend=total.new_zeros(1)) for total in (detected, last + 1 - detected))
     ranked = Ranking(both[last], positives, negatives, "ood", dtype)
-    return ranked if positive == "ood" else ranked.turned()
+    return ranked if positive == "ood" else ranked.reversed()
 
 
 def auroc(id_scores: Array, ood_scores: Array, *, level: float = 0.95) -> Result:
-    """Measure how often a foreign sample has a higher score than a known one; a tie counts half.
+    """Area under the ROC curve: the probability that an OOD sample scores above an ID sample; ties count half.
 
     Args:
-        id_scores: one score per known sample, higher for more foreign ones.
-        ood_scores: one score per foreign sample.
-        level: how often the interval should hold the true value.
+        id_scores: one score per in-distribution sample; a higher score means more likely OOD.
+        ood_scores: one score per OOD sample.
+        level: confidence level of the interval.
     """
     return auroc_of(ranking(id_scores, ood_scores), level)
 
 
 def aupr(id_scores: Array, ood_scores: Array, *, positive: Positive = "ood", level: float = 0.95) -> Result:
-    """Measure the average precision with which a falling threshold finds the positives.
+    """Area under the precision-recall curve, as the average precision.
 
-    Unlike the AUROC it depends on how many samples of either kind there are: the score that knows nothing has the share
-    of positives, which stands in `details["chance"]`.
+    Unlike the AUROC it depends on the class balance: an uninformative score reaches the fraction of positives, which is
+    `details["chance"]`.
 
     Args:
-        id_scores: one score per known sample, higher for more foreign ones.
-        ood_scores: one score per foreign sample.
-        positive: "ood" finds foreign samples from the highest score on, "id" known ones from the lowest.
-        level: how often the interval should hold the true value.
+        id_scores: one score per in-distribution sample; a higher score means more likely OOD.
+        ood_scores: one score per OOD sample.
+        positive: "ood" detects OOD samples by high scores, "id" detects ID samples by low scores.
+        level: confidence level of the interval.
     """
     return aupr_of(ranking(id_scores, ood_scores, positive), level)
 
@@ -144,35 +142,35 @@ def fpr_at_tpr(
     level: float = 0.95,
     seed: int = 0,
 ) -> Result:
-    """Measure the share of negatives that are taken for positives when at least `tpr` of the positives are found.
+    """False-positive rate at the strictest threshold whose true-positive rate is at least `tpr`.
 
-    The threshold and the share of positives that it really finds stand in `details`.
+    `details` holds the threshold and its true-positive rate.
 
     Args:
-        id_scores: one score per known sample, higher for more foreign ones.
-        ood_scores: one score per foreign sample.
-        tpr: share of positives to be found.
-        positive: "ood": the share of known samples that raise a false alarm; "id": the share of foreign samples that
-            pass as known. Papers and their code differ in which of the two they call FPR95.
-        level: how often the interval should hold the true value.
-        seed: of the random numbers behind the interval; equal seeds give equal intervals.
+        id_scores: one score per in-distribution sample; a higher score means more likely OOD.
+        ood_scores: one score per OOD sample.
+        tpr: true-positive rate.
+        positive: "ood": the rate of ID samples detected as OOD; "id": the rate of OOD samples accepted as ID. Papers
+            and their code differ in which of the two they call FPR95.
+        level: confidence level of the interval.
+        seed: random seed of the interval.
     """
     return fpr_of(ranking(id_scores, ood_scores, positive), tpr, level, seed)
 
 
 def auroc_of(ranked: Ranking, level: float = 0.95) -> Result:
-    """Measure the AUROC of samples that are already ranked."""
+    """Return the AUROC of a ranking."""
     _check_level(level)
     m, n = ranked.sizes
     below = n - ranked.negatives.cumsum(0)
-    # Twice the number of right pairs: whole numbers up to 2 n m, which int64 holds.
+    # Twice the number of concordant pairs, an integer of at most 2 n m, which fits into int64.
     value = int((ranked.positives * (2 * below + ranked.negatives)).sum()) / (2 * n * m)
     definition = ranked.define("AUROC", "ties count half")
     return Result(value, definition, _auroc_interval(ranked, value, level), ranked.details())
 
 
 def aupr_of(ranked: Ranking, level: float = 0.95) -> Result:
-    """Measure the average precision of samples that are already ranked."""
+    """Return the average precision of a ranking."""
     _check_level(level)
     m, n = ranked.sizes
     positives, negatives = _exact(ranked.positives), _exact(ranked.negatives)
@@ -183,31 +181,31 @@ def aupr_of(ranked: Ranking, level: float = 0.95) -> Result:
 
 
 def fpr_of(ranked: Ranking, tpr: float = 0.95, level: float = 0.95, seed: int = 0) -> Result:
-    """Measure the false positive rate at a true positive rate, of samples that are already ranked."""
+    """Return the false-positive rate of a ranking at a true-positive rate."""
     _check_level(level)
     if not 0 < tpr <= 1:
-        raise UserError(f"tpr is {tpr}; a share above 0 and up to 1 is needed")
+        raise UserError(f"tpr is {tpr}; it must be above 0 and at most 1")
     m, n = ranked.sizes
-    found, wrong = (x.cumsum(0).cpu().numpy() for x in (ranked.positives, ranked.negatives))
-    # A quotient of whole numbers is rounded to the float nearest to it, and so is a tpr of that value.
-    place = int(np.argmax(found / m >= tpr))
-    reached = {"threshold": float(ranked.scores[place]), "tpr": float(found[place] / m)}
-    value = float(wrong[place] / n)
-    low, high = _fpr_range(found, wrong, tpr, level, np.random.default_rng(seed))
+    true, false = (x.cumsum(0).cpu().numpy() for x in (ranked.positives, ranked.negatives))
+    # The quotient of two integers is the nearest float, and so is a tpr of that value.
+    index = int(np.argmax(true / m >= tpr))
+    threshold = {"threshold": float(ranked.scores[index]), "tpr": float(true[index] / m)}
+    value = float(false[index] / n)
+    low, high = _fpr_range(true, false, tpr, level, np.random.default_rng(seed))
     interval = Interval(min(low, value), max(high, value), level, "binomial threshold, Clopper-Pearson rate")
     definition = ranked.define(f"FPR at {100 * tpr:g} % TPR ({ranked.positive.upper()} positive)", "ties together")
-    return Result(value, definition, interval, ranked.details() | reached)
+    return Result(value, definition, interval, ranked.details() | threshold)
 
 
 @dataclass(frozen=True)
 class Separation:
-    """How well one score tells one foreign data set from the known one.
+    """Detection metrics of one score on one OOD data set.
 
     Args:
-        auroc: share of pairs in the right order.
-        aupr_out: average precision with foreign samples as positives.
-        aupr_in: average precision with known samples as positives.
-        fpr: share of negatives taken for positives at the chosen share of positives found.
+        auroc: area under the ROC curve.
+        aupr_out: average precision with OOD samples as positives.
+        aupr_in: average precision with ID samples as positives.
+        fpr: false-positive rate at the chosen true-positive rate.
     """
 
     auroc: Result
@@ -216,12 +214,12 @@ class Separation:
     fpr: Result
 
     def to_dict(self) -> dict[str, Any]:
-        """List everything as plain values."""
+        """Return everything as plain values."""
         return {field.name: getattr(self, field.name).to_dict() for field in FIELDS}
 
     @classmethod
     def from_dict(cls, numbers: Mapping[str, Any]) -> "Separation":
-        """Read back what `to_dict` wrote."""
+        """Restore from the output of `to_dict`."""
         return cls(**{field.name: Result.from_dict(numbers[field.name]) for field in FIELDS})
 
 
@@ -230,10 +228,10 @@ FIELDS = fields(Separation)
 
 @dataclass(frozen=True)
 class Detection:
-    """How well scores tell foreign data sets from a known one: `detection["svhn"]["entropy"].auroc`.
+    """Detection metrics of all scores on all OOD data sets: `detection["svhn"]["entropy"].auroc`.
 
     Args:
-        sets: for every foreign data set and every score, the four numbers with their intervals.
+        sets: the metrics, by name of the OOD data set and name of the score.
     """
 
     sets: Mapping[str, Mapping[str, Separation]]
@@ -248,31 +246,34 @@ class Detection:
 
     @property
     def mean(self) -> Mapping[str, Separation]:
-        """Average each number over the foreign data sets, every set with equal weight.
+        """Mean of each metric over the OOD data sets, with equal weights.
 
-        The sets share their known samples, so their intervals cannot be averaged; these results have none.
+        It has no intervals: those of the sets cannot be combined, as all sets share the ID samples.
         """
         return {score: _mean({name: held[score] for name, held in self.sets.items()}) for score in self.scores}
 
     def to_dict(self) -> dict[str, Any]:
-        """List everything as plain values that JSON knows."""
-        sets = {name: {score: one.to_dict() for score, one in held.items()} for name, held in self.sets.items()}
-        return {"sets": sets, "mean": {score: one.to_dict() for score, one in self.mean.items()}}
+        """Return everything as plain values that JSON can store."""
+        sets = {
+            name: {score: separation.to_dict() for score, separation in held.items()}
+            for name, held in self.sets.items()
+        }
+        return {"sets": sets, "mean": {score: separation.to_dict() for score, separation in self.mean.items()}}
 
     @classmethod
     def from_dict(cls, numbers: Mapping[str, Any]) -> "Detection":
-        """Read back what `to_dict` wrote."""
+        """Restore from the output of `to_dict`."""
         sets = {
-            name: {score: Separation.from_dict(one) for score, one in held.items()}
+            name: {score: Separation.from_dict(values) for score, values in held.items()}
             for name, held in numbers["sets"].items()
         }
         return cls(sets)
 
     def rows(self) -> list[list[str]]:
-        """Lay the numbers out: a head, and a row for each foreign data set and score."""
+        """Return a table: a header, and a row for each OOD data set and score."""
         blocks = [*self.sets.items(), *([("mean", self.mean)] if len(self.sets) > 1 else [])]
-        one = next(iter(self.sets.values()))[self.scores[0]]
-        head = ["OOD set", "score", *(getattr(one, f.name).heading() for f in FIELDS)]
+        first = next(iter(self.sets.values()))[self.scores[0]]
+        head = ["OOD set", "score", *(getattr(first, f.name).heading() for f in FIELDS)]
         body = [
             [name if score == self.scores[0] else "", score, *(getattr(held, f.name).cell() for f in FIELDS)]
             for name, block in blocks
@@ -282,12 +283,12 @@ class Detection:
 
     def _repr_html_(self) -> str:
         """Show the numbers in a notebook."""
-        return html_table(self.rows(), "foreign data")
+        return html_table(self.rows(), "OOD detection")
 
     def __str__(self) -> str:
-        one = next(iter(self.sets.values()))[self.scores[0]]
-        level = f"[low, high] at {100 * one.auroc.interval.level:g} %; " if one.auroc.interval else ""
-        return "\n".join([*aligned(self.rows()), f"{level}AUPR: average precision; {_rate_in_words(one.fpr)}"])
+        first = next(iter(self.sets.values()))[self.scores[0]]
+        level = f"[low, high] at {100 * first.auroc.interval.level:g} %; " if first.auroc.interval else ""
+        return "\n".join([*aligned(self.rows()), f"{level}AUPR: average precision; {_describe_rate(first.fpr)}"])
 
 
 def detect(
@@ -302,45 +303,45 @@ def detect(
     level: float = 0.95,
     seed: int = 0,
 ) -> Detection:
-    """Measure how well scores tell foreign data sets from a known one.
+    """Evaluate out-of-distribution detection (AUROC, AUPR, FPR at a given TPR) from predictions.
 
     Args:
-        predictions: what a model said about known samples.
-        ood: for the name of every foreign data set, what the model said about it; logits alone are enough, as foreign
-            samples have no labels.
-        scores: names of scores; by default all that every one of the given predictions allows.
+        predictions: predictions on in-distribution samples.
+        ood: predictions, or logits alone, on each OOD data set, by its name.
+        scores: names of scores; by default all that can be computed from all the given predictions.
         train_features: features of the training set, for "knn".
-        k: which neighbour counts, for "knn".
-        tpr: true positive rate at which the false positive rate is measured.
-        positive: the positives of the false positive rate: "ood" (as in OpenOOD) or "id".
-        level: how often the intervals should hold the true value.
-        seed: of the random numbers behind the intervals of the false positive rate.
+        k: number of the neighbour whose distance is the "knn" score.
+        tpr: true-positive rate at which the false-positive rate is measured.
+        positive: the positives of the false-positive rate: "ood" (as in OpenOOD) or "id".
+        level: confidence level of the intervals.
+        seed: random seed of the intervals of the false-positive rate.
     """
-    foreign = {name: foreign_predictions(name, given, predictions) for name, given in ood.items()}
-    if scores is None:
-        everyone = [predictions, *foreign.values()]
-        wanted = [s for s in score_names() if all(missing(one, s, train_features) is None for one in everyone)]
-    elif isinstance(scores, str):
+    ood_sets = {name: as_ood_predictions(name, given, predictions) for name, given in ood.items()}
+    if isinstance(scores, str):
         raise UserTypeError(f"scores is {scores!r}; a sequence of names is expected")
-    else:
-        wanted = list(scores)
-    known, *others = (
-        {score: _named_score(one, score, name, train_features, k) for score in wanted}
-        for name, one in [("the known samples", predictions), *foreign.items()]
-    )
-    found = dict(zip(foreign, others, strict=True))
+    names = available_scores([predictions, *ood_sets.values()], train_features) if scores is None else list(scores)
+
+    def compute(name: str, given: AnyPredictions) -> dict[str, Tensor]:
+        try:
+            return {score: score_of(given, score, train_features, k) for score in names}
+        except ValueError as error:
+            raise UserError(f"{name}: {error}") from error
+
+    id_scores = compute("the in-distribution samples", predictions)
+    ood_scores = {name: compute(name, given) for name, given in ood_sets.items()}
     split = predictions.split or "ID"
-    return detect_scores(known, found, tpr=tpr, positive=positive, level=level, seed=seed, split=split)
+    return detect_scores(id_scores, ood_scores, tpr=tpr, positive=positive, level=level, seed=seed, split=split)
 
 
-def foreign_predictions(name: str, given: AnyPredictions | Array, known: AnyPredictions) -> AnyPredictions:
-    """Take predictions, or logits, on a foreign data set, and check that they are of the same classes."""
+def as_ood_predictions(name: str, given: AnyPredictions | Array, id_predictions: AnyPredictions) -> AnyPredictions:
+    """Return predictions on an OOD data set, built from logits if need be, after a check of the number of classes."""
     ood = given if isinstance(given, AnyPredictions) else Predictions(given)
-    if isinstance(ood, TopLabelPredictions) and isinstance(known, TopLabelPredictions):
-        return ood  # each names the classes that it mentions
-    check_every_class(ood, name, known, "the known samples")
-    if ood.num_classes != known.num_classes:
-        raise UserError(f"{name} has {ood.num_classes} classes, the in-distribution samples have {known.num_classes}")
+    if not (ood.has_all_classes or id_predictions.has_all_classes):
+        return ood  # each has only the classes that occur in it
+    check_every_class(ood, name, id_predictions, "the in-distribution samples")
+    expected = id_predictions.num_classes
+    if ood.num_classes != expected:
+        raise UserError(f"{name} has {ood.num_classes} classes, the in-distribution samples have {expected}")
     return ood
 
 
@@ -354,16 +355,16 @@ def detect_scores(
     seed: int = 0,
     split: str = "ID",
 ) -> Detection:
-    """Measure how well scores that are already computed tell foreign data sets from a known one.
+    """Evaluate out-of-distribution detection from scores that are already computed.
 
     Args:
-        id_scores: for the name of every score, its values on the known samples.
-        ood_scores: for the name of every foreign data set, the same.
-        tpr: true positive rate at which the false positive rate is measured.
-        positive: the positives of the false positive rate: "ood" (as in OpenOOD) or "id".
-        level: how often the intervals should hold the true value.
-        seed: of the random numbers behind the intervals of the false positive rate.
-        split: what the known samples are called.
+        id_scores: scores of the in-distribution samples, by name of the score.
+        ood_scores: scores of each OOD data set, by its name and by name of the score.
+        tpr: true-positive rate at which the false-positive rate is measured.
+        positive: the positives of the false-positive rate: "ood" (as in OpenOOD) or "id".
+        level: confidence level of the intervals.
+        seed: random seed of the intervals of the false-positive rate.
+        split: name of the in-distribution data.
     """
     _check_positive(positive)
     if not ood_scores or not id_scores:
@@ -376,21 +377,21 @@ def detect_scores(
     sets: dict[str, Mapping[str, Separation]] = {}
     for name, held in ood_scores.items():
         rows: dict[str, Separation] = {}
-        for score, known in id_scores.items():
-            out = ranking(known, held[score])
-            turned = out.turned()
+        for score, values in id_scores.items():
+            out = ranking(values, held[score])
+            turned = out.reversed()
             four = (
                 auroc_of(out, level),
                 aupr_of(out, level),
                 aupr_of(turned, level),
                 fpr_of(out if positive == "ood" else turned, tpr, level, seed),
             )
-            rows[score] = Separation(*(_labelled(one, score, f"{split} against {name}") for one in four))
+            rows[score] = Separation(*(_labelled(result, score, f"{split} against {name}") for result in four))
         sets[name] = rows
     return Detection(sets)
 
 
-def _scores(values: Array, name: str) -> Float[Tensor, " n"]:
+def _check_scores(values: Array, name: str) -> Float[Tensor, " n"]:
     scores = as_tensor(values, name)
     if scores.ndim != 1:
         raise UserError(f"{name} have shape {tuple(scores.shape)}; one score per sample is expected")
@@ -399,7 +400,7 @@ def _scores(values: Array, name: str) -> Float[Tensor, " n"]:
     return scores
 
 
-def _wide(values: Tensor) -> Tensor:
+def _float32_or_better(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -414,7 +415,7 @@ def _check_positive(positive: str) -> None:
 
 def _check_level(level: float) -> None:
     if not 0 < level < 1:
-        raise UserError(f"level is {level}; a share between 0 and 1 is needed, such as 0.95")
+        raise UserError(f"level is {level}; it must lie between 0 and 1, such as 0.95")
 
 
 def _auroc_interval(ranked: Ranking, value: float, level: float) -> Interval:
@@ -430,11 +431,11 @@ def _auroc_interval(ranked: Ranking, value: float, level: float) -> Interval:
 def _auroc_variance(ranked: Ranking, value: float) -> float:
     m, n = ranked.sizes
     if min(m, n) == 1:
-        # One sample shows no variance. Pairs that share no sample have at least the true one, and here there is one.
+        # The variance within a class cannot be estimated from one sample: use that of a single pair, an upper bound.
         return value * (1 - value)
     positives, negatives = _exact(ranked.positives), _exact(ranked.negatives)
-    beaten = (n - negatives.cumsum(0) + negatives / 2) / n  # share of negatives that a positive stands above
-    beating = (positives.cumsum(0) - positives / 2) / m  # share of positives that stand above a negative
+    beaten = (n - negatives.cumsum(0) + negatives / 2) / n  # fraction of negatives below each positive
+    beating = (positives.cumsum(0) - positives / 2) / m  # fraction of positives above each negative
     of_positives = (positives * (beaten - value) ** 2).sum() / (m - 1)
     of_negatives = (negatives * (beating - value) ** 2).sum() / (n - 1)
     return float(of_positives / m + of_negatives / n)
@@ -448,9 +449,9 @@ def _logit_range(value: float, variance: float, level: float) -> tuple[float, fl
 
 
 def _average_precision(positives: Float64[Tensor, " groups"], negatives: Float64[Tensor, " groups"]) -> float:
-    found = positives.cumsum(0)
-    precision = found / (found + negatives.cumsum(0))
-    return float((positives * precision).sum() / found[-1])
+    true = positives.cumsum(0)
+    precision = true / (true + negatives.cumsum(0))
+    return float((positives * precision).sum() / true[-1])
 
 
 def _aupr_interval(
@@ -462,14 +463,14 @@ def _aupr_interval(
         low, high = _unseen_range(positives, negatives, level)
         return Interval(min(low, value), max(high, value), level, "least and most favourable unseen shares")
     low, high = _logit_range(value, variance, level)
-    best, worst = _outermost(m, n, level)
+    best, worst = _extreme_limits(m, n, level)
     return Interval(min(low, best), max(high, worst), level, "delta method, logit scale")
 
 
-def _outermost(m: float, n: float, level: float) -> tuple[float, float]:
-    """Find the least AUPR that fits to a perfect ranking of distinct scores, and the largest that fits to the worst.
+def _extreme_limits(m: float, n: float, level: float) -> tuple[float, float]:
+    """Return the lower limit of the AUPR of a perfect ranking of distinct scores, and the upper of a reversed one.
 
-    Sums over positives are integrals here: of u / (u + c) over the share u of positives that are found.
+    Sums over positives are replaced by integrals of u / (u + c) over the recall u.
     """
     unseen, wrong_unseen = (1 - ((1 - level) / 4) ** (1 / count) for count in (m, n))
     early, late = n / m * wrong_unseen, n / m * (1 - wrong_unseen)
@@ -481,7 +482,7 @@ def _outermost(m: float, n: float, level: float) -> tuple[float, float]:
 def _unseen_range(
     positives: Float64[Tensor, " groups"], negatives: Float64[Tensor, " groups"], level: float
 ) -> tuple[float, float]:
-    """Let as many as can have gone unseen stand at the ends of the ranking, in the worse and in the better order."""
+    """Place the largest plausible unobserved fractions at the ends of the ranking, in the worst and the best order."""
     (front, positives), (wrong_front, negatives) = (_set_aside(kind, level) for kind in (positives, negatives))
     none = torch.zeros_like(front)
     low = _average_precision(torch.cat([none, positives, front]), torch.cat([wrong_front, negatives, none]))
@@ -500,46 +501,39 @@ def _set_aside(
 def _aupr_variance(
     positives: Float64[Tensor, " groups"], negatives: Float64[Tensor, " groups"], m: float, n: float
 ) -> float:
-    """Add up the squared influence of every sample; the masses of either kind add up to one."""
-    found, wrong = positives.cumsum(0), negatives.cumsum(0)
-    total = found + n / m * wrong
-    precision = found / total
+    """Return the variance of the AUPR: the sum of squared influences; the masses of either class sum to one."""
+    true, false = positives.cumsum(0), negatives.cumsum(0)
+    total = true + n / m * false
+    precision = true / total
     value = (positives * precision).sum()
-    # What more positives, or negatives, at or above a score change in the precision there.
-    gain, loss = positives * (n / m) * wrong / total**2, -positives * (n / m) * found / total**2
+    # Change of the precision at a score by additional positives, or negatives, at or above it.
+    gain, loss = positives * (n / m) * false / total**2, -positives * (n / m) * true / total**2
     later_gain, later_loss = (x.flip(0).cumsum(0).flip(0) for x in (gain, loss))
-    of_positives = precision - value + later_gain - (gain * found).sum()
-    of_negatives = later_loss - (loss * wrong).sum()
+    of_positives = precision - value + later_gain - (gain * true).sum()
+    of_negatives = later_loss - (loss * false).sum()
     spread = (positives * of_positives**2).sum() / (m - 1) + (negatives * of_negatives**2).sum() / (n - 1)
     return float(spread)
 
 
 def _fpr_range(
-    found: NDArray[np.int64], wrong: NDArray[np.int64], tpr: float, level: float, rng: np.random.Generator
+    true: NDArray[np.int64], false: NDArray[np.int64], tpr: float, level: float, rng: np.random.Generator
 ) -> tuple[float, float]:
-    m, n = int(found[-1]), int(wrong[-1])
-    # The true threshold lies between the positive number `reached` and the next one.
+    m, n = int(true[-1]), int(false[-1])
+    # The true threshold lies between the positive of rank `reached` and the next one.
     reached = rng.binomial(m, tpr, DRAWS)
-    fewest = np.where(reached > 0, wrong[np.searchsorted(found, np.maximum(reached, 1))], 0)
-    most = np.where(reached < m, wrong[np.searchsorted(found, np.minimum(reached + 1, m))], n)
+    fewest = np.where(reached > 0, false[np.searchsorted(true, np.maximum(reached, 1))], 0)
+    most = np.where(reached < m, false[np.searchsorted(true, np.minimum(reached + 1, m))], n)
     low = np.where(fewest > 0, rng.beta(np.maximum(fewest, 1), n - fewest + 1), 0.0)
     high = np.where(most < n, rng.beta(most + 1, np.maximum(n - most, 1)), 1.0)
     tail = (1 - level) / 2
     return float(np.quantile(low, tail)), float(np.quantile(high, 1 - tail))
 
 
-def _rate_in_words(rate: Result) -> str:
+def _describe_rate(rate: Result) -> str:
     """Explain the false positive rate: which samples are the positives."""
     if rate.details.get("positive") == "id":
         return "FPR: fraction of OOD samples accepted as ID at the threshold that accepts this fraction of ID samples"
     return "FPR: fraction of ID samples flagged as OOD at the threshold that detects this fraction of OOD samples"
-
-
-def _named_score(one: AnyPredictions, score: str, name: str, train_features: Array | None, k: int) -> Tensor:
-    try:
-        return score_of(one, score, train_features, k)
-    except ValueError as error:
-        raise UserError(f"{name}: {error}") from error
 
 
 def _labelled(result: Result, score: str, split: str) -> Result:
@@ -549,7 +543,9 @@ def _labelled(result: Result, score: str, split: str) -> Result:
 
 
 def _mean(held: Mapping[str, Separation]) -> Separation:
-    return Separation(*(_mean_result({name: getattr(one, f.name) for name, one in held.items()}) for f in FIELDS))
+    return Separation(
+        *(_mean_result({name: getattr(separation, f.name) for name, separation in held.items()}) for f in FIELDS)
+    )
 
 
 def _mean_result(results: Mapping[str, Result]) -> Result:

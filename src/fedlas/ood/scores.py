@@ -1,4 +1,4 @@
-"""How foreign a sample looks: one number for each row of logits or features, higher for samples less like the known.
+"""OOD scores: one number for each row of logits or features; a higher score means more likely out-of-distribution.
 
 With logits z, p = softmax(z), h the features and T a temperature:
 
@@ -7,20 +7,20 @@ With logits z, p = softmax(z), h the features and T a temperature:
     max_logit            -max_j z_j                                   (Hendrycks et al., 2022)
     energy               -T log sum_j exp(z_j / T)                    (Liu et al., 2020)
     generalised_entropy  sum over the M largest p_j of (p_j (1 - p_j))^gamma   (GEN: Liu et al., 2023)
-    feature_norm         -|h|_p: known samples have the longer features
+    feature_norm         -|h|_p: the norm is larger for in-distribution samples
     knn                  distance of h / |h|_2 to its k-th nearest among those of the training set (Sun et al., 2022)
 
-A network that is sure has p_max = 1 after rounding, in float32 from a lead of 17 on, and all such samples would tie. So
-the first two and the fifth start from what is left beside the maximum: with d_j = z_j - max z and S the sum of exp(d_j)
-over the other classes, 1 - p_max = S / (1 + S) and the entropy is log(1 + S) - sum_j d_j exp(d_j) / (1 + S). Nothing
-cancels there, whatever the logits.
+In float32, p_max rounds to 1 when the largest logit leads by 17, so that all such samples would be tied. Therefore
+max_probability, entropy and generalised_entropy are computed from the other classes: with d_j = z_j - max z and S the
+sum of exp(d_j) over them, 1 - p_max = S / (1 + S), and the entropy is log(1 + S) - sum_j d_j exp(d_j) / (1 + S). This
+avoids cancellation.
 
-Scores are computed in float64 where the device has it, a part of the rows at a time, and come as such: float32 makes
-ties of its own, and TF32 settings would spoil distances.
+Scores are computed and returned in float64 where the device supports it, in blocks of rows: float32 would cause ties,
+and TF32 settings inaccurate distances.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -30,76 +30,86 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedlas.errors import UserError
-from fedlas.predictions import AnyPredictions, Array, TopLabelPredictions, as_floats, check_rows, two_columns
+from fedlas.predictions import (
+    AnyPredictions,
+    Array,
+    Predictions,
+    TopLabelPredictions,
+    as_floats,
+    check_rows,
+    two_columns,
+)
 
 NO_FLOAT64 = {"mps"}
-AT_ONCE, AT_ONCE_ON_DEVICE = 2**18, 2**26  # logits that are worked on at a time
-QUERIES, NEIGHBOURS = 1024, 8192  # rows of the tables of distances that `knn` holds at a time: 64 MiB of float64
+AT_ONCE, AT_ONCE_ON_DEVICE = 2**18, 2**26  # logits in one block of rows
+QUERIES, NEIGHBOURS = 1024, 8192  # size of the distance matrices of `knn`: 64 MiB of float64
 
 
-class Rest(NamedTuple):
-    """The largest logit of each row, and how far the others lie below it."""
+class ShiftedLogits(NamedTuple):
+    """The largest logit of each row, and the others minus the largest."""
 
     top: Float[Tensor, " n"]
     others: Float[Tensor, "n others"]
 
 
 def max_probability(logits: Array) -> Float[Tensor, " n"]:
-    """Say how much probability is left for all classes but the likeliest one: 1 minus the largest probability."""
+    """Return 1 minus the largest probability."""
 
-    def of(rest: Rest) -> Tensor:
-        others = rest.others.exp().sum(1)
+    def of(shifted: ShiftedLogits) -> Tensor:
+        others = shifted.others.exp().sum(1)
         return others / (1 + others)
 
     return _by_rows(of, logits)
 
 
 def entropy(logits: Array) -> Float[Tensor, " n"]:
-    """Find the entropy of the predicted distribution, in nats."""
+    """Return the entropy of the predicted distribution, in nats."""
 
-    def of(rest: Rest) -> Tensor:
-        weight = rest.others.exp()
+    def of(shifted: ShiftedLogits) -> Tensor:
+        weight = shifted.others.exp()
         others = weight.sum(1)
-        # Logits may lie infinitely far apart; what has no weight adds nothing.
-        return others.log1p() - (rest.others.clamp_min(torch.finfo(weight.dtype).min) * weight).sum(1) / (1 + others)
+        # A difference of logits may be infinite; its term is zero.
+        return others.log1p() - (shifted.others.clamp_min(torch.finfo(weight.dtype).min) * weight).sum(1) / (1 + others)
 
     return _by_rows(of, logits)
 
 
 def max_logit(logits: Array) -> Float[Tensor, " n"]:
-    """Take the largest logit with its sign turned, so that a small one looks foreign."""
+    """Return the negative of the largest logit."""
     return -_exact(_logits(logits).amax(1))
 
 
 def energy(logits: Array, temperature: float = 1.0) -> Float[Tensor, " n"]:
-    """Find the free energy of the logits, which is high where all of them are small.
+    """Return the free energy of the logits, which is high if all of them are small.
 
     Args:
         logits: one row per sample.
-        temperature: the larger it is, the more the lesser logits count.
+        temperature: a larger one gives smaller logits more weight.
     """
     if not 0 < temperature < math.inf:
         raise UserError(f"temperature is {temperature}; a positive number is needed")
-    return _by_rows(lambda rest: -(rest.top + temperature * (rest.others / temperature).exp().sum(1).log1p()), logits)
+    return _by_rows(
+        lambda shifted: -(shifted.top + temperature * (shifted.others / temperature).exp().sum(1).log1p()), logits
+    )
 
 
 def generalised_entropy(logits: Array, gamma: float = 0.1, top: int = 100) -> Float[Tensor, " n"]:
-    """Find the generalised entropy of the likeliest classes, which sees small deviations from a sure answer.
+    """Return the generalised entropy of the most likely classes, which is sensitive to small deviations from certainty.
 
     Args:
         logits: one row per sample.
-        gamma: above 0 and up to 1; the smaller it is, the more the unlikely classes count.
-        top: how many of the likeliest classes count; all of them where there are fewer.
+        gamma: above 0 and at most 1; a smaller one gives unlikely classes more weight.
+        top: number of most likely classes that are used; all if there are fewer.
     """
     if not 0 < gamma <= 1:
-        raise UserError(f"gamma is {gamma}; a number above 0 and up to 1 is needed")
+        raise UserError(f"gamma is {gamma}; it must be above 0 and at most 1")
     if top < 1:
         raise UserError(f"top is {top}; at least one class is needed")
 
-    def of(rest: Rest) -> Tensor:
-        lead = rest.others.logsumexp(1)
+    def of(shifted: ShiftedLogits) -> Tensor:
+        lead = shifted.others.logsumexp(1)
         total = functional.softplus(lead)  # log(1 + S), which is minus the log of the largest probability
-        log_probs = rest.others.topk(min(top - 1, rest.others.shape[1])).values - total[:, None]
+        log_probs = shifted.others.topk(min(top - 1, shifted.others.shape[1])).values - total[:, None]
         products = log_probs + (-log_probs.exp()).log1p()  # log p + log(1 - p); of the largest p it is lead - 2 total
         return (gamma * (lead - 2 * total)).exp() + (gamma * products).exp().sum(1)
 
@@ -107,11 +117,11 @@ def generalised_entropy(logits: Array, gamma: float = 0.1, top: int = 100) -> Fl
 
 
 def feature_norm(features: Array, p: float = 1.0) -> Float[Tensor, " n"]:
-    """Take the length of the features with its sign turned, so that short ones look foreign.
+    """Return the negative norm of the features.
 
     Args:
         features: one row per sample, the input of the last linear layer.
-        p: 1 adds up absolute values, which is what FeDLaS looks at; 2 is the Euclidean length, `inf` the maximum.
+        p: order of the norm; 1 is the one that FeDLaS uses.
     """
     if not p > 0:
         raise UserError(f"p is {p}; a positive number is needed")
@@ -121,32 +131,32 @@ def feature_norm(features: Array, p: float = 1.0) -> Float[Tensor, " n"]:
 
 
 def knn(features: Array, train_features: Array, k: int = 50) -> Float[Tensor, " n"]:
-    """Measure how far the direction of the features is from its k-th nearest neighbour in the training set.
+    """Return the distance of the normalised features to their k-th nearest neighbour in the training set.
 
-    All distances are computed, a table of bounded size at a time. Features that are all zero have no direction; they
-    stay zero, at distance 1 from every other.
+    All distances are computed, in blocks of bounded size. Features that are all zero stay zero, at distance 1 from all
+    others.
 
     Args:
         features: one row per sample.
-        train_features: one row per training sample, or per sample of a part of them.
-        k: which neighbour counts.
+        train_features: one row per training sample, or per sample of a subset.
+        k: number of the neighbour.
     """
-    rows, known = _features(features, "features"), _features(train_features, "train_features")
-    if rows.shape[1] != known.shape[1]:
-        raise UserError(f"features have {rows.shape[1]} columns, train_features have {known.shape[1]}")
-    if not 1 <= k <= len(known):
-        raise UserError(f"k is {k}; there are {len(known)} training features to choose the k-th nearest from")
-    return torch.cat([_kth_distance(part, known, k) for part in rows.split(QUERIES)])
+    rows, train = _features(features, "features"), _features(train_features, "train_features")
+    if rows.shape[1] != train.shape[1]:
+        raise UserError(f"features have {rows.shape[1]} columns, train_features have {train.shape[1]}")
+    if not 1 <= k <= len(train):
+        raise UserError(f"k is {k}; there are {len(train)} training features to choose the k-th nearest from")
+    return torch.cat([_kth_distance(part, train, k) for part in rows.split(QUERIES)])
 
 
 def score_of(predictions: AnyPredictions, name: str, train_features: Array | None = None, k: int = 50) -> Tensor:
-    """Find a score of predictions by its name; "l1_norm" and "l2_norm" are feature norms.
+    """Compute a score of predictions by its name; "l1_norm" and "l2_norm" are feature norms.
 
     Args:
-        predictions: what a model said about some samples; probabilities are used exactly as they were given.
+        predictions: logits, or probabilities, which are used as they are.
         name: one of `score_names()`.
         train_features: features of the training set, for "knn".
-        k: which neighbour counts, for "knn".
+        k: number of the neighbour, for "knn".
     """
     lack = missing(predictions, name, train_features)
     if lack is not None:
@@ -165,15 +175,15 @@ def score_of(predictions: AnyPredictions, name: str, train_features: Array | Non
 
 
 def missing(predictions: AnyPredictions, name: str, train_features: Array | None = None) -> str | None:
-    """Say what predictions lack for a score, or None where they have everything."""
+    """Return what predictions lack for a score, or None."""
     if name not in score_names():
         raise UserError(f"there is no score {name!r}; there are {', '.join(score_names())}")
     if name in OF_LOGITS:
-        if isinstance(predictions, TopLabelPredictions):
-            known = "every class, and of these predictions only the top confidence is known"
-            return None if name == "max_probability" else known
-        if predictions.given_probs is not None and name not in OF_PROBS:
-            return "logits, and these predictions were made of probabilities, which forget how large logits were"
+        if not predictions.has_all_classes:
+            lack = "the probabilities of all classes, and these predictions hold only the top confidence"
+            return None if name == "max_probability" else lack
+        if isinstance(predictions, Predictions) and predictions.given_probs is not None and name not in OF_PROBS:
+            return "logits, and these predictions hold probabilities, from which the scale of logits is lost"
         return None
     if predictions.features is None:
         return "features, and these predictions have none"
@@ -181,8 +191,13 @@ def missing(predictions: AnyPredictions, name: str, train_features: Array | None
 
 
 def score_names() -> tuple[str, ...]:
-    """List the names that `score_of` knows."""
+    """Return the names of all scores."""
     return (*OF_LOGITS, *OF_FEATURES, "knn")
+
+
+def available_scores(models: Sequence[AnyPredictions], train_features: Array | None = None) -> list[str]:
+    """Return the names of the scores that can be computed from each of several predictions."""
+    return [name for name in score_names() if all(missing(given, name, train_features) is None for given in models)]
 
 
 def _probs_max(probs: Float[Tensor, "n classes"]) -> Float[Tensor, " n"]:
@@ -206,7 +221,7 @@ OF_LOGITS: Mapping[str, Callable[[Array], Tensor]] = {
     "energy": energy,
     "generalised_entropy": generalised_entropy,
 }
-# The same scores of probabilities; their logarithms would tell apart rows that rounding alone makes different.
+# The same scores of probabilities; logarithms would turn rounding errors into different scores.
 OF_PROBS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "max_probability": _probs_max,
     "entropy": _probs_entropy,
@@ -226,24 +241,24 @@ QUANTITIES: Mapping[str, str] = {
 """The quantity that each score is, for axes of figures: higher means more likely OOD."""
 
 
-def _by_rows(of: Callable[[Rest], Tensor], logits: Array) -> Float[Tensor, " n"]:
+def _by_rows(of: Callable[[ShiftedLogits], Tensor], logits: Array) -> Float[Tensor, " n"]:
     table = _logits(logits)
     size = AT_ONCE if table.device.type == "cpu" else AT_ONCE_ON_DEVICE
     parts = table.split(max(1, size // table.shape[1]))
-    return torch.cat([of(_rest(_exact(part))) for part in parts])
+    return torch.cat([of(_shift(_exact(part))) for part in parts])
 
 
-def _rest(logits: Float[Tensor, "n classes"]) -> Rest:
-    top, place = logits.max(1, keepdim=True)
-    # The last column takes the place of the largest, which then leaves no hole.
-    others = logits.scatter(1, place, logits[:, -1:])[:, :-1] - top
-    return Rest(top[:, 0], others)
+def _shift(logits: Float[Tensor, "n classes"]) -> ShiftedLogits:
+    top, index = logits.max(1, keepdim=True)
+    # The last column replaces the largest one.
+    others = logits.scatter(1, index, logits[:, -1:])[:, :-1] - top
+    return ShiftedLogits(top[:, 0], others)
 
 
 def _logits(logits: Array) -> Float[Tensor, "n classes"]:
     table = two_columns(as_floats(logits, "logits"), "logits")
     if not table.shape[1]:
-        raise UserError("logits have no columns; one for each class is expected")
+        raise UserError("logits have no columns; one per class is expected")
     return _finite(table, "logits")
 
 
@@ -255,7 +270,7 @@ def _features(features: Array, name: str) -> Float[Tensor, "n width"]:
 
 
 def _finite(table: Float[Tensor, "n columns"], name: str) -> Float[Tensor, "n columns"]:
-    # The extremes are NaN or infinite if any number is, and reading them writes no mask.
+    # The extremes are NaN or infinite if any number is; unlike a mask they need no memory.
     if table.numel() == 0 or not bool(torch.isfinite(torch.stack(torch.aminmax(table))).all()):
         check_rows(name, table, torch.isfinite(table).all(1), "holds NaN or infinity")
     return table
@@ -265,10 +280,10 @@ def _exact(values: Tensor) -> Float[Tensor, "..."]:
     return values.float() if values.device.type in NO_FLOAT64 else values.double()
 
 
-def _kth_distance(rows: Float[Tensor, "n width"], known: Float[Tensor, "m width"], k: int) -> Float[Tensor, " n"]:
+def _kth_distance(rows: Float[Tensor, "n width"], train: Float[Tensor, "m width"], k: int) -> Float[Tensor, " n"]:
     query = _directions(rows)
     best = query.new_empty(len(query), 0)
-    for part in known.split(NEIGHBOURS):
+    for part in train.split(NEIGHBOURS):
         near = _directions(part.to(query.device))
         # |q - t|^2 - |q|^2, so that a zero row is treated like any other.
         table = torch.addmm(near.square().sum(1), query, near.T, alpha=-2)
@@ -283,7 +298,7 @@ def _directions(rows: Float[Tensor, "n width"]) -> Float[Tensor, "n width"]:
 
 
 def _scaled(rows: Float[Tensor, "n width"]) -> tuple[Float[Tensor, "n width"], Float[Tensor, " n"]]:
-    """Divide each row by a power of two near its largest number, so that no square of a number is lost or infinite."""
+    """Divide each row by a power of two near its largest value, so that squares neither underflow nor overflow."""
     most = 1000 if rows.dtype == torch.float64 else 120
     scale = rows.abs().amax(1).log2().round().clamp(-most, most).exp2()
     return rows / scale[:, None], scale

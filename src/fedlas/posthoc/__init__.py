@@ -1,4 +1,4 @@
-"""Calibrators that repair predictions afterwards, one file each; the folder is the catalogue."""
+"""Post-hoc calibrators, one file each; a new file in this folder is a new calibrator."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ CATALOG: Catalog[AbstractCalibrator] = Catalog(
 
 @dataclass(frozen=True)
 class CalibratorRecord:
-    """What the catalogue tells about one calibrator."""
+    """Description of a calibrator."""
 
     name: str
     summary: str
@@ -39,13 +39,13 @@ class CalibratorRecord:
 
 
 def build_calibrator(name: str, **options: Any) -> AbstractCalibrator:
-    """Build a calibrator by its catalogue name; `"probmetrics:svs"` is short for `"probmetrics", method="svs"`."""
-    room, colon, method = name.partition(":")
-    return CATALOG.build(room, **({"method": method} if colon else {}), **options)
+    """Build a calibrator by its name; `"probmetrics:svs"` is short for `"probmetrics", method="svs"`."""
+    calibrator, colon, method = name.partition(":")
+    return CATALOG.build(calibrator, **({"method": method} if colon else {}), **options)
 
 
 def list_calibrators() -> list[CalibratorRecord]:
-    """List every calibrator of the catalogue."""
+    """List all calibrators."""
     return [
         CalibratorRecord(name, summary(cls), cls.citation, cls.keeps_order, tuple(keywords(cls)), cls)
         for name, cls in CATALOG.entries.items()
@@ -53,14 +53,14 @@ def list_calibrators() -> list[CalibratorRecord]:
 
 
 def load_calibrator(path: str | Path) -> AbstractCalibrator:
-    """Read any calibrator that was saved."""
+    """Read a calibrator of any class from its file."""
     about, tensors = read(path)
     with file_errors(path):
         return CATALOG.find(about["name"]).restore(about, tensors)
 
 
 def __getattr__(name: str) -> Any:
-    """Find the class of any calibrator, so that `from fedlas.posthoc import Temperature` needs no list of them."""
+    """Return the class of a calibrator, as in `from fedlas.posthoc import Temperature`."""
     return CATALOG.class_called(name)
 
 

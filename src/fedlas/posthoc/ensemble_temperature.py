@@ -1,7 +1,7 @@
 """Ensemble temperature scaling: p' = w1 softmax(z / T) + w2 softmax(z) + w3 / C (Zhang et al., 2020).
 
-T is the best single temperature; the weights are not negative, sum to one and minimise the negative log-likelihood,
-which is convex in them. Found by expectation maximisation on three numbers a sample, which never makes it worse.
+T is that of temperature scaling; the weights are non-negative, sum to one and minimise the negative log-likelihood,
+which is convex in them. They are found by expectation maximisation, which never increases it.
 """
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor
 from fedlas.posthoc.base import (
     AbstractCalibrator,
     Samples,
-    best_inverse_temperature,
     check_floor,
     learned_like,
     log_probs_of,
 )
+from fedlas.posthoc.base.solvers import best_inverse_temperature
 
 ROUNDS = 5_000
 
@@ -38,10 +38,10 @@ class EnsembleTemperature(AbstractCalibrator):
     def learn(self, samples: Samples) -> dict[str, Tensor]:
         factor = best_inverse_temperature(samples, 1e-4, 1e3)
         parts = _components(samples.logits, factor)
-        shares = samples.shares
-        wanted = shares > 0
-        own = torch.stack([part[wanted] for part in parts], dim=1).double()
-        weights = _weights(own, shares[wanted].double()).cpu()
+        targets = samples.label_probs
+        positive = targets > 0
+        likelihoods = torch.stack([part[positive] for part in parts], dim=1).double()
+        weights = _weights(likelihoods, targets[positive].double()).cpu()
         return {"weights": weights, "temperature": torch.tensor(1 / factor, dtype=torch.float64)}
 
     def apply(self, logits: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
@@ -52,17 +52,17 @@ class EnsembleTemperature(AbstractCalibrator):
 
 
 def _components(logits: Tensor, factor: float) -> list[Tensor]:
-    plain = logits.softmax(1)
-    return [(logits * factor).softmax(1), plain, torch.full_like(plain, 1 / logits.shape[1])]
+    original = logits.softmax(1)
+    return [(logits * factor).softmax(1), original, torch.full_like(original, 1 / logits.shape[1])]
 
 
-def _weights(own: Float64[Tensor, "entries 3"], share: Float64[Tensor, " entries"]) -> Float64[Tensor, "3"]:
-    """Find the weights under which the labels are most likely; `own` holds their probability in each component."""
-    weights = torch.full((3,), 1 / 3, dtype=torch.float64, device=own.device)
-    total = share.sum()
+def _weights(likelihoods: Float64[Tensor, "entries 3"], targets: Float64[Tensor, " entries"]) -> Float64[Tensor, "3"]:
+    """Return the maximum-likelihood weights, given the probability of each label under each component."""
+    weights = torch.full((3,), 1 / 3, dtype=torch.float64, device=likelihoods.device)
+    total = targets.sum()
     for _ in range(ROUNDS):
-        mixed = (own @ weights).clamp_min(1e-300)
-        responsibility = ((share / mixed) @ own) / total
+        mixed = (likelihoods @ weights).clamp_min(1e-300)
+        responsibility = ((targets / mixed) @ likelihoods) / total
         weights = weights * responsibility
         weights = weights / weights.sum()
         # At the optimum every weight above zero has responsibility 1, and the others at most 1.

@@ -1,11 +1,10 @@
-"""Feature clipping: clamp the features to [-c, c] and let the head make the logits again (Tao et al., 2025).
+"""Feature clipping: clamp the features to [-c, c] and recompute the logits (Tao et al., 2025).
 
-Very large features make very sure predictions; the threshold c takes the largest ones down. It needs the features and
-the head's weights, so it works on `Predictions` and stands outside of the catalogue of calibrators, which see logits
-alone.
+Clamping reduces over-confidence that is due to very large features. It needs the features and the weights of the last
+layer, so it works on `Predictions` and is not one of the calibrators of the catalogue, which take logits only.
 
 c is chosen among quantiles of the features' absolute values to minimise the negative log-likelihood. With
-`objective="ece"` it is chosen as published: c = 0.01, 0.02, ..., 20.00 with the smallest ECE among those that keep at
+`objective="ece"` it is chosen as in the paper: the one of 0.01, 0.02, ..., 20.00 with the smallest ECE that keeps at
 least 99 % of the accuracy.
 """
 
@@ -22,7 +21,7 @@ from fedlas.posthoc.base import mean_nll, with_logits
 from fedlas.predictions import Array, Predictions, as_floats, check_rows
 
 CANDIDATES = 200
-PUBLISHED = tuple(round(0.01 * step, 2) for step in range(1, 2001))
+PAPER_GRID = tuple(round(0.01 * step, 2) for step in range(1, 2001))
 KEPT_ACCURACY = 0.99
 
 
@@ -31,8 +30,8 @@ class FeatureClipping:
 
     Args:
         weight: the last layer's weight, of shape (classes, width).
-        bias: its bias, if it has one.
-        objective: what the threshold minimises.
+        bias: bias of the last layer, if any.
+        objective: criterion that the threshold minimises.
     """
 
     def __init__(self, weight: Array, bias: Array | None = None, *, objective: Literal["nll", "ece"] = "nll") -> None:
@@ -46,22 +45,22 @@ class FeatureClipping:
         self.threshold: float | None = None
 
     def fit(self, predictions: Predictions) -> "FeatureClipping":
-        """Choose the threshold; leaving the features alone is always among the choices."""
+        """Choose the threshold; no clipping is always among the candidates."""
         features = self._features(predictions)
-        plain = self._logits(features, math.inf)
-        check_rows("logits", plain, _agree(plain, predictions.logits), "is not what this head makes of the features")
+        unclipped = self._logits(features, math.inf)
+        check_rows("logits", unclipped, _agree(unclipped, predictions.logits), "differs from the output of this layer")
         if self.objective == "ece":
-            tried = self._published(predictions, features)
+            tried = self._search_as_in_paper(predictions, features)
         else:
             largest = features.abs().flatten().double().sort().values
-            place = torch.linspace(0, 1, CANDIDATES + 1, dtype=torch.float64)[1:] ** 0.25  # denser near the largest
-            choices = largest[(place * (len(largest) - 1)).long().to(largest.device)].unique().tolist()
+            quantile = torch.linspace(0, 1, CANDIDATES + 1, dtype=torch.float64)[1:] ** 0.25  # denser near the largest
+            choices = largest[(quantile * (len(largest) - 1)).long().to(largest.device)].unique().tolist()
             tried = {c: mean_nll(self._logits(features, c), predictions.labels) for c in [*choices, math.inf]}
         self.threshold = min(tried, key=lambda c: (tried[c], -c))
         return self
 
     def transform(self, predictions: Predictions) -> Predictions:
-        """Make the logits again from clamped features."""
+        """Recompute the logits from clamped features."""
         if self.threshold is None:
             raise RuntimeError("feature clipping is not fitted yet; call fit(predictions) first")
         return with_logits(predictions, self._logits(self._features(predictions), self.threshold))
@@ -71,10 +70,10 @@ class FeatureClipping:
         state = "not fitted" if self.threshold is None else f"threshold {self.threshold:.6g}"
         return f"<FeatureClipping({width} features, {classes} classes, objective={self.objective!r}), {state}>"
 
-    def _published(self, predictions: Predictions, features: Float[Tensor, "n width"]) -> dict[float, float]:
+    def _search_as_in_paper(self, predictions: Predictions, features: Float[Tensor, "n width"]) -> dict[float, float]:
         enough = KEPT_ACCURACY * float(predictions.correct.double().mean())
         tried = {math.inf: float(ece(predictions))}
-        for c in PUBLISHED:
+        for c in PAPER_GRID:
             clipped = with_logits(predictions, self._logits(features, c))
             if float(clipped.correct.double().mean()) > enough:
                 tried[c] = float(ece(clipped, compat="official"))
@@ -84,18 +83,18 @@ class FeatureClipping:
         if predictions.features is None:
             raise UserError("these predictions have no features; feature clipping needs the input of the last layer")
         if predictions.features.shape[1] != self.weight.shape[1]:
-            raise UserError(f"features are {predictions.features.shape[1]} wide, the head takes {self.weight.shape[1]}")
+            raise UserError(f"features have {predictions.features.shape[1]} columns, weight has {self.weight.shape[1]}")
         return predictions.features
 
     def _logits(self, features: Float[Tensor, "n width"], threshold: float) -> Float[Tensor, "n classes"]:
         kind = torch.promote_types(features.dtype, torch.float32)
         clamped = features.to(kind).clamp(-threshold, threshold)
         weight = self.weight.to(clamped)
-        made = clamped @ weight.T
-        return made if self.bias is None else made + self.bias.to(clamped)
+        logits = clamped @ weight.T
+        return logits if self.bias is None else logits + self.bias.to(clamped)
 
 
-def _agree(made: Float[Tensor, "n classes"], given: Float[Tensor, "n classes"]) -> Tensor:
-    # Half-precision training leaves logits that differ in the second digit; another layer's weights give other numbers.
+def _agree(computed: Float[Tensor, "n classes"], given: Float[Tensor, "n classes"]) -> Tensor:
+    # Logits of half-precision training differ in the second digit; those of other weights differ more.
     size = given.float().abs().amax(1).clamp_min(1)
-    return (made - given.to(made)).abs().amax(1) <= 0.05 * size
+    return (computed - given.to(computed)).abs().amax(1) <= 0.05 * size

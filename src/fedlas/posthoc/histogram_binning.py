@@ -1,7 +1,7 @@
-"""Histogram binning: a class's probability becomes how often the class occurred in its bin (Zadrozny and Elkan, 2001).
+"""Histogram binning: replace the probability of a class by its frequency in the bin (Zadrozny and Elkan, 2001).
 
-Each class has bins of its own, of equal width or holding equally many samples. Rows are normalised afterwards. A bin
-without samples keeps the probabilities that fall into it.
+Each class has its own bins, of equal width or equal mass. Rows are normalised afterwards. Probabilities in an empty bin
+are unchanged.
 """
 
 from typing import Literal
@@ -11,17 +11,17 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from fedlas.errors import UserError
-from fedlas.metrics.bins import EdgeRule, bin_index, bin_statistics, equal_mass_edges, equal_width_edges
+from fedlas.metrics.bin_sums import EdgeRule, bin_index, bin_statistics, equal_mass_edges, equal_width_edges
 from fedlas.posthoc.base import AbstractCalibrator, Samples, check_floor, log_probs_of
 
 
 class HistogramBinning(AbstractCalibrator):
-    """Replaces each class's probability by the frequency seen in its bin.
+    """Replaces each class's probability by the frequency in its bin.
 
     Args:
-        bins: how many for each class.
-        binning: "width" for bins of equal width, "mass" for bins that hold equally many samples. With C classes a class
-            is right in about 1/C of the samples, so bins of equal mass should be several times as many as classes.
+        bins: number of bins of each class.
+        binning: "width" for bins of equal width, "mass" for bins of equally many samples. A class occurs in about 1/C
+            of the samples, so use several times as many bins of equal mass as classes.
         floor: smallest probability that it returns.
     """
 
@@ -30,33 +30,33 @@ class HistogramBinning(AbstractCalibrator):
 
     def __init__(self, *, bins: int = 15, binning: Literal["width", "mass"] = "width", floor: float = 1e-7) -> None:
         if bins < 1:
-            raise UserError(f"bins is {bins}; at least one is needed")
+            raise UserError(f"bins is {bins}; it must be at least 1")
         if binning not in {"mass", "width"}:
             raise UserError(f'binning is {binning!r}; expected "mass" or "width"')
         self.bins, self.binning, self.floor = int(bins), binning, check_floor(floor)
 
     def learn(self, samples: Samples) -> dict[str, Tensor]:
-        probs, shares = samples.logits.softmax(1).cpu(), samples.shares.cpu()
-        edges, values = zip(*(self._one_class(probs[:, k], shares[:, k]) for k in range(probs.shape[1])), strict=True)
+        probs, targets = samples.logits.softmax(1).cpu(), samples.label_probs.cpu()
+        edges, values = zip(*(self._fit_class(probs[:, k], targets[:, k]) for k in range(probs.shape[1])), strict=True)
         return {"edges": torch.stack(edges), "values": torch.stack(values)}
 
     def apply(self, logits: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
         probs = logits.softmax(1)
-        found = torch.empty_like(probs)
+        calibrated = torch.empty_like(probs)
         for k, (edges, values) in enumerate(zip(self.learned["edges"], self.learned["values"], strict=True)):
             column = probs[:, k].contiguous()
             value = values.to(column)[bin_index(column, edges, EdgeRule.RIGHT).clamp(0, self.bins - 1)]
-            found[:, k] = torch.where(value.isnan(), column, value)
-        return log_probs_of(found, probs, self.floor)
+            calibrated[:, k] = torch.where(value.isnan(), column, value)
+        return log_probs_of(calibrated, probs, self.floor)
 
-    def _one_class(self, probs: Float[Tensor, " n"], shares: Float[Tensor, " n"]) -> tuple[Tensor, Tensor]:
-        edges = equal_width_edges(self.bins) if self.binning == "width" else _between(probs, self.bins)
-        filled = bin_statistics(probs.contiguous(), shares, edges, EdgeRule.RIGHT)
-        return edges, torch.where(filled.counts > 0, filled.accuracy, torch.nan)
+    def _fit_class(self, probs: Float[Tensor, " n"], targets: Float[Tensor, " n"]) -> tuple[Tensor, Tensor]:
+        edges = equal_width_edges(self.bins) if self.binning == "width" else _equal_mass_edges(probs, self.bins)
+        statistics = bin_statistics(probs.contiguous(), targets, edges, EdgeRule.RIGHT)
+        return edges, torch.where(statistics.counts > 0, statistics.accuracy, torch.nan)
 
 
-def _between(probs: Float[Tensor, " n"], bins: int) -> Float64[Tensor, " edges"]:
-    """Cut between samples rather than at them, so that a last digit does not decide which bin a sample is in."""
+def _equal_mass_edges(probs: Float[Tensor, " n"], bins: int) -> Float64[Tensor, " edges"]:
+    """Return edges between samples rather than at them, so that rounding does not change the bin of a sample."""
     ranked = probs.double().sort().values
     edges = equal_mass_edges(ranked, bins)
     above = ranked[torch.searchsorted(ranked, edges, right=True).clamp_max(len(ranked) - 1)]

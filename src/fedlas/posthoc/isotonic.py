@@ -1,8 +1,7 @@
-"""Isotonic regression: the probability of each class goes through a rising curve (Zadrozny and Elkan, 2002).
+"""Isotonic regression: a non-decreasing map of the probability of each class (Zadrozny and Elkan, 2002).
 
-The curve of a class is the non-decreasing function that is nearest, in squares, to whether the class occurred; between
-its corners it is straight. Rows are normalised afterwards, which one-against-rest calibration needs and often leaves
-out.
+The map of a class is the least-squares fit to the indicator of the class, with linear interpolation between its knots.
+Rows are normalised afterwards, as one-vs-rest calibration requires.
 """
 
 import numpy as np
@@ -16,7 +15,7 @@ from fedlas.posthoc.base import AbstractCalibrator, Samples, check_floor, log_pr
 
 
 class Isotonic(AbstractCalibrator):
-    """Passes each class's probability through a rising curve, then normalises.
+    """Applies a non-decreasing map to the probability of each class, then normalises.
 
     Args:
         floor: smallest probability that it returns.
@@ -31,9 +30,9 @@ class Isotonic(AbstractCalibrator):
         self.floor = check_floor(floor)
 
     def learn(self, samples: Samples) -> dict[str, Tensor]:
-        probs, shares = samples.logits.softmax(1).double().cpu().numpy(), samples.shares.double().cpu().numpy()
-        curves = [_curve(probs[:, k], shares[:, k]) for k in range(probs.shape[1])]
-        lengths = torch.tensor([len(place) for place, _ in curves])
+        probs, targets = samples.logits.softmax(1).double().cpu().numpy(), samples.label_probs.double().cpu().numpy()
+        curves = [_curve(probs[:, k], targets[:, k]) for k in range(probs.shape[1])]
+        lengths = torch.tensor([len(x) for x, _ in curves])
         places, heights = (torch.from_numpy(np.concatenate(part)) for part in zip(*curves, strict=True))
         return {"places": places, "heights": heights, "lengths": lengths}
 
@@ -41,30 +40,30 @@ class Isotonic(AbstractCalibrator):
         probs = logits.softmax(1)
         lengths = self.learned["lengths"].tolist()
         places, heights = self.learned["places"].split(lengths), self.learned["heights"].split(lengths)
-        columns = [_read(probs[:, k], *curve) for k, curve in enumerate(zip(places, heights, strict=True))]
+        columns = [_interpolate(probs[:, k], *curve) for k, curve in enumerate(zip(places, heights, strict=True))]
         return log_probs_of(torch.stack(columns, dim=1).to(probs), probs, self.floor)
 
 
-def _curve(probs: NDArray[np.float64], shares: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Find the corners of the rising curve; equal probabilities are one point."""
-    place, inverse, count = np.unique(probs, return_inverse=True, return_counts=True)
-    mean = np.bincount(inverse, weights=shares) / count
+def _curve(probs: NDArray[np.float64], targets: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the knots of the isotonic fit; equal probabilities are one point."""
+    x, inverse, count = np.unique(probs, return_inverse=True, return_counts=True)
+    mean = np.bincount(inverse, weights=targets) / count
     height = optional_module("scipy.optimize", extra="posthoc").isotonic_regression(mean, weights=count).x
-    # Inside a flat piece the points say nothing: only its two ends are kept.
+    # Interior points of a constant piece are redundant.
     step = np.diff(height) != 0
     corner = np.concatenate([[True], step]) | np.concatenate([step, [True]])
-    return place[corner], height[corner]
+    return x[corner], height[corner]
 
 
-def _read(
+def _interpolate(
     probs: Float[Tensor, " n"], places: Float64[Tensor, " corners"], heights: Float64[Tensor, " corners"]
 ) -> Float64[Tensor, " n"]:
-    """Read the curve at some probabilities; outside its ends it is flat."""
+    """Interpolate linearly between the knots; constant outside."""
     places, heights = places.to(probs.device), heights.to(probs.device)
     at = probs.to(places.dtype).contiguous()
     right = torch.searchsorted(places, at).clamp(1, max(1, len(places) - 1))
     right = right.clamp_max(len(places) - 1)
     left = (right - 1).clamp_min(0)
     width = places[right] - places[left]
-    share = ((at - places[left]) / torch.where(width > 0, width, 1)).clamp(0, 1)
-    return heights[left] + share * (heights[right] - heights[left])
+    fraction = ((at - places[left]) / torch.where(width > 0, width, 1)).clamp(0, 1)
+    return heights[left] + fraction * (heights[right] - heights[left])

@@ -1,9 +1,8 @@
-"""Every calibrator of the probmetrics package, behind our interface.
+"""Adapter for the calibrators of the probmetrics package.
 
-`Probmetrics(method="svs")` hands softmax probabilities to that package's calibrator of the name and returns the
-logarithms of what comes back. A method is a name that `probmetrics.calibrators.get_calibrator` knows, or one of its
-classes, such as "ETSCalibrator". Such a calibrator cannot be saved: what it learned is known to probmetrics alone, and
-we do not write pickles.
+`Probmetrics(method="svs")` passes softmax probabilities to the calibrator of that name and returns the logarithms of
+its probabilities. A method is a name of `probmetrics.calibrators.get_calibrator`, or a class of that module such as
+"ETSCalibrator". These calibrators cannot be saved, as that would need pickle.
 """
 
 import warnings
@@ -22,11 +21,11 @@ from fedlas.posthoc.base import AbstractCalibrator, Samples, check_floor, log_pr
 
 
 class Probmetrics(AbstractCalibrator):
-    """Lets a calibrator of the probmetrics package do the work.
+    """Wraps a calibrator of the probmetrics package.
 
     Args:
-        method: its name there, such as "svs", "sms", "ivap" or "ETSCalibrator".
-        settings: passed on to it.
+        method: its name, such as "svs", "sms", "ivap" or "ETSCalibrator".
+        settings: its keyword arguments.
         floor: smallest probability that it returns.
     """
 
@@ -41,9 +40,9 @@ class Probmetrics(AbstractCalibrator):
 
     def learn(self, samples: Samples) -> dict[str, Tensor]:
         if samples.labels.ndim == 2:
-            raise UserError("probmetrics learns from class numbers; these labels are soft")
+            raise UserError("probmetrics needs class indices; these labels are soft")
         with warnings.catch_warnings():
-            # It uses what torch and scikit-learn have deprecated; nobody who calls us can do anything about that.
+            # It uses deprecated functions of torch and scikit-learn.
             warnings.simplefilter("ignore", FutureWarning)
             self._inner = self._build(optional_module("probmetrics.calibrators", extra="posthoc"))
             self._inner.fit(_probs(samples.logits), samples.labels.cpu().numpy())
@@ -56,19 +55,19 @@ class Probmetrics(AbstractCalibrator):
         try:
             return package.get_calibrator(self.method, **self.settings)
         except ValueError as error:
-            classes = sorted(word for word in dir(package) if word.endswith("Calibrator"))
+            classes = sorted(name for name in dir(package) if name.endswith("Calibrator"))
             known = ", ".join(classes)
             raise UserError(f"probmetrics has no calibrator {self.method!r}; its classes are {known}") from error
 
     def apply(self, logits: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
-        found = torch.from_numpy(np.asarray(self._inner.predict_proba(_probs(logits))))
-        return log_probs_of(found.to(logits).clamp_min(0), logits.softmax(1), self.floor)
+        probs = torch.from_numpy(np.asarray(self._inner.predict_proba(_probs(logits))))
+        return log_probs_of(probs.to(logits).clamp_min(0), logits.softmax(1), self.floor)
 
     def save(self, path: str | Path) -> None:
-        """Refuse: there is no way to save it that is safe to load."""
+        """Raise an error: it could only be saved by pickle."""
         raise UserError(f"a calibrator of probmetrics cannot be written to {path} without pickle; fit it again instead")
 
 
 def _probs(logits: Float[Tensor, "n classes"]) -> NDArray[np.float64]:
-    """Make the probabilities that the package is given: in one type, because some of its calibrators cannot mix."""
+    """Return probabilities in float64, since some calibrators of the package do not support mixed types."""
     return logits.double().softmax(1).cpu().numpy()

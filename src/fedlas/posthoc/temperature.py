@@ -1,15 +1,15 @@
-"""Temperature scaling: logits / T, with one T for all (Guo et al., 2017).
+"""Temperature scaling: divide all logits by a temperature T (Guo et al., 2017).
 
 T is the factor that minimises the negative log-likelihood of the calibration samples. With b = 1 / T this is a convex
-problem in one variable; its slope, mean_i (E_p[z_i] - z_i[y_i]) with p = softmax(b z_i), has one zero, which is found
+problem in one variable; its slope, mean_i (E_p[z_i] - z_i[y_i]) with p = softmax(b z_i), has one root, which is found
 by safeguarded Newton steps in log T.
 
-`objective="ece", search="grid"` is what the code behind the paper does: the T among 0.1, 0.2, ..., 10.0 with the
-smallest ECE over 15 bins, the smallest such T on ties. The ECE of the chosen T on the same samples is too good.
+`objective="ece", search="grid"` is the search of the paper's official code: the T among 0.1, 0.2, ..., 10.0 with the
+smallest ECE over 15 bins, the smallest T on ties. The ECE of that T on the same samples is too optimistic.
 
-The logarithm of a probability that was given as zero, as most small ones are after rounding, is unknown. T then comes
-from the classes above zero: each label among them is a choice between them, whose likelihood needs no other class. One
-further number, `log_floor`, stands for all zeros when such predictions are transformed; logits never need it.
+The logarithm of a probability that was given as zero, for example after rounding, is unknown. T is then fitted to the
+likelihood conditional on the classes above zero, which does not depend on the others. One more parameter, `log_floor`,
+replaces the logarithm of all zeros in `transform`; logits do not need it.
 """
 
 import math
@@ -24,27 +24,28 @@ from fedlas.metrics.binning import Binning, histogram_of
 from fedlas.metrics.calibration_error import l1_error
 from fedlas.metrics.inputs import Pairs
 from fedlas.metrics.result import Definition
-from fedlas.posthoc.base import AbstractCalibrator, Samples, best_inverse_temperature, scaled_nll
+from fedlas.posthoc.base import AbstractCalibrator, Samples
+from fedlas.posthoc.base.solvers import best_inverse_temperature, scaled_nll
 from fedlas.predictions import slices_of
 
 Objective = Literal["nll", "ece"]
 Search = Literal["solve", "grid"]
 
 GRID = tuple(round(0.1 * step, 1) for step in range(1, 101))
-FAR_BELOW = 1e6  # of logits: at no temperature between the bounds is anything left of such a class
-LARGEST_ERROR = math.log(1.3) / 1.96  # of log T: beyond, the 95 % interval is wider than 30 %
-ENOUGH = 0.9  # of the samples: where more are informative, zeros are not the reason for a large error
+FAR_BELOW = 1e6  # difference of logits at which a class has probability zero for every T between the bounds
+LARGEST_ERROR = math.log(1.3) / 1.96  # standard error of log T whose 95 % interval is +- 30 %
+ENOUGH = 0.9  # fraction of informative samples above which zeros do not explain a large standard error
 UNDETERMINED = {"temperature": 1.0, "standard_error": math.inf}
 
 
 class Temperature(AbstractCalibrator):
-    """Divides all logits by one number.
+    """Divides all logits by a temperature.
 
     Args:
-        objective: what the temperature minimises: "nll", or "ece" on a grid.
+        objective: criterion to minimise: "nll", or "ece" on a grid.
         search: "solve" finds the exact minimum, "grid" tries 0.1, 0.2, ..., 10.0.
         low: smallest temperature that "solve" may return.
-        high: largest one.
+        high: largest temperature that "solve" may return.
     """
 
     name = "temperature"
@@ -60,24 +61,24 @@ class Temperature(AbstractCalibrator):
         if search not in {"solve", "grid"}:
             raise UserError(f'search is {search!r}; expected "solve" or "grid"')
         if objective == "ece" and search == "solve":
-            raise UserError('the ECE jumps with the temperature and cannot be solved for: say search="grid"')
+            raise UserError('the ECE is not continuous in the temperature; give search="grid"')
         if not 0 < low < 1 < high < math.inf:
-            raise UserError(f"low is {low} and high {high}; a range around 1 is needed")
+            raise UserError(f"low is {low} and high {high}; 0 < low < 1 < high is needed")
         self.objective, self.search = objective, search
         self.low, self.high = float(low), float(high)
 
     @property
     def temperature(self) -> float:
-        """The number that logits are divided by."""
+        """The fitted temperature."""
         if self.fitted is None:
             raise RuntimeError("temperature is not fitted yet; call fit(logits, labels) first")
         return float(self.learned["temperature"])
 
     @property
     def standard_error(self) -> float:
-        """By about how much the logarithm of the temperature would differ on other samples of the same kind."""
+        """Standard error of the logarithm of the temperature."""
         if "standard_error" not in self.learned:
-            raise RuntimeError('the standard error belongs to a fit with objective="nll", search="solve"')
+            raise RuntimeError('there is a standard error only for objective="nll", search="solve"')
         return float(self.learned["standard_error"])
 
     def learn(self, samples: Samples) -> dict[str, Tensor]:
@@ -95,7 +96,7 @@ class Temperature(AbstractCalibrator):
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in learned.items()}
 
     def _learn_on_grid(self, samples: Samples, known: Samples) -> dict[str, Tensor]:
-        """Choose a temperature of the grid; the ECE needs a number for zeros, which the likelihood determines."""
+        """Choose a temperature of the grid; for the ECE, zeros are replaced by the maximum-likelihood value."""
         learned = {}
         if samples.zeros is not None and len(known.logits):
             factor = best_inverse_temperature(known, 1 / self.high, 1 / self.low)
@@ -112,38 +113,40 @@ class Temperature(AbstractCalibrator):
         return logits.masked_fill(zeros, float(self.learned["log_floor"]))
 
     def doubt(self, samples: Samples) -> str:
-        found, error = float(self.learned["temperature"]), float(self.learned.get("standard_error", math.nan))
-        at_bound = any(math.isclose(found, bound) for bound in (self.low, self.high))
+        temperature, error = float(self.learned["temperature"]), float(self.learned.get("standard_error", math.nan))
+        at_bound = any(math.isclose(temperature, bound) for bound in (self.low, self.high))
         used, n = len(samples.logits if samples.zeros is None else known_classes(samples).logits), len(samples.logits)
         if used < ENOUGH * n and (at_bound or error > LARGEST_ERROR):
-            few = f"{used:,} of {n:,} samples have a label and another class with a probability above zero"
+            informative = f"{used:,} of {n:,} samples have a label and another class with a probability above zero"
             advice = "Give logits, or probabilities with more digits."
-            return f"the probabilities do not determine the temperature: {few}. {advice}"
+            return f"the probabilities do not determine the temperature: {informative}. {advice}"
         if self.search == "grid" or not at_bound:
             return ""
-        many = f"the best temperature of these {len(samples.logits):,} samples lies beyond the bound {found:g}"
-        return f"{many}: {_reason(samples, 1 / found)}"
+        problem = f"the best temperature of these {len(samples.logits):,} samples lies beyond the bound {temperature:g}"
+        return f"{problem}: {_reason(samples, 1 / temperature)}"
 
     def apply(self, logits: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
         return logits / float(self.learned["temperature"])
 
     def _on_grid(self, samples: Samples) -> float:
         if self.objective == "nll":
-            tried = {one: scaled_nll(samples, 1 / one)[0] for one in GRID}
+            losses = {temperature: scaled_nll(samples, 1 / temperature)[0] for temperature in GRID}
         else:
-            tried = _ece_of_each(samples)
-        return min(tried, key=lambda one: (tried[one], one))
+            losses = _ece_on_grid(samples)
+        return min(losses, key=lambda temperature: (losses[temperature], temperature))
 
 
-def _ece_of_each(samples: Samples) -> dict[float, float]:
-    """Measure the ECE at every temperature of the grid, as the code behind the paper does."""
+def _ece_on_grid(samples: Samples) -> dict[float, float]:
+    """Return the ECE at every temperature of the grid, as in the official code of the paper."""
     prediction = samples.logits.argmax(1)
     soft = samples.labels.ndim == 2
     correct = samples.labels.gather(1, prediction[:, None])[:, 0] if soft else prediction == samples.labels
-    way = Binning(15, compat="official")
+    binning = Binning(15, compat="official")
     return {
-        one: float(l1_error(histogram_of(Pairs(_confidence(samples, one), correct, _ABOUT), way), "ECE"))
-        for one in GRID
+        temperature: float(
+            l1_error(histogram_of(Pairs(_confidence(samples, temperature), correct, _ABOUT), binning), "ECE")
+        )
+        for temperature in GRID
     }
 
 
@@ -151,7 +154,7 @@ _ABOUT = Definition(estimator="")
 
 
 def _confidence(samples: Samples, temperature: float) -> Float[Tensor, " n"]:
-    """Find the largest probability of each row, in float32 as the code behind the paper has it."""
+    """Return the largest probability of each row, in float32 as in the official code of the paper."""
     parts = []
     for rows in slices_of(samples.logits):
         logits = samples.logits[rows]
@@ -160,15 +163,15 @@ def _confidence(samples: Samples, temperature: float) -> Float[Tensor, " n"]:
 
 
 def _reason(samples: Samples, factor: float) -> str:
-    """Say why there is no optimum between the bounds."""
-    prediction, labels = samples.logits.argmax(1), samples.shares.argmax(1)
+    """Explain why there is no optimum between the bounds."""
+    prediction, labels = samples.logits.argmax(1), samples.label_probs.argmax(1)
     first, second = samples.logits.topk(2, dim=1).values.unbind(1)
-    if factor > 1 and bool(((prediction == labels) | (first == second)).all()):  # a draw is sure of nothing
+    if factor > 1 and bool(((prediction == labels) | (first == second)).all()):  # a tie has no confidence
         return "every one is classified correctly, so no confidence is too high. Fit on more, held-out samples."
     if factor < 1 and scaled_nll(samples, 0.0)[1] >= 0:
         return (
-            "the logits point away from the labels. Are both of the same samples, in the same order, and do larger "
-            "logits stand for likelier classes?"
+            "the logits contradict the labels. Are both of the same samples, in the same order, and do larger "
+            "logits mean more likely classes?"
         )
     size, bound = ("small", "low") if factor > 1 else ("large", "high")
     further = f"give the calibrator another bound, {bound}=NUMBER (fedlas calibrate fit --set {bound}=NUMBER)"
@@ -176,10 +179,10 @@ def _reason(samples: Samples, factor: float) -> str:
 
 
 def known_classes(samples: Samples) -> Samples:
-    """Return the samples as a choice among the classes whose probability was not given as zero.
+    """Restrict the samples to the classes whose probability is not zero.
 
-    At every temperature, a label among them has the probability p_y / sum_j p_j over them, so its likelihood needs none
-    of the unknown ones. Samples with another label, or with a single class above zero, carry no information.
+    Conditional on these classes, a label has the probability p_y / sum_j p_j at every temperature, independent of
+    the unknown ones. Samples with another label, or with a single class above zero, are uninformative.
     """
     assert samples.zeros is not None
     zeros = samples.zeros
@@ -187,7 +190,7 @@ def known_classes(samples: Samples) -> Samples:
     if samples.labels.ndim == 1:
         mass, labels = (~zeros).gather(1, samples.labels[:, None])[:, 0].to(samples.logits.dtype), samples.labels
     else:
-        weights = samples.shares.masked_fill(zeros, 0)
+        weights = samples.label_probs.masked_fill(zeros, 0)
         mass = weights.sum(1)
         labels = weights / mass.clamp_min(torch.finfo(mass.dtype).tiny)[:, None]
     kept = (mass > 0) & ((~zeros).sum(1) > 1)
@@ -195,17 +198,17 @@ def known_classes(samples: Samples) -> Samples:
 
 
 def _log_floor(samples: Samples, factor: float) -> float:
-    """Find the one log-probability of all zeros under which the labels are most likely at a temperature.
+    """Return the maximum-likelihood value of the log-probability of all zeros at a temperature.
 
-    It is at most half of the smallest probability above zero. Half a label is added to those among the zeros, so that
-    it is finite where there are none.
+    It is at most half of the smallest probability above zero. A pseudo-count of 1/2 is added to the labels among the
+    zeros, so that the value is finite if there are none.
     """
     assert samples.zeros is not None
     rows = samples.zeros.any(1)
     logits, zeros = samples.logits[rows].double(), samples.zeros[rows]
     known = (factor * logits).exp().masked_fill(zeros, 0).sum(1)
     count = zeros.sum(1).double()
-    labels = float((samples.shares[rows] * zeros).sum()) + 0.5
+    labels = float((samples.label_probs[rows] * zeros).sum()) + 0.5
     high = factor * (float(samples.logits[~samples.zeros].min()) - math.log(2))
     low = high - FAR_BELOW
     for _ in range(60):
@@ -216,13 +219,13 @@ def _log_floor(samples: Samples, factor: float) -> float:
 
 
 def _standard_error(samples: Samples, factor: float) -> float:
-    """Estimate the standard error of log T from the spread of the slope, without assuming that the model is right."""
+    """Estimate the standard error of log T by the sandwich estimator, which does not assume a correct model."""
     squares = 0.0
     for rows in slices_of(samples.logits):
         part = Samples(samples.logits[rows], samples.labels[rows])
         probs = (part.logits * factor).softmax(1)
-        slope = ((probs - part.shares) * (part.logits - part.logits.amax(1, keepdim=True))).sum(1)
+        slope = ((probs - part.label_probs) * (part.logits - part.logits.amax(1, keepdim=True))).sum(1)
         squares += float(slope.square().sum(dtype=torch.float64))
-    bend = scaled_nll(samples, factor)[2]
+    curvature = scaled_nll(samples, factor)[2]
     n = len(samples.logits)
-    return math.sqrt(squares / n / n) / (bend * factor) if bend > 0 else math.inf
+    return math.sqrt(squares / n / n) / (curvature * factor) if curvature > 0 else math.inf

@@ -1,7 +1,7 @@
 """The HTML page of a report: one file about one model or several, which works without a network.
 
-    save_page("report.html", predictions)
-    save_page("report.html", {"ce": Model(predictions=..., calibration=..., ood=...), "fedlas_ls": Model(...)})
+    save_page(predictions, "report.html")
+    save_page({"ce": Model(predictions=..., calibration=..., ood=...), "fedlas_ls": Model(...)}, "report.html")
 
 Texts that come from files (class names, paths, names of data sets) are untrusted. They are escaped, or written as JSON
 into an element that is not executed, and the script inserts them as text. A content security policy allows only the
@@ -22,15 +22,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from fedlas.comparison import PairedTest, compare_models
 from fedlas.errors import UserError, UserTypeError
 from fedlas.evaluation import Report, evaluate
 from fedlas.extras import optional_module
 from fedlas.formatting import cell, level
 from fedlas.io.atomic import write_atomic
-from fedlas.metrics.catalogue import summary_metrics
+from fedlas.metrics.registry import summary_metrics
 from fedlas.metrics.result import Result
 from fedlas.predictions import AnyPredictions
-from fedlas.report.duels import duels
+from fedlas.report.evaluation_result import EvaluationResult
+from fedlas.report.model import Model
 from fedlas.report.page_data import (
     Plain,
     class_data,
@@ -44,9 +46,8 @@ from fedlas.report.page_data import (
     training_data,
 )
 from fedlas.report.page_script import FOLDER, join_modules
-from fedlas.report.subjects import Model
+from fedlas.report.summary_text import direction, headline, sentences
 from fedlas.report.thumbnails import picture_of
-from fedlas.report.words import direction, in_words, sentences
 
 CLASS_DIAGRAMS = 3_000  # of all models together
 MOST_SAMPLES = 50
@@ -79,6 +80,7 @@ MEANINGS = {
 
 
 Given = AnyPredictions | Report | Model
+Models = Given | Mapping[str, Given] | EvaluationResult
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class _Samples:
         return self.images is not None or self.paths is not None
 
     def outside(self, row: int) -> bool:
-        """Say whether the image file of a sample lies where none may be opened."""
+        """Return whether the image file of a sample lies outside of the allowed folders."""
         return self.images is None and self.paths is not None and self._file(self.paths[row]) is None
 
     def picture(self, row: int) -> str | None:
@@ -152,7 +154,7 @@ class _Samples:
 
 
 def report_page(
-    models: Given | Mapping[str, Given],
+    models: Models,
     *,
     title: str = "Calibration report",
     ids: Sequence[object] | None = None,
@@ -166,10 +168,11 @@ def report_page(
     resamples: int | None = None,
     seed: int = 0,
 ) -> str:
-    """Make a page about one model, or about several on the same samples, as one HTML text.
+    """Return the HTML page of one model, or of several on the same samples.
 
     Args:
-        models: predictions, a report or a `Model`; or several of them by their names.
+        models: predictions, a report or a `Model`; several of them by name; or the result of `evaluate_files`, whose
+            paired tests are shown as they are.
         title: heading of the page.
         ids: a name for each sample; by default those of each model's own predictions.
         paths: an image file for each sample; those of the samples shown are read and made small. By default those of
@@ -180,9 +183,9 @@ def report_page(
         environment: further lines for where it was made.
         bins: how many bins calibration errors have, also those of paired tests; by default as many as in the first
             report that is given, else 15.
-        level: of all intervals.
-        resamples: how many resamples intervals are made from; each method's own number by default.
-        seed: of the random numbers of intervals and of cross-fitting.
+        level: confidence level.
+        resamples: number of bootstrap resamples; by default that of each method.
+        seed: random seed for bootstrap intervals and cross-fitting.
     """
     if not 0 <= samples <= MOST_SAMPLES:
         raise UserError(f"samples is {samples}; a number from 0 to {MOST_SAMPLES} is needed")
@@ -192,7 +195,8 @@ def report_page(
         bins = next((model.report["ece"].definition.bins for model in held.values() if model.report), None)
     asked = _Asked(title, samples, bins or 15, level, resamples, seed)
     reports = {name: report_of(model, level, resamples, seed, asked.bins) for name, model in held.items()}
-    data = _data(held, reports, known, asked)
+    comparisons = (models.comparisons or None) if isinstance(models, EvaluationResult) else None
+    data = _data(held, reports, known, asked, comparisons)
     if data["outside"]:
         warnings.warn(
             f"{data['outside']} pictures are not shown: their files lie outside of the folder of the predictions; "
@@ -207,7 +211,7 @@ def report_page(
 def _samples(
     held: Mapping[str, Model], ids: Sequence[object] | None, paths: Sequence[str | Path] | None, images: Any
 ) -> dict[str, _Samples]:
-    """Find what is known about single samples: what was given for all models, else what each model's own file says."""
+    """Return ids, paths and images of the samples: those of the arguments, else those of each model."""
     for what, given in {"ids": ids, "paths": paths, "images": images}.items():
         for name, model in held.items():
             if given is not None and model.predictions is not None and len(given) != len(model.predictions):
@@ -228,8 +232,8 @@ def _samples(
     return found
 
 
-def save_page(path: str | Path, models: Given | Mapping[str, Given], **options: Any) -> Path:
-    """Write a page to a file, whole or not at all; options are those of `report_page`."""
+def save_page(models: Models, path: str | Path, **options: Any) -> Path:
+    """Write a page to a file, atomically; options are those of `report_page`."""
     path = Path(path)
     write_atomic(path, report_page(models, **options).encode())
     return path
@@ -246,9 +250,13 @@ def unbroken(text: str) -> str:
     return re.sub(r"(?<=\d) (?=%|points)|(?<=T) = ", lambda found: found[0].replace(" ", "\u00a0"), text)
 
 
-def named_models(models: Given | Mapping[str, Given]) -> dict[str, Model]:
-    """Make of whatever was given a `Model` for each name."""
-    given = models if isinstance(models, Mapping) else {"model": models}
+def named_models(models: Models) -> dict[str, Model]:
+    """Return a `Model` for each name."""
+    given: Mapping[str, Any]
+    if isinstance(models, EvaluationResult):
+        given = models.models
+    else:
+        given = models if isinstance(models, Mapping) else {"model": models}
     if not given:
         raise UserError("no model is given")
     found: dict[str, Model] = {}
@@ -267,15 +275,21 @@ def named_models(models: Given | Mapping[str, Given]) -> dict[str, Model]:
 
 
 def report_of(model: Model, level: float = 0.95, resamples: int | None = None, seed: int = 0, bins: int = 15) -> Report:
-    """Give the report of a model; it is made where none is there."""
+    """Return the report of a model, computed if there is none."""
     if model.report is not None:
         return model.report
     assert model.predictions is not None
-    return evaluate(model.predictions, **model.asked(), bins=bins, level=level, resamples=resamples, seed=seed)
+    return evaluate(
+        model.predictions, **model.evaluate_options(), bins=bins, level=level, resamples=resamples, seed=seed
+    )
 
 
 def _data(
-    held: Mapping[str, Model], reports: Mapping[str, Report], known: Mapping[str, _Samples], asked: _Asked
+    held: Mapping[str, Model],
+    reports: Mapping[str, Report],
+    known: Mapping[str, _Samples],
+    asked: _Asked,
+    comparisons: Sequence[PairedTest] | None,
 ) -> Plain:
     names: list[list[str]] = []
     models = [_model(name, model, reports[name], asked, len(held)) for name, model in held.items()]
@@ -292,12 +306,11 @@ def _data(
             missing = samples.pictured and not _keep_picture(pictures, samples, sample)
             kept_out = missing and samples.outside(sample["row"])
             outside, lost = outside + kept_out, lost + (missing and not kept_out)
-    compared = {name: model.predictions for name, model in held.items() if model.predictions is not None}
-    both = None
-    if len(compared) == len(held):
-        options: dict[str, Any] = {"level": asked.level, "resamples": asked.resamples, "seed": asked.seed}
-        tests = duels(compared, bins=asked.bins, **options)
-        both = comparison_data(list(compared), tests)
+    if comparisons is None:
+        compared = {name: model.predictions for name, model in held.items() if model.predictions is not None}
+        if len(compared) == len(held):
+            options: dict[str, Any] = {"level": asked.level, "resamples": asked.resamples, "seed": asked.seed}
+            comparisons = compare_models(compared, bins=asked.bins, **options)
     return {
         "title": text_data(asked.title),
         "level": asked.level,
@@ -306,7 +319,7 @@ def _data(
         "pictures": pictures,
         "lost": lost,
         "outside": outside,
-        "comparison": both,
+        "comparison": None if comparisons is None else comparison_data(list(held), comparisons),
     }
 
 
@@ -406,7 +419,7 @@ def _sections(data: Plain) -> list[tuple[str, str]]:
 
 
 def _model_words(data: Plain, report: Report, model: Model) -> Plain:
-    said = in_words(report)
+    said = headline(report)
     return {
         "name": data["name"],
         "headline": unbroken(said[0].upper() + said[1:]),

@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from fedlas.metrics.binning import histogram
-from fedlas.metrics.bins import (
+from fedlas.metrics.bin_sums import (
     Bins,
     EdgeRule,
     add_up,
@@ -26,19 +25,20 @@ from fedlas.metrics.bins import (
     equal_width_edges,
     exact,
 )
+from fedlas.metrics.binning import histogram
 from fedlas.metrics.inputs import Pairs
 from fedlas.metrics.intervals.binomial import clopper_pearson
 from fedlas.metrics.result import Result
 from fedlas.metrics.selective import RiskCoverage, curve
 from fedlas.metrics.smooth import smooth_curve
-from fedlas.ood.detection import Ranking, foreign_predictions, ranking
+from fedlas.ood.detection import Ranking, as_ood_predictions, ranking
 from fedlas.ood.scores import QUANTITIES, feature_norm, missing, score_of
 from fedlas.predictions import AnyPredictions, Array, Predictions, TopLabelPredictions, slices_of
-from fedlas.report.places import filled_places
+from fedlas.report.reliability_bins import non_empty_bins
 
 if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
+    from fedlas.comparison import PairedTest
     from fedlas.evaluation import Report, State
-    from fedlas.report.duels import PairedTest
 
 LONGEST = 200  # characters of a text from a file
 ALL_NAMES, SHORTEST = 1_000_000, 24  # characters of the names of all classes, and of one of very many
@@ -75,7 +75,7 @@ def result_data(result: Result) -> Plain:
 
 
 def state_data(state: "State", level: float = 0.95) -> Plain:
-    """Return the results and diagrams of the predictions as given, or after one calibrator."""
+    """Return the results and diagrams before calibration, or after one calibrator."""
     found: Plain = {
         "name": text_data(state.name),
         "results": {name: result_data(result) for name, result in state.results.items()},
@@ -95,7 +95,7 @@ def diagram_data(bins: Bins, level: float = 0.95) -> Plain:
     A row holds the two edges, the number of samples, the mean confidence, the accuracy with its confidence interval,
     and the gap (mean confidence minus accuracy).
     """
-    rows = filled_places(bins, level)
+    rows = non_empty_bins(bins, level)
     return {"bins": [[*row[:7], row.confidence - row.accuracy] for row in rows]}
 
 
@@ -107,9 +107,9 @@ def smooth_data(pairs: Pairs, level: float = 0.95) -> Plain:
     """
     smoothed = smooth_curve(pairs, points=101)
     low, high = clopper_pearson(smoothed.accuracy * smoothed.samples, smoothed.samples, level)
-    shift = smoothed.place - smoothed.confidence  # from the mean confidence in a window to the centre of the window
+    shift = smoothed.center - smoothed.confidence  # from the mean confidence in a window to the centre of the window
     accuracy, low, high = ((x + shift).clamp(0, 1) for x in (smoothed.accuracy, low, high))
-    columns = (smoothed.place, accuracy, low, high, smoothed.density, smoothed.samples, smoothed.place - accuracy)
+    columns = (smoothed.center, accuracy, low, high, smoothed.density, smoothed.samples, smoothed.center - accuracy)
     rows = zip(*(x.tolist() for x in columns), strict=True)
     return {"points": [[*map(number, row)] for row in rows], "bandwidth": number(smoothed.bandwidth)}
 
@@ -322,7 +322,7 @@ def ood_data(
         return None
     sets: list[Plain] = []
     for name, separations in detection.sets.items():
-        given = foreign_predictions(name, ood[name], predictions) if name in ood else None
+        given = as_ood_predictions(name, ood[name], predictions) if name in ood else None
         scores: list[Plain] = []
         for score, separation in separations.items():
             metrics = (separation.auroc, separation.aupr_out, separation.aupr_in, separation.fpr)
@@ -474,18 +474,18 @@ def alpha_ratio(gamma: float, beta: float, mode: int) -> float:
     return 1 + math.tanh(beta * mode * gamma / 2)
 
 
-def comparison_data(names: Sequence[str], duels: "Iterable[PairedTest]") -> Plain | None:
+def comparison_data(names: Sequence[str], tests: "Iterable[PairedTest]") -> Plain | None:
     """Return the paired tests between models; a model is given by its index in the list of names."""
     if len(names) < 2:
         return None
-    tests: list[Plain] = []
-    for duel in duels:
-        about: Plain = {"first": names.index(duel.first), "second": names.index(duel.second), "metric": duel.metric}
-        found = duel.found
+    rows: list[Plain] = []
+    for test in tests:
+        about: Plain = {"first": names.index(test.first), "second": names.index(test.second), "metric": test.metric}
+        found = test.comparison
         if found is None:
-            tests.append(about | {"why": text_data(duel.why)})
+            rows.append(about | {"reason": text_data(test.reason)})
             continue
-        tests.append(
+        rows.append(
             about
             | {
                 "name": found.first.definition.estimator,
@@ -497,7 +497,7 @@ def comparison_data(names: Sequence[str], duels: "Iterable[PairedTest]") -> Plai
                 "better": {"first": 0, "second": 1}.get(found.better or ""),
             }
         )
-    return {"tests": tests}
+    return {"tests": rows}
 
 
 def number(value: Any) -> float | int:

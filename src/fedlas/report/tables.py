@@ -246,7 +246,7 @@ class Table:
                 raise UserError(f"{row.name} has {len(row.cells)} cells for {len(self.columns)} columns")
 
     def marks(self) -> tuple[Marks, ...]:
-        """Say for each column which rows are best and second, as rounded; a number alone is neither."""
+        """Return the best and second rows of each column, as rounded; a single number is neither."""
         count, every = len(self.rows), (*self.rows, *self.left_out)
         columns = [(column, [row.cells[place] for row in every]) for place, column in enumerate(self.columns)]
         return tuple(
@@ -327,7 +327,7 @@ class Table:
     def save(
         self, folder: str | Path, formats: Sequence[str] = ("md", "tex", "csv", "html", "txt"), detail: Detail = "both"
     ) -> list[Path]:
-        """Write the table into a folder, a file for each format, and say where they are."""
+        """Write the table into a folder, a file for each format; return the paths."""
         made = {"md": self.markdown(detail), "tex": self.latex(detail), "csv": self.csv(), "txt": self.text(detail)}
         made["html"] = page([self], self.title, detail)
         if unknown := [wanted for wanted in formats if wanted not in made]:
@@ -338,7 +338,7 @@ class Table:
         return list(paths.values())
 
     def _filled(self, detail: Detail, style: _Style) -> tuple[list[list[tuple[str, int]]], list[list[str]], list[str]]:
-        """Give what a format lays out, escaped: headings with their spans, the widest first; lines; notes."""
+        """Return what a format lays out, escaped: headings with their spans, the widest first; lines; notes."""
         if detail not in PARTS:
             raise UserError(f"detail is one of {', '.join(PARTS)}, not {detail!r}")
         parts = [self._parts(place, detail) for place in range(len(self.columns))]

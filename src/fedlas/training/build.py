@@ -1,4 +1,4 @@
-"""How a session is built: network, loss, optimizer and step of a recipe."""
+"""Build the parts of a session: network, loss, optimizer and step of a recipe."""
 
 import os
 import warnings
@@ -30,11 +30,11 @@ from fedlas.training.step import Parts, TrainStep
 if TYPE_CHECKING:
     from fedlas.training.accelerators.base import Accelerator
 
-COMPILER = {"combo_kernels": True}  # one kernel for the casts of all weights, and the like
+COMPILER = {"combo_kernels": True}  # for example one kernel for the casts of all weights
 
 
 class Network(NamedTuple):
-    """A network on the device, how it is called (as it is, or compiled), and the custom kernels, if there are any."""
+    """A network on the device, its callable (eager or compiled), and the custom kernels, if any."""
 
     net: WithFeatures
     call: Callable[..., Output]
@@ -47,7 +47,7 @@ def is_compiled(recipe: Recipe, device: torch.device) -> bool:
 
 
 def load_accelerator(recipe: Recipe, device: torch.device) -> "Accelerator | None":
-    """Return the custom kernels, if they are installed, switched on and made for this run.
+    """Return the custom kernels, if they are installed, enabled and support this run.
 
     Callbacks that see each step prevent its capture, but they do not change the kernels.
     """
@@ -75,7 +75,7 @@ def build_network(recipe: Recipe, model: nn.Module, device: torch.device) -> Net
     net = WithFeatures(model if accelerated is None else accelerated, recipe.head)
     call: Callable[..., Output] = net
     if accelerated is None and is_compiled(recipe, device):
-        # Apart from the loss, so that the compiler's cache serves runs with other losses.
+        # Separate from the loss, so that runs with other losses use the same compiler cache.
         call = CompiledCall(net, fullgraph=True, dynamic=False, options=COMPILER)
     return Network(net, call, accelerator)
 
@@ -89,7 +89,7 @@ def with_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def build_recipe_loss(recipe: Recipe, samples: int, num_classes: int) -> AbstractLoss:
-    """Build the loss of a recipe; it gets the number of samples and of epochs where it takes them."""
+    """Build the loss of a recipe; pass the numbers of samples and epochs if it has these options."""
     options: dict[str, Any] = dict(recipe.loss_options)
     for name, size in (("num_samples", samples), ("epochs", recipe.epochs)):
         if name in keywords(LOSSES.find(recipe.loss)):
@@ -135,7 +135,7 @@ def steps_per_epoch(recipe: Recipe, samples: int) -> int:
 
 
 class Task(nn.Module):
-    """Network and loss in one module, called as they are or compiled.
+    """Network and loss in one module, eager or compiled.
 
     Args:
         net: the network.
@@ -161,7 +161,7 @@ class Task(nn.Module):
 
 
 class BatchAssembly(nn.Module):
-    """Makes a batch of what `Session.batches` yields; for images that live on the device this is part of the step.
+    """Assembles a batch from the inputs that `Session.batches` yields; part of the step if images are on the device.
 
     Args:
         source: of the training data.
@@ -172,16 +172,16 @@ class BatchAssembly(nn.Module):
         self.source = source
 
     def forward(self, *inputs: Tensor) -> Sample:
-        """Make images, labels and positions of the inputs of a step."""
+        """Return images, labels and positions of a batch."""
         if isinstance(self.source, Resident):
-            (places,) = inputs
-            return Sample(self.source.batch(places), self.source.labels[places], places)
+            (positions,) = inputs
+            return Sample(self.source.batch(positions), self.source.labels[positions], positions)
         return Sample(*inputs)
 
 
 @torch.no_grad()
 def check_image_size(model: nn.Module, recipe: Recipe, data: AbstractDataset) -> None:
-    """Run the network on one black image, so that a wrong size is known before anything is trained."""
+    """Run the network on one black image, to detect a wrong size before training."""
     transform = data.transform_for("train")
     shape = transform.channels, transform.size, transform.size
     was_training = model.training
@@ -211,7 +211,7 @@ def build_recipe_model(recipe: Recipe, data: AbstractDataset) -> nn.Module:
 
 
 def check_batch_size(recipe: Recipe, samples: int, world: int) -> None:
-    """Check that all ranks get equally many samples in each step; some losses and statistics need that."""
+    """Raise if ranks would get different numbers of samples in a step; some losses and statistics need equal ones."""
     if samples < recipe.batch_size and recipe.drop_last:
         raise RunError(f"{samples} training samples do not fill one batch of {recipe.batch_size}; lower batch_size")
     parts = f"{world} processes" + (f" with {recipe.accumulate} parts each" if recipe.accumulate > 1 else "")
@@ -226,20 +226,20 @@ def check_batch_size(recipe: Recipe, samples: int, world: int) -> None:
 
 
 def select_device(device: str | torch.device | None = None) -> torch.device:
-    """Return the requested device, by default a GPU if there is one; each of several processes has its own."""
+    """Return the requested device, by default a GPU if available; each local process has its own."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        found = torch.device(device)
+        chosen = torch.device(device)
     except RuntimeError:
         raise RunError(f"device is {device!r}; it has to be cpu, cuda or cuda:NUMBER") from None
-    if found.type not in ("cpu", "cuda"):
+    if chosen.type not in ("cpu", "cuda"):
         raise RunError(f"device is {device}; it has to be cpu, cuda or cuda:NUMBER")
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if chosen.type == "cuda" and not torch.cuda.is_available():
         raise RunError("device is cuda, but torch sees no GPU here")
-    if found.type == "cpu":
-        return found
-    number = int(os.environ.get("LOCAL_RANK", "0")) if found.index is None else found.index
+    if chosen.type == "cpu":
+        return chosen
+    number = int(os.environ.get("LOCAL_RANK", "0")) if chosen.index is None else chosen.index
     if number >= torch.cuda.device_count():
         raise RunError(f"GPU {number} is needed, but torch sees {torch.cuda.device_count()} GPUs here, counted from 0")
     return torch.device("cuda", number)

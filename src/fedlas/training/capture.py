@@ -21,7 +21,7 @@ WARM = 3  # eager steps before a capture: enough for compilation, autotuning and
 
 
 class StepExecutor:
-    """Executes a step for each batch, eagerly or by replaying what was captured.
+    """Executes a step for each batch, eagerly or by replaying a captured graph.
 
     Args:
         step: the step.
@@ -59,7 +59,7 @@ class StepExecutor:
         static_inputs = tuple(value.clone() for value in inputs)
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self.step.device)
-        # Other threads may use the device meanwhile: one of a loader pins memory, for example.
+        # Other threads may use the device during a capture, such as the pin-memory thread of a loader.
         recording = torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
         try:
             with without_collector(), recording:
@@ -75,7 +75,7 @@ class StepExecutor:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Collect garbage now and not inside: a graph of an earlier run that is freed during a capture ruins it."""
+    """Collect garbage before a capture: freeing a graph of an earlier run during a capture invalidates it."""
     gc.collect()
     was_on = gc.isenabled()
     gc.disable()

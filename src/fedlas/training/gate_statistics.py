@@ -16,7 +16,7 @@ from torch import Tensor
 from fedlas import ranks
 from fedlas.errors import UserError
 from fedlas.losses.base import AbstractLoss
-from fedlas.losses.gate_history import GateHistory
+from fedlas.losses.flip_rate import GateHistory
 from fedlas.training.epoch_metrics import EpochSums
 
 EDGES = tuple(-4 + 0.5 * n for n in range(17))  # of the histogram of gamma, which has an open bin at either end

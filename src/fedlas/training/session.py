@@ -122,7 +122,7 @@ class Session:
 
     @property
     def steps_per_epoch(self) -> int:
-        """How many batches an epoch has."""
+        """Number of batches of an epoch."""
         return steps_per_epoch(self.recipe, self.samples)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
@@ -142,7 +142,7 @@ class Session:
         return tuple(indices.split(self.recipe.batch_size))[: self.steps_per_epoch]
 
     def evaluation(self, split: str) -> Source:
-        """Return a source of a split of the run's data; "test-published" uses the transform of the published code."""
+        """Return a source of a split of the run's data; "test-published" uses the transform of the official code."""
         name = split.removesuffix(PUBLISHED)
         transform = self.data.transform_for(name)
         if name != split:
@@ -161,7 +161,7 @@ class Session:
     def ood_source(self, name: str) -> Source:
         """Return a source of the test split of an OOD data set, with the transform of the in-distribution test images.
 
-        "cifar100-published" uses the transform that the published code has for that data set.
+        "cifar100-published" uses the transform that the official code has for that data set.
         """
         data, transform = self.ood_data(name), self.data.transform_for("test")
         if name.endswith(PUBLISHED):
@@ -169,12 +169,12 @@ class Session:
         return evaluation_source(data.split("test"), transform, self.recipe, self.device, resident=data.resident)
 
     def _published_transform(self, name: str, usual: Transform) -> Transform:
-        """Return the transform of the published code for test images of a data set, which has to differ from ours."""
+        """Return the transform of the official code for test images; raise if it equals the default one."""
         options = self.recipe.data_options if name == self.recipe.data else {}
-        found = build_data(name, seed=self.recipe.seed, **self._common, **{**options, **DATA.find(name).published})
-        transform = found.transform_for("test")
+        data = build_data(name, seed=self.recipe.seed, **self._common, **{**options, **DATA.find(name).published})
+        transform = data.transform_for("test")
         if transform == usual:
-            raise RunError(f"the published code transforms the test images of {name} as we do; leave out {PUBLISHED}")
+            raise RunError(f"the official code transforms the test images of {name} like fedlas; leave out {PUBLISHED}")
         return transform
 
     def ood_data(self, name: str) -> AbstractDataset:
@@ -194,7 +194,7 @@ class Session:
         return self.data.selection == "official"
 
     def check(self) -> None:
-        """Check before the run that everything is there that its end needs."""
+        """Raise before training if data that the end of the run needs is missing."""
         for name in dict.fromkeys(("val", *self.recipe.splits)):
             if not len(self.data.split(name.removesuffix(PUBLISHED))):
                 raise RunError(f"the {name} split of {self.data.title} is empty")
@@ -213,7 +213,7 @@ class Session:
             raise RunError(f"{self.recipe.loss} learns from V1, so that it cannot train on it; leave out train_on_v1")
 
     def close(self) -> None:
-        """End the processes that read images, and release the process group."""
+        """Stop the worker processes of the loader, and release the process group."""
         if isinstance(self.train, Loader):
             self.train.close()
         task = self.step.parts.task

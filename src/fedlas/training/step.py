@@ -41,7 +41,7 @@ Inputs = tuple[Tensor, ...]
 
 @dataclass
 class Parts:
-    """What a step is made of.
+    """Components of a step.
 
     Args:
         recipe: the recipe.
@@ -50,7 +50,7 @@ class Parts:
         loss: the loss.
         call_net: the network or its compiled form.
         call_loss: the loss or its compiled form.
-        feed: makes a batch of the inputs of a step.
+        feed: assembles the batch from the inputs of a step.
         mixer: mixup and CutMix.
         optimizer: the optimizer.
         scaler: loss scale.
@@ -76,7 +76,7 @@ class TrainStep:
     """Trains on one batch at a time, eagerly.
 
     Args:
-        parts: what the step works on.
+        parts: network, loss, optimizer and other components.
         metrics: sums of the epoch.
         gate: statistics of the gate of the loss.
     """
@@ -88,7 +88,7 @@ class TrainStep:
         self.first_bad = torch.full((), -1, dtype=torch.int64, device=self.device)
 
     def __call__(self, *inputs: Tensor) -> None:
-        """Train on a batch, given the inputs of the batch assembly; nothing in here may wait for the device."""
+        """Train on a batch, given the inputs of the batch assembly; must not synchronise with the device."""
         self.parts.optimizer.zero_grad(set_to_none=True)
         pieces = list(zip(*(value.chunk(self.recipe.accumulate) for value in inputs), strict=True))
         acceptable = []

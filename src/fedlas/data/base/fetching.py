@@ -1,8 +1,8 @@
-"""Files that others publish: finding them, fetching them once, checking and unpacking them.
+"""Download, verify and unpack the files of data sets.
 
-A fetched file appears under its name only when it is complete and its checksum is right; until then it is `NAME.part`,
-and a fetch that broke off goes on where it stopped. A lock, which dies with its process, keeps two processes from
-fetching the same file.
+A download is written to `NAME.part` and renamed when it is complete and its checksum is correct; an interrupted
+download is resumed. A lock, which is released when its process ends, prevents two processes from downloading the same
+file.
 """
 
 import errno
@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 from fedlas.errors import UserError
 
-# Called while a file is fetched, with its name, the bytes there are, and the bytes there will be if that is known.
+# Called during a download with the name of the file, the bytes so far, and the total number of bytes if it is known.
 Progress: TypeAlias = Callable[[str, int, int | None], None]
 
 BLOCK = 1 << 20
@@ -34,19 +34,19 @@ PATIENCE = 30.0  # seconds without a byte
 
 
 class MissingFileError(FileNotFoundError):
-    """A data file is not there; the message says which file to put where."""
+    """A data file is missing; the message says which file belongs where."""
 
 
 class DamagedFileError(UserError):
-    """A data file does not hold what was published; the message names it."""
+    """A data file differs from the official one; the message names it."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file that others publish: its addresses, best first, and the MD5 of its bytes.
+    """A file to download: its URLs, best first, and its checksums.
 
-    An MD5 finds damage, but somebody on the way could make another file that has it. So a file that may come without
-    TLS should have a SHA-256 too; fetching one that has none gives a warning.
+    An MD5 detects damage but not an attack on an unencrypted connection, because another file with the same MD5 can be
+    made. A file that may be downloaded without TLS should have a SHA-256 too; without one there is a warning.
     """
 
     urls: tuple[str, ...]
@@ -55,29 +55,29 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What the file is called."""
+        """The name of the file."""
         return self.urls[0].rpartition("/")[2]
 
     def advice(self, folder: Path) -> str:
-        """Tell a person what to do when the file cannot be fetched."""
+        """Return instructions for a download by hand."""
         return f"put {self.name} into {folder} by hand: it is at {' or '.join(self.urls)} (MD5 {self.md5})"
 
     def fault(self, path: Path) -> tuple[str, str, str] | None:
-        """Say which checksum of a file is not the published one, what it is and what it should be."""
+        """Return the name, the actual and the expected value of the first wrong checksum, or None."""
         return _fault(self.md5, self.sha256, lambda kind: _digest_of(path, kind))
 
 
 def regular(path: Path, *, ours: bool = False) -> Path:
-    """Refuse pipes, devices and folders in the place of a file; data may be links, but no lock or part of ours."""
+    """Raise if the path is a folder, pipe or device, or, for our own locks and partial downloads, a link."""
     if ours and path.is_symlink():
-        raise DamagedFileError(f"{path} is a link, which nobody here makes: remove it")
+        raise DamagedFileError(f"{path} is a link, which fedlas never creates: remove it")
     if path.exists() and not path.is_file():
         raise DamagedFileError(f"{path} is a folder, a pipe or a device, not a file")
     return path
 
 
 def md5_of(path: Path) -> str:
-    """Hash a file."""
+    """Return the MD5 of a file."""
     return _digest_of(path, "md5")
 
 
@@ -94,7 +94,7 @@ def _fault(md5: str | None, sha256: str | None, found: Callable[[str], str]) -> 
 
 
 def checked_bytes(path: Path, md5: str | None, sha256: str | None = None) -> bytes:
-    """Read a file, once, and make sure of its checksums."""
+    """Read a file once, and verify its checksums."""
     try:
         content = regular(path).read_bytes()
     except FileNotFoundError:
@@ -107,7 +107,7 @@ def checked_bytes(path: Path, md5: str | None, sha256: str | None = None) -> byt
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock that belongs to a path, waiting for whoever has it."""
+    """Hold the lock of a path; wait if another process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with regular(path.parent / f".{path.name}.lock", ours=True).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -115,7 +115,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def fetch(source: Source, folder: Path, *, download: bool = True, progress: Progress | None = None) -> Path:
-    """Return where a published file lies in a folder, and fetch it first if it is not there."""
+    """Return the path of a file in a folder; download it first if it does not exist."""
     path = folder / source.name
     if path.exists():
         return path
@@ -123,7 +123,7 @@ def fetch(source: Source, folder: Path, *, download: bool = True, progress: Prog
         raise MissingFileError(f"{path} is not there and download is off; {source.advice(folder)}")
     try:
         with locked(path):
-            if not path.exists():  # another process may have fetched it while we waited
+            if not path.exists():  # another process may have downloaded it while we waited
                 _fetch_from_any(source, path, progress)
     except OSError as error:
         if isinstance(error, MissingFileError):
@@ -139,7 +139,7 @@ def _fetch_from_any(source: Source, path: Path, progress: Progress | None) -> No
     for url in source.urls:
         if url.startswith("http://") and source.sha256 is None:
             warnings.warn(
-                f"{url} has no TLS, and only an MD5 is known of what it should give: somebody on the way could put "
+                f"{url} has no TLS, and only the MD5 of the file is known: an attacker on the network could put "
                 "another file in its place",
                 stacklevel=2,
             )
@@ -148,7 +148,7 @@ def _fetch_from_any(source: Source, path: Path, progress: Progress | None) -> No
                 part = _fetch_part(url, path, progress)
             except urllib.error.HTTPError as error:
                 reasons.append(f"{url}: {error}")
-                break  # the server has answered; asking again will not change its mind
+                break  # the server has answered: another try is useless
             except (OSError, http.client.HTTPException) as error:
                 reasons.append(f"{url}: {error}")
                 continue
@@ -158,18 +158,18 @@ def _fetch_from_any(source: Source, path: Path, progress: Progress | None) -> No
                     os.fsync(file.fileno())
                 part.replace(path)
                 return
-            part.unlink()  # nothing to go on from: another try starts anew
-            reasons.append(f"{url}: what came has the {fault[0]} {fault[1]}")
+            part.unlink()  # the next try starts from the beginning
+            reasons.append(f"{url}: the downloaded file has the {fault[0]} {fault[1]}")
     tried = "; ".join(dict.fromkeys(reasons))
     raise MissingFileError(f"{path} could not be fetched ({tried}); {source.advice(path.parent)}")
 
 
 def _fetch_part(url: str, path: Path, progress: Progress | None) -> Path:
-    """Fetch what is still missing of a file, and return the complete `NAME.part`."""
+    """Download the missing rest of a file, and return the complete `NAME.part`."""
     from fedlas.https import HTTPSRedirectHandler  # noqa: PLC0415  only downloads need it
 
     if not url.startswith(("https://", "http://")):
-        raise UserError(f"{url} is no web address")
+        raise UserError(f"{url} is not a web address")
     part = regular(path.with_name(f"{path.name}.part"), ours=True)
     have = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})  # noqa: S310
@@ -178,7 +178,7 @@ def _fetch_part(url: str, path: Path, progress: Progress | None) -> Path:
     except urllib.error.HTTPError as error:
         if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
             error.close()
-            return part  # there is nothing after what we have; the checksum tells whether it is the whole
+            return part  # nothing is left to download; the checksum is verified by the caller
         raise
     with reply:
         goes_on = reply.status == http.HTTPStatus.PARTIAL_CONTENT
@@ -192,19 +192,19 @@ def _fetch_part(url: str, path: Path, progress: Progress | None) -> Path:
                 if progress is not None:
                     progress(path.name, have, total)
     if total is not None and have < total:
-        raise ConnectionError(f"the connection broke off after {have} of {total} bytes")
+        raise ConnectionError(f"the connection was closed after {have} of {total} bytes")
     return part
 
 
 def unpack(source: Source, root: Path, inside: str, *, download: bool = True, progress: Progress | None = None) -> Path:
-    """Return a folder that comes in a published archive, and fetch and unpack the archive if it is not there.
+    """Return a folder that comes in an archive; download and unpack the archive if the folder does not exist.
 
     Args:
         source: the archive.
-        root: where the archive lies and the folder belongs.
+        root: the parent folder of the archive and of the unpacked folder.
         inside: the folder's name in the archive.
-        download: whether the archive may be fetched.
-        progress: told about the fetching.
+        download: whether the archive may be downloaded.
+        progress: called during the download.
     """
     folder = root / inside
     if folder.exists():
@@ -225,7 +225,7 @@ def unpack(source: Source, root: Path, inside: str, *, download: bool = True, pr
                 _extract(archive, room)
             if not (room / inside).is_dir():
                 raise DamagedFileError(f"{archive} holds no folder {inside}")
-            os.sync()  # one by one, many thousand small files would take minutes
+            os.sync()  # syncing many thousand small files one by one would take minutes
             (room / inside).replace(folder)
         finally:
             shutil.rmtree(room, ignore_errors=True)
@@ -234,7 +234,7 @@ def unpack(source: Source, root: Path, inside: str, *, download: bool = True, pr
 
 @contextmanager
 def _named(archive: Path) -> Iterator[None]:
-    """Name the archive in whatever error is about it; one about the disk stays what it is."""
+    """Name the archive in errors about its content; errors about the disk are not changed."""
     try:
         yield
     except MemoryError:

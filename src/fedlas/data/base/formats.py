@@ -1,4 +1,4 @@
-"""The file formats of small-image data sets: IDX, CIFAR's binary records, and CIFAR's pickles behind a guard."""
+"""The file formats of small-image data sets: IDX, CIFAR's binary records, and CIFAR's pickles, read safely."""
 
 import gzip
 import hashlib
@@ -6,7 +6,6 @@ import io
 import math
 import pickle
 import zlib
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +20,7 @@ LARGEST_IDX = 2**28  # unpacked; the training images of MNIST are 47 million byt
 
 
 def lines_of(path: Path) -> list[str]:
-    """Read the lines of a text file that belongs to a data set, without empty ones."""
+    """Read the non-empty lines of a text file of a data set."""
     try:
         return [line.strip() for line in regular(path).read_text(encoding="utf-8").splitlines() if line.strip()]
     except FileNotFoundError:
@@ -46,9 +45,11 @@ def read_idx(path: Path, md5: str | None = None) -> Bytes:
         except (OSError, EOFError, zlib.error) as error:
             raise DamagedFileError(f"{path} is damaged: {error}") from error
         if len(content) > LARGEST_IDX:
-            raise DamagedFileError(f"{path} would unpack to more than {LARGEST_IDX:,} bytes, which no such file does")
+            raise DamagedFileError(f"{path} would unpack to more than {LARGEST_IDX:,} bytes, more than any such file")
     if content[:3] != b"\x00\x00\x08" or len(content) < 4:  # two zeros, then the code for unsigned bytes
-        raise DamagedFileError(f"{path} is no IDX file of bytes: it starts with {content[:4].hex(' ') or 'nothing'}")
+        raise DamagedFileError(
+            f"{path} is not an IDX file of bytes; it starts with {content[:4].hex(' ') or 'nothing'}"
+        )
     dimensions = content[3]
     start = 4 + 4 * dimensions
     shape = tuple(int(n) for n in np.frombuffer(content[4:start].ljust(4 * dimensions, b"\x00"), ">u4"))
@@ -62,24 +63,8 @@ def read_idx(path: Path, md5: str | None = None) -> Bytes:
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
-def read_idx_pair(
-    part: str, files: Mapping[str, tuple[str, str]], found: Callable[[str, str], Path]
-) -> tuple[Bytes, Bytes]:
-    """Read images and labels of a part of MNIST, or of data in its format.
-
-    Args:
-        part: "train" or "test".
-        files: of each file: MD5 as it is published, and of what it holds.
-        found: gives the path of a file, from its name and published MD5.
-    """
-    prefix = "train" if part == "train" else "t10k"
-    names = [f"{prefix}-{kind}-ubyte" for kind in ("images-idx3", "labels-idx1")]
-    images, labels = (read_idx(found(name, files[name][0]), files[name][1]) for name in names)
-    return images[:, None], labels
-
-
 def read_names(path: Path, count: int, what: str) -> tuple[str, ...]:
-    """Read the names of all classes, a line each, and sort them."""
+    """Read the names of all classes, one per line, and sort them."""
     names = sorted(lines_of(path))
     if len(set(names)) != count or len(names) != count:
         raise DamagedFileError(f"{path} is damaged: {len(set(names))} {what}, where {count} are expected")
@@ -97,12 +82,12 @@ def read_cifar_binary(path: Path, label_bytes: int, md5: str | None = None) -> t
 
 
 def read_cifar_pickle(path: Path, labels: str, md5: str) -> tuple[Bytes, Bytes]:
-    """Read a pickled batch, after its MD5 proved to be the published one and through an unpickler that can do little.
+    """Read a pickled batch with a restricted unpickler, after verifying its MD5.
 
     Args:
         path: the file.
-        labels: the key under which the labels lie.
-        md5: of the file. It is not optional.
+        labels: the key of the labels.
+        md5: of the file; required.
     """
     batch = plain_unpickled(checked_bytes(path, md5), path)
     try:
@@ -116,7 +101,7 @@ def read_cifar_pickle(path: Path, labels: str, md5: str) -> tuple[Bytes, Bytes]:
 
 
 def plain_unpickled(content: bytes, path: Path) -> Any:
-    """Unpickle dictionaries, lists, strings, bytes, numbers and numpy arrays; whatever else is in it is an error."""
+    """Unpickle dictionaries, lists, strings, bytes, numbers and numpy arrays; raise for anything else."""
     try:
         # CIFAR was pickled by Python 2, whose strings are bytes; numpy takes its array contents back from Latin-1.
         made = _PlainUnpickler(io.BytesIO(content), encoding="latin1").load()
@@ -124,13 +109,13 @@ def plain_unpickled(content: bytes, path: Path) -> Any:
         raise DamagedFileError(f"{path} {error}") from None
     except MemoryError:
         raise
-    except Exception as error:  # a broken pickle may fail in any way at all
+    except Exception as error:  # a broken pickle may raise anything
         raise DamagedFileError(f"{path} cannot be unpickled: {error!r}") from error
     waiting, seen = [made], set()
     while waiting:
         thing = waiting.pop()
         if type(thing) not in _PLAIN or (isinstance(thing, np.ndarray) and thing.dtype.hasobject):
-            raise DamagedFileError(f"{path} holds a {type(thing).__name__}, which is no plain data")
+            raise DamagedFileError(f"{path} holds a {type(thing).__name__}, which is not plain data")
         if id(thing) not in seen and isinstance(thing, (dict, list)):  # a list may hold itself
             seen.add(id(thing))
             waiting += [*thing.keys(), *thing.values()] if isinstance(thing, dict) else thing
@@ -138,19 +123,19 @@ def plain_unpickled(content: bytes, path: Path) -> Any:
 
 
 _PLAIN = (dict, list, str, bytes, bool, int, float, type(None), np.ndarray)
-_ARRAY = object()  # stands for the class of arrays, which a file may name but not call
+_ARRAY = object()  # in place of the class of arrays, which a file may name but not call
 
 
 def _blank_array(kind: Any, shape: Any, code: Any) -> NDArray[Any]:
-    """Make the empty array that every pickled array starts from; its contents follow."""
+    """Create the empty array that every pickled array starts from; its contents follow."""
     if kind is not _ARRAY or shape != (0,):
-        raise DamagedFileError(f"makes an array of shape {shape} of nothing; it is not unpickled")
+        raise DamagedFileError(f"creates an array of shape {shape} from no data; it is not unpickled")
     return np.empty(0, np.dtype(code))
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    # Under which names arrays were pickled by the numpys of the last twenty years. They are looked up here, not in
-    # the modules that the file names, so that a file cannot make us import anything.
+    # The names under which all versions of NumPy pickled arrays. They are looked up here, not in the modules that the
+    # file names, so that a file cannot import anything.
     admitted: ClassVar = {
         (module, name): thing
         for name, thing, modules in (
@@ -163,5 +148,5 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.admitted:
-            raise DamagedFileError(f"asks for {module}.{name}, which plain data does not need; it is not unpickled")
+            raise DamagedFileError(f"contains {module}.{name}, which plain data does not need; it is not unpickled")
         return self.admitted[module, name]

@@ -1,8 +1,8 @@
-"""From image files to what a network sees: decoding, resizing, normalisation, and what is kept of it on disk.
+"""Image transforms: decoding, resizing, normalisation, and a cache of decoded images on disk.
 
-    file ─► decoded ─► resized ("stored", uint8) ─► padded, cropped, mirrored ─► normalised
+    file ─► decoded ─► resized ("stored", uint8) ─► padded, cropped, flipped ─► normalised
 
-Everything up to "stored" depends on the image alone and may be kept; the rest is done anew in each epoch.
+Everything up to "stored" depends on the image alone and can be cached; the rest is repeated in each epoch.
 """
 
 import hashlib
@@ -27,9 +27,9 @@ from fedlas.data.base.fetching import DamagedFileError, locked, regular
 from fedlas.errors import UserError
 from fedlas.extras import optional_module
 
-_filters = threading.Lock()  # those of warnings are the whole process's, and files are decoded in many threads
-MOST_UNPACKED, MOST_TIMES = 2**28, 100  # bytes; of a file that unpacks to more than both, also times its own
-CHUNK = 512  # images at a time, where a whole split would need too much memory
+_filters = threading.Lock()  # warning filters are global, and files are decoded in many threads
+MOST_UNPACKED, MOST_TIMES = 2**28, 100  # limits of the decoded size, in bytes and in sizes of the file
+CHUNK = 512  # images resized at a time, to limit memory
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HALF = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
@@ -38,17 +38,17 @@ CIFAR = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 
 @dataclass(frozen=True, kw_only=True)
 class Transform:
-    """What happens to an image before the network sees it; images from elsewhere go the same way.
+    """The preprocessing of images; OOD images are processed like those the network was trained on.
 
     Args:
         size: side of the square that the network sees.
         channels: 3 for colour, 1 for grey.
         mean: of each channel, in units where white is 1.
         std: of each channel.
-        resize: side of the square to which each image is brought first, whatever its shape; by default `size`.
+        resize: side of the square that each image is resized to first, whatever its shape; by default `size`.
         pad: black pixels around the image, before normalisation, when training.
-        flip: whether training mirrors every other image.
-        antialias: whether resizing blurs before it makes images smaller.
+        flip: whether to flip images horizontally with probability 0.5 in training.
+        antialias: whether to blur before an image is made smaller.
     """
 
     size: int
@@ -72,21 +72,21 @@ class Transform:
 
     @property
     def stored(self) -> int:
-        """Side of an image as it is kept, before padding and cropping."""
+        """Side of the resized image, before padding and cropping."""
         return self.size if self.resize is None else self.resize
 
     @property
     def room(self) -> int:
-        """How far a training crop can move."""
+        """The range of the offset of a training crop."""
         return self.stored + 2 * self.pad - self.size
 
     @property
     def centre(self) -> int:
-        """Where the crop begins that evaluation looks at."""
+        """The offset of the centre crop used in evaluation."""
         return round((self.stored - self.size) / 2)
 
     def constants(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Scale and shift that normalise an image of bytes: scale * image + shift."""
+        """Return scale and shift that normalise a uint8 image: scale * image + shift."""
         mean, std = (torch.tensor(values, dtype=torch.float64).view(1, -1, 1, 1) for values in (self.mean, self.std))
         return (1 / (255 * std)).to(device, torch.float32), (-mean / std).to(device, torch.float32)
 
@@ -97,7 +97,7 @@ def normalised(
     dtype: torch.dtype = torch.float32,
     channels_last: bool = False,
 ) -> Float[Tensor, "n channels height width"]:
-    """Turn bytes into the numbers that a network sees; the arithmetic is float32 whatever comes out."""
+    """Normalise uint8 images in float32, then convert to `dtype`."""
     scale, shift = constants
     layout = torch.channels_last if channels_last else torch.contiguous_format
     return torch.addcmul(shift, images.contiguous(memory_format=layout), scale).to(dtype)
@@ -106,7 +106,7 @@ def normalised(
 def fitted(
     images: UInt8[Tensor, "n channels height width"], transform: Transform
 ) -> UInt8[Tensor, "n seen stored stored"]:
-    """Bring images of any size, grey or coloured, to the size and channels that a transform starts from."""
+    """Convert images of any size, grey or colour, to the size and channels that a transform starts from."""
     if images.shape[1] == transform.channels and images.shape[2:] == (transform.stored, transform.stored):
         return images
     if not len(images):
@@ -127,7 +127,7 @@ def _fitted(images: Tensor, transform: Transform) -> Tensor:
 
 
 def decode(path: Path, transform: Transform) -> UInt8[Tensor, "channels stored stored"]:
-    """Read an image file and bring it to the size and channels that a transform starts from."""
+    """Decode an image file, and convert it to the size and channels that a transform starts from."""
     pillow = optional_module("PIL.Image", "train")
     regular(path)
     try:
@@ -135,20 +135,20 @@ def decode(path: Path, transform: Transform) -> UInt8[Tensor, "channels stored s
         with _opened(content) as picture:
             if 3 * picture.width * picture.height > max(MOST_UNPACKED, MOST_TIMES * len(content)):
                 size = f"{picture.width:,} x {picture.height:,}"
-                raise UserError(f"its {len(content):,} bytes would unpack to {size} pixels, which no image does")  # noqa: TRY301
+                raise UserError(f"its {len(content):,} bytes would unpack to {size} pixels, which is too much")  # noqa: TRY301
             pixels = np.array(_in_bytes(picture).convert("RGB" if transform.channels == 3 else "L"))
     except (FileNotFoundError, MemoryError):
         raise
     except pillow.UnidentifiedImageError as error:
-        raise DamagedFileError(f"{path} is damaged: it is no image of a known kind") from error
-    except Exception as error:  # for damaged files Pillow raises whatever its many readers stumble over
+        raise DamagedFileError(f"{path} is damaged: it is not an image of a known format") from error
+    except Exception as error:  # Pillow may raise anything for a damaged file
         raise DamagedFileError(f"{path} is damaged: {error or repr(error)}") from error
     image = torch.from_numpy(pixels).view(*pixels.shape[:2], -1).permute(2, 0, 1)
     return fitted(image[None].contiguous(), transform)[0]
 
 
 def _opened(content: bytes) -> Any:
-    """Read the head of an image; whether it is too large is for us to say, and not for a warning without a name."""
+    """Open an image without Pillow's warning about large ones, which does not name the file; `decode` has a limit."""
     pillow = optional_module("PIL.Image", "train")
     with _filters, warnings.catch_warnings():
         warnings.simplefilter("ignore", pillow.DecompressionBombWarning)
@@ -156,11 +156,11 @@ def _opened(content: bytes) -> Any:
 
 
 def _in_bytes(picture: Any) -> Any:
-    """Bring grey images of 16 bits to 8, which Pillow would cut off at 255, and refuse what has no known white."""
+    """Convert 16-bit grey images to 8 bits (Pillow would clip at 255); raise if the value of white is unknown."""
     if picture.mode.startswith("I"):
         pixels = np.asarray(picture).astype(np.int64)
         if pixels.size and not 0 <= pixels.min() <= pixels.max() < 1 << 16:
-            raise UserError("its pixels are neither of 8 nor of 16 bits; save it as one of both")
+            raise UserError("its pixels have neither 8 nor 16 bits; save it with one of them")
         return optional_module("PIL.Image", "train").fromarray((pixels >> 8).astype(np.uint8))
     if picture.mode == "F":
         raise UserError("its pixels are floating-point numbers, whose value for white is unknown; save it in 8 bits")
@@ -174,32 +174,32 @@ def decoded(
 
     Args:
         paths: the files.
-        transform: says what they are brought to.
-        cache: a folder that keeps the result; the next time it is mapped into memory instead of decoded. The name of
-            the kept file depends on names, sizes and times of the images, so changed images are decoded again.
-        workers: threads; by default one for each processor.
+        transform: defines size and channels.
+        cache: a folder for the result, which is memory-mapped the next time. The name of the cache file depends on
+            names, sizes and times of the images, so changed images are decoded again.
+        workers: threads; by default one per processor.
     """
     shape = (len(paths), transform.channels, transform.stored, transform.stored)
     if cache is None:
         images = np.empty(shape, np.uint8)
         _decode_into(images, paths, transform, workers)
         return torch.from_numpy(images)
-    kept = cache / f"{_fingerprint(paths, transform)}.npy"
-    if not kept.exists():
-        with locked(kept):
-            if not kept.exists():
-                with _written_whole(kept) as temporary:
+    cached = cache / f"{_fingerprint(paths, transform)}.npy"
+    if not cached.exists():
+        with locked(cached):
+            if not cached.exists():
+                with _write_atomically(cached) as temporary:
                     images = np.lib.format.open_memmap(temporary, "w+", np.uint8, shape)
                     _decode_into(images, paths, transform, workers)
                     images.flush()
     try:
-        regular(kept)
-        # Copy on write: torch wants memory that may be written to, and the file stays as it is.
-        images = np.load(kept, mmap_mode="c", allow_pickle=False)
+        regular(cached)
+        # Copy on write: torch requires writable memory, and the file must not change.
+        images = np.load(cached, mmap_mode="c", allow_pickle=False)
         if images.shape != shape or images.dtype != np.uint8:
             raise UserError(f"it holds {images.dtype} {images.shape}")
     except (ValueError, EOFError, OSError) as error:
-        raise DamagedFileError(f"{kept} is damaged ({error}); remove it and it will be made again") from error
+        raise DamagedFileError(f"{cached} is damaged ({error}); remove it, and it will be created again") from error
     return torch.from_numpy(images)
 
 
@@ -207,7 +207,7 @@ def _decode_into(images: NDArray[np.uint8], paths: Sequence[Path], transform: Tr
     def place(number: int) -> None:
         images[number] = decode(paths[number], transform).numpy()
 
-    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:  # Pillow and torch let other threads run meanwhile
+    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:  # Pillow and torch release the GIL
         list(pool.map(place, range(len(paths))))
 
 
@@ -220,8 +220,8 @@ def _fingerprint(paths: Sequence[Path], transform: Transform) -> str:
 
 
 @contextmanager
-def _written_whole(path: Path) -> Iterator[Path]:
-    """Give a temporary name to write under; the file gets its own name when all of it is on disk."""
+def _write_atomically(path: Path) -> Iterator[Path]:
+    """Yield a temporary path; rename it to the final one when the file is on disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)  # also a link
     try:

@@ -1,9 +1,9 @@
-"""Random numbers that are functions of what they are for: (purpose, seed, epoch, sample) in, 32 bits out.
+"""Counter-based random numbers: a hash of (purpose, seed, epoch, sample) to 32 bits.
 
-No generator, so no state: a sample's crop is the same in every batch, on every rank and in every worker process, and a
-CUDA graph can hold the computation, with the seed and the epoch in tensors on the device. For one purpose, seed and
-epoch the map from samples to bits is one-to-one below 2^32 samples; sorting samples by their bits is therefore a
-permutation without ties, the same on every device.
+There is no generator and no state: a sample's crop is the same in every batch, on every rank and in every worker, and
+the computation can be captured in a CUDA graph, with the seed and the epoch in tensors on the device. For one purpose,
+seed and epoch the map from samples to bits is one-to-one below 2^32 samples; sorting samples by their bits is therefore
+a permutation without ties, the same on every device.
 """
 
 import torch
@@ -30,7 +30,7 @@ def mixed(word: Tensor) -> Tensor:
 def bits(sample: Int[Tensor, " n"], purpose: int, seed: Number, epoch: Number) -> Int[Tensor, " n"]:
     """Draw 32 bits for each sample."""
     seed, epoch = number(seed, sample), number(epoch, sample)
-    # Two keys, one on either side of a round: with a single one, two epochs could be shifted copies of each other.
+    # Two keys, before and after a round: with only one, two epochs could be shifted copies of each other.
     keys = []
     for salt in (0x9E3779B9, 0x3C6EF372):
         key = mixed((seed + salt) & WORD)
@@ -40,7 +40,7 @@ def bits(sample: Int[Tensor, " n"], purpose: int, seed: Number, epoch: Number) -
 
 
 def number(value: Number, like: Tensor) -> Tensor:
-    """Put a number into a tensor beside another one, without waiting for the device."""
+    """Put a number into a tensor on the device of another one, without synchronisation."""
     return value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.int64, device=like.device)
 
 
@@ -52,7 +52,7 @@ def order(samples: int, seed: Number, epoch: Number, device: torch.device | str 
 def crops(
     sample: Int[Tensor, " n"], seed: Number, epoch: Number, room: int, flip: bool
 ) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"], Bool[Tensor, " n"]]:
-    """Draw for each sample the top and left edge of its crop, each from 0 to `room`, and whether it is mirrored."""
+    """Draw for each sample the top and left edge of its crop, each from 0 to `room`, and whether it is flipped."""
     side = room + 1
     # One draw from all combinations; 32 bits times their number, shifted down, is uniform up to 2^-32 each.
     draw = (bits(sample, CROP, seed, epoch) * (2 * side * side)) >> 32

@@ -1,5 +1,5 @@
 """Confidence intervals of metrics.
 
-`methods.py` has the methods that metrics name as their `interval`, `inversion.py` and `classwise.py` the intervals of
-sums of absolute gaps, `resampling.py` the draws, `binomial.py` intervals of a share.
+`methods.py` has the methods that metrics declare as their `interval`; `resampling.py` and `classwise.py` the bootstrap,
+`inversion.py` the test inversion for sums of absolute gaps, `binomial.py` intervals of a proportion.
 """

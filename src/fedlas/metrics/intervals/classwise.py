@@ -1,9 +1,9 @@
-"""How the gaps of the bins of every class vary when samples are drawn anew.
+"""Bootstrap of the gaps in the bins of all classes.
 
-With w_i how often sample i is drawn, the weighted gaps of all bins move by Z = G (w - 1) / n, where G has a row for
-every bin of every class and holds the gap of a sample in the bin its probability falls into. All but the first bin of a
-class hold few samples, so G is kept in two parts: a sparse one, and the whole table of gaps, which stands in for the
-first bins once what lies in the others is taken off again. That is the exact bootstrap, in two matrix products.
+With w_i the number of times that sample i is drawn, the weighted gaps change by Z = G (w - 1) / n, where G has a row
+for each bin of each class and holds the gap of a sample in its bin. All but the first bins are sparse, so G is the
+sum of a sparse matrix and the dense table of gaps; the sparse part subtracts from the first bins the entries of all
+other bins. This is the exact bootstrap in two matrix products.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from fedlas.metrics.bins import (
+from fedlas.metrics.bin_sums import (
     Bins,
     EdgeRule,
     Entries,
@@ -24,22 +24,30 @@ from fedlas.metrics.bins import (
     exact,
     upper_entries,
 )
-from fedlas.metrics.intervals.resampling import RARE, AbstractGaps, Binomial, Floats, World, few_range, mean_deviation
+from fedlas.metrics.intervals.resampling import (
+    SPARSE,
+    AbstractGaps,
+    Binomial,
+    BootstrapDistribution,
+    Floats,
+    clopper_pearson_interval,
+    mean_deviation,
+)
 from fedlas.predictions import parts_of
 
-MOST_AT_ONCE = 256  # resamples that share one reading of the table
-WEIGHTS_AT_ONCE = 2**26  # numbers of draws held in memory at a time
+MOST_AT_ONCE = 256  # resamples per matrix product
+WEIGHTS_AT_ONCE = 2**26  # draws in memory at a time
 
 
 @dataclass(frozen=True)
 class ClassGaps(AbstractGaps):
-    """Probabilities and labels of every class, and the equal-width bins they fall into.
+    """Probabilities and labels of all classes, and their equal-width bins.
 
     Args:
         probs: one row of probabilities per sample.
         labels: class numbers, or a row for each sample.
-        bins: how many bins each class has.
-        soft: whether labels are shares, which vary less than hits do.
+        bins: number of bins per class.
+        soft: whether labels are soft, which vary less than hard ones.
     """
 
     probs: Float[Tensor, "n classes"]
@@ -50,7 +58,7 @@ class ClassGaps(AbstractGaps):
 
     @cached_property
     def filled(self) -> Bins:
-        """What fell into every bin of every class."""
+        """Sums of each bin of each class."""
         return class_statistics(self.probs, self.labels, equal_width_edges(self.bins), EdgeRule.RIGHT, self._upper)
 
     @property
@@ -59,7 +67,7 @@ class ClassGaps(AbstractGaps):
 
     @property
     def classes(self) -> int:
-        """How many histograms there are."""
+        """Number of classes."""
         return self.probs.shape[1]
 
     @property
@@ -74,37 +82,36 @@ class ClassGaps(AbstractGaps):
     def binomial(self) -> Binomial:
         _, cell, values = self._upper
         squares = add_up(exact(values) ** 2, cell, self.classes * self.bins).view(self.classes, self.bins)
-        # Parts of the table, because the squares of all of it would be as large as itself.
+        # In parts, because the squares need as much memory as the table.
         for part in parts_of(self.probs):
             squares[:, 0] += exact(part.float().square().sum(0))
         squares[:, 0] -= squares[:, 1:].sum(1)
         sums = (self.filled.counts, self.filled.confidence_sum, squares)
-        return Binomial.of(*(_numpy(one.flatten()) for one in sums))
+        return Binomial.of(*(_numpy(values.flatten()) for values in sums))
 
-    def resample(self, resamples: int | None, rng: np.random.Generator) -> World:
-        """Draw deviations of the weighted gaps, scaled to what a bin of this size and rate shows.
+    def resample(self, resamples: int | None, rng: np.random.Generator) -> BootstrapDistribution:
+        """Return the bootstrap distribution, scaled to binomial noise.
 
-        Bins that expect few hits mislead the bootstrap, as in a single histogram; but of the very many bins of all
-        classes the rate is set once: the mean confidence, moved by what of the gap exceeds two standard errors.
+        As with top-label gaps, the bootstrap underestimates the noise of sparse bins. Here the rate of each bin is set
+        once: the mean confidence, moved by the part of the gap that exceeds two standard errors.
         """
         deviations, weighted = self.deviations(resamples or 1_000, rng), self.weighted
         expected = self.binomial()
         count, mean = expected.count, expected.mean
-        there = count > 0
+        filled = count > 0
         if not self.soft:
             error = np.sqrt(count * mean * (1 - mean)) / self.samples
-            sure = np.sign(weighted) * np.maximum(np.abs(weighted) - 2 * error, 0)
-            rate = np.clip(mean - sure * self.samples / np.maximum(count, 1), 0, 1)
-            shown = np.abs(deviations).mean(0) * self.samples
+            significant = np.sign(weighted) * np.maximum(np.abs(weighted) - 2 * error, 0)
+            rate = np.clip(mean - significant * self.samples / np.maximum(count, 1), 0, 1)
+            observed = np.abs(deviations).mean(0) * self.samples
             wanted = mean_deviation(count, rate) * expected.narrower
-            deviations *= np.where(shown > 0, wanted / np.where(shown > 0, shown, 1), 1.0)
-        return World(weighted[there], deviations[:, there], count[there] / self.samples)
+            deviations *= np.where(observed > 0, wanted / np.where(observed > 0, observed, 1), 1.0)
+        return BootstrapDistribution(weighted[filled], deviations[:, filled], count[filled] / self.samples)
 
     def unseen(self, level: float) -> tuple[float, float]:
-        """Return what errors may add that are too few to show in resampling.
+        """Return how much lower and higher the total may be if errors are too few for resampling.
 
-        An error moves two gaps by at most one each; one of several labels moves only its own. A soft label differs
-        from its probabilities or not.
+        An error changes two gaps by at most one each; with multi-label targets only one.
         """
         if self.soft:
             wrong, each = (self.probs != self.labels).any(1), 2 / self.classes
@@ -113,23 +120,23 @@ class ClassGaps(AbstractGaps):
         else:
             wrong, each = self.probs.argmax(1) != self.labels, 2 / self.classes
         count, n = int(wrong.sum()), wrong.numel()
-        if min(count, n - count) >= RARE:
+        if min(count, n - count) >= SPARSE:
             return 0.0, 0.0
-        most = few_range(count, n, level)[1]
-        return 1.0 if len(self.probs) < RARE else 0.0, each * (most - count / n)
+        most = clopper_pearson_interval(count, n, level)[1]
+        return 1.0 if len(self.probs) < SPARSE else 0.0, each * (most - count / n)
 
     def deviations(self, resamples: int, rng: np.random.Generator) -> Floats:
-        """Draw how far the weighted gaps of all bins of all classes are from the observed ones."""
+        """Draw deviations of the weighted gaps of all bins of all classes."""
         n, table, sparse = len(self.probs), self._dense_gaps(), self._sparse_gaps()
         drawn = np.empty((resamples, self.classes * self.bins))
         at_once = max(1, min(MOST_AT_ONCE, WEIGHTS_AT_ONCE // n))
         for start in range(0, resamples, at_once):
             part = drawn[start : start + at_once]
             counts = np.empty((len(part), n), dtype=np.float32)
-            for one in counts:
-                one[:] = np.bincount(rng.integers(0, n, n, dtype=np.int32), minlength=n)
+            for row in counts:
+                row[:] = np.bincount(rng.integers(0, n, n, dtype=np.int32), minlength=n)
             weights = (torch.from_numpy(counts) - 1).to(table.device).T.contiguous()
-            # On a device torch makes another layout of the sparse table, and warns unless told not to check that one.
+            # On a GPU torch converts the sparse matrix and warns of the missing check unless it is disabled.
             with torch.sparse.check_sparse_tensor_invariants(enable=False):
                 moved = torch.sparse.mm(sparse, weights)
             moved[:: self.bins] += table.T @ weights
@@ -144,19 +151,19 @@ class ClassGaps(AbstractGaps):
         return (self.probs - self.labels).float() if self.labels.ndim == 2 else self.probs.float()
 
     def _sparse_gaps(self) -> Tensor:
-        """Give the gaps in all but the first bins, and take them, and the hits, off the first ones."""
+        """Return the gaps in all but the first bins, and their negatives and those of the labels in the first bins."""
         n = len(self.probs)
         row, cell, values = self._upper
         column = cell // self.bins
         if self.labels.ndim == 2:
             gap = values - self.labels[row, column]
-            hit_row = hit_column = row[:0]
+            label_row = label_column = row[:0]
         else:
             gap = values - (self.labels[row] == column).to(values.dtype)
-            hit_row, hit_column = torch.arange(n, device=row.device), self.labels
-        place = torch.cat([cell, column * self.bins, hit_column * self.bins])
-        entries = torch.cat([gap.float(), -gap.float(), -torch.ones_like(hit_row, dtype=torch.float32)])
-        index = torch.stack([place, torch.cat([row, row, hit_row])])
+            label_row, label_column = torch.arange(n, device=row.device), self.labels
+        cells = torch.cat([cell, column * self.bins, label_column * self.bins])
+        entries = torch.cat([gap.float(), -gap.float(), -torch.ones_like(label_row, dtype=torch.float32)])
+        index = torch.stack([cells, torch.cat([row, row, label_row])])
         shape = (self.classes * self.bins, n)
         with torch.sparse.check_sparse_tensor_invariants(enable=False):
             return torch.sparse_coo_tensor(index, entries, shape).coalesce()

@@ -1,8 +1,8 @@
-"""From resampling to intervals of a sum of absolute gaps, or of squared ones, by test inversion.
+"""Confidence intervals of sums of absolute or squared gaps, by test inversion.
 
-The truth is unknown, but a line of possible truths can be laid through the observed gaps: each gap is moved towards
-zero, or away from it, by the same multiple of its standard error. A possible truth is kept if the observed total is
-nothing unusual among the totals that resampling shows around it.
+The candidates for the true gaps are a one-parameter family: each observed gap is moved towards zero, or away from it,
+by the same multiple of its standard error. The interval contains the totals of all candidates whose bootstrap
+distribution does not reject the observed total.
 """
 
 import math
@@ -12,16 +12,16 @@ from statistics import fmean
 
 import numpy as np
 
-from fedlas.metrics.intervals.resampling import Floats, Part, World
+from fedlas.metrics.intervals.resampling import BootstrapDistribution, Floats, Part
 
 MOST_STEPS = 40
 PRECISION = 1e-6  # of the observed total
-BISECTIONS = 16  # of some 15 standard errors, which leaves less than a thousandth of one
-SAME = 1e-9  # totals that differ by less, relatively, are equal but for rounding
+BISECTIONS = 16  # of some 15 standard errors, to less than a thousandth of one
+SAME = 1e-9  # relative difference below which totals are equal up to rounding
 TINY = 1e-15
 ROUNDING = 1e-9  # of a gap; a hundred million samples have standard errors of a hundred-thousandth
-FURTHEST = 12.0  # standard errors; no truth further away can matter at any usual level
-MOST_RESOLVED = 1000.0  # standard errors; of more, so few bisections would leave steps that are too large
+FURTHEST = 12.0  # standard errors; candidates further away are rejected at any usual level
+MOST_RESOLVED = 1000.0  # standard errors; a larger range needs more bisections
 CURVE_POINTS = 40
 
 
@@ -30,65 +30,65 @@ Line = Callable[[float], Floats]
 
 @dataclass(frozen=True)
 class Curve:
-    """For rising rows of possible true totals, the chance of a total no larger than the observed one."""
+    """Confidence curves: for increasing true totals, the probability of a total up to the observed one."""
 
     totals: list[Floats]
     chance: list[Floats]
 
     def at(self, share: float) -> float:
-        """Find the true total at which the observed one is the given quantile; 0 where none is that small."""
+        """Return the true total for which the observed one is the given quantile; 0 if there is none."""
         rows = zip(self.totals, self.chance, strict=True)
-        found = [float(np.interp(-share, -chance, totals)) for totals, chance in rows]
-        return fmean(found) if share == 0.5 else min(found) if share > 0.5 else max(found)
+        values = [float(np.interp(-share, -chance, totals)) for totals, chance in rows]
+        return fmean(values) if share == 0.5 else min(values) if share > 0.5 else max(values)
 
 
-def inverted_interval(world: World, part: Part, level: float) -> tuple[float, float]:
-    """Find all totals that the observed one does not contradict."""
-    observed, tail = float(world.total(world.gaps, part)), (1 - level) / 2
+def inverted_interval(distribution: BootstrapDistribution, part: Part, level: float) -> tuple[float, float]:
+    """Return the interval of all totals that the observed one does not reject."""
+    observed, tail = float(distribution.total(distribution.gaps, part)), (1 - level) / 2
     slack = SAME * observed + TINY
     lows, highs = [], []
-    for truth, most in possible_truths(world, part):
+    for truth, most in candidate_gaps(distribution, part):
 
         def large(shift: float, truth: Line = truth) -> bool:
-            # Plain noise first: of very few samples only that can show exactly the observed total.
-            drawn = (world.totals(truth(shift), part, cautious) for cautious in (False, True))
+            # Without `cautious` too: with very few samples, only that reaches the observed total.
+            drawn = (distribution.totals(truth(shift), part, cautious) for cautious in (False, True))
             return any(bool((totals >= observed - slack).mean() >= tail) for totals in drawn)
 
         def small(shift: float, truth: Line = truth) -> bool:
-            return bool((world.totals(truth(shift), part) <= observed + slack).mean() < tail)
+            return bool((distribution.totals(truth(shift), part) <= observed + slack).mean() < tail)
 
-        lows.append(float(world.total(truth(_last(large, -FURTHEST, most)), part)))
-        highs.append(float(world.total(truth(_last(small, -FURTHEST, most)), part)))
+        lows.append(float(distribution.total(truth(_last(large, -FURTHEST, most)), part)))
+        highs.append(float(distribution.total(truth(_last(small, -FURTHEST, most)), part)))
     return min(lows), max(highs)
 
 
-def confidence_curve(world: World) -> Curve:
-    """Ask of many possible truths how well they agree with the observed total."""
-    observed = float(world.total(world.gaps, "both"))
+def confidence_curve(distribution: BootstrapDistribution) -> Curve:
+    """Return the probability of a total up to the observed one for many candidates."""
+    observed = float(distribution.total(distribution.gaps, "both"))
     slack = SAME * observed + TINY
     curve = Curve([], [])
-    for truth, most in possible_truths(world, "both"):
+    for truth, most in candidate_gaps(distribution, "both"):
 
         def chance(shift: float, truth: Line = truth) -> float:
-            totals = world.totals(truth(shift), "both")
-            # Of equal totals half count, so that the middle of the curve is in the middle.
+            totals = distribution.totals(truth(shift), "both")
+            # Ties count half.
             return float((totals <= observed + slack).mean() + (totals < observed - slack).mean()) / 2
 
-        # The range in which the observed total is neither the largest nor the smallest of all resamples. A fixed number
-        # of points over all shifts, whose range grows with the square root of n, would miss it.
+        # Only the range in which the observed total is neither the largest nor the smallest of all resamples, since the
+        # range of all shifts grows with the square root of n.
         first = _last(lambda shift: chance(shift) < 1, -FURTHEST, most)
         last = _last(lambda shift: chance(shift) <= 0, -FURTHEST, most)
         shifts = _grid(first, last)
-        curve.totals.append(np.array([float(world.total(truth(shift), "both")) for shift in shifts]))
+        curve.totals.append(np.array([float(distribution.total(truth(shift), "both")) for shift in shifts]))
         curve.chance.append(np.minimum.accumulate(np.array([chance(shift) for shift in shifts])))
     return curve
 
 
 def _grid(first: float, last: float) -> Floats:
-    """Return falling shifts from the first to the last.
+    """Return decreasing shifts from the first to the last.
 
-    All but the ends are multiples of a power of two, so that curves of two models have their points in common, and
-    errors of interpolation cancel in their difference.
+    All but the ends are multiples of a power of two, so that the curves of two models share their points and errors of
+    interpolation cancel in their difference.
     """
     if first <= last:
         return np.array([first])
@@ -98,11 +98,11 @@ def _grid(first: float, last: float) -> Floats:
 
 
 def difference_interval(first: Curve, second: Curve, correlation: float, level: float) -> tuple[float, float]:
-    """Put the intervals of two totals together to one of their difference (Zou and Donner's MOVER)."""
+    """Combine the intervals of two totals into one of their difference (MOVER; Zou and Donner)."""
     ends = []
     for ours, theirs, side in ((first, second, 1), (second, first, -1)):
         low, middle = ours.at((1 + level) / 2), ours.at(0.5)
-        # An end that is cut off at zero says nothing about the spread on its side; the other side's does.
+        # A limit that is clipped at zero does not show the spread; use that of the other side.
         below = max(middle - low, ours.at((1 - level) / 2) - middle if low == 0 else 0.0)
         other, high = theirs.at(0.5), theirs.at((1 - level) / 2)
         above = high - other
@@ -111,51 +111,53 @@ def difference_interval(first: Curve, second: Curve, correlation: float, level: 
     return ends[0], ends[1]
 
 
-def unbiased_totals(world: World) -> Floats:
-    """Resample the total around the truth under which its mean is the observed one."""
-    observed = float(world.total(world.gaps, "both"))
-    truth, most = possible_truths(world, "both")[0]
+def unbiased_totals(distribution: BootstrapDistribution) -> Floats:
+    """Resample the total around the candidate under which its mean is the observed one."""
+    observed = float(distribution.total(distribution.gaps, "both"))
+    truth, most = candidate_gaps(distribution, "both")[0]
 
     def average(shift: float) -> float:
-        return float(world.totals(truth(shift), "both").mean())
+        return float(distribution.totals(truth(shift), "both").mean())
 
-    return world.totals(truth(_crossing(average, observed, 0.0, most)), "both")
+    return distribution.totals(truth(_crossing(average, observed, 0.0, most)), "both")
 
 
-def possible_truths(world: World, part: Part) -> list[tuple[Line, float]]:
-    """Lay lines of possible truths through the observed gaps; also say how far along them all gaps are zero.
+def candidate_gaps(distribution: BootstrapDistribution, part: Part) -> list[tuple[Line, float]]:
+    """Return families of candidates for the true gaps, each with the shift from which all gaps are zero.
 
-    A second line is laid where gaps of rare bins may be noise: ten right answers in a bin of confidence 0.98 look
-    under-confident, but the truth is more likely to lie far on the other side, where there is room.
+    A second family is added if gaps of sparse bins may be noise: ten correct predictions in a bin of confidence 0.98
+    look under-confident, but the true gap is more likely to have the other sign, whose range is larger.
     """
-    gaps, error = world.gaps, world.error
+    gaps, error = distribution.gaps, distribution.error
     size, sign = np.abs(gaps), np.sign(gaps)
-    # A little further than the last gap reaches: rounding would leave 1e-19 of it, and 0 outside the interval.
-    # An error that rounding has left of none is none: bisection over its multiples would find nothing.
+    # Slightly larger than exact, so that rounding does not leave a gap of 1e-19 and exclude 0 from the interval.
+    # Standard errors that are rounding errors count as zero.
     most = 1.000001 * float(np.max(size / np.where(error > ROUNDING * size, error, np.inf), initial=0.0))
-    least, largest = (-np.inf, np.inf) if world.noise is None else world.noise.bounds
+    least, largest = (-np.inf, np.inf) if distribution.noise is None else distribution.noise.bounds
 
     if part in {"both", "rms"}:
         sides = [sign]
-        if world.noise is not None:
-            roomier = np.where(world.noise.bins.mean > 0.5, 1.0, -1.0)
-            sides[0] = np.where(sign == 0, roomier, sign)
-            unsure = world.noise.rare & (size <= error) & (sides[0] != roomier)
-            sides += [np.where(unsure, roomier, sides[0])] if unsure.any() else []
+        if distribution.noise is not None:
+            wider_side = np.where(distribution.noise.bins.mean > 0.5, 1.0, -1.0)
+            sides[0] = np.where(sign == 0, wider_side, sign)
+            unsure = distribution.noise.sparse & (size <= error) & (sides[0] != wider_side)
+            sides += [np.where(unsure, wider_side, sides[0])] if unsure.any() else []
 
         def line(side: Floats) -> Line:
             return lambda shift: np.asarray(np.clip(side * np.maximum(size - shift * error, 0), least, largest))
 
         return [(line(side), most) for side in sides]
-    way = 1 if part == "over" else -1
+    direction = 1 if part == "over" else -1
 
-    # Gaps of the other sign may be noise, or real: what exceeds a standard error is taken for real on one line, all of
-    # it on the other. The truth may lie beyond zero once it is moved further than the gap.
+    # Gaps of the other sign may be noise or real: one family keeps what exceeds a standard error, the other keeps all.
+    # True gaps may have the other sign if they are moved further than the gap.
     def part_line(others: Floats) -> Line:
         def truth(shift: float) -> Floats:
-            moved = way * gaps - shift * error
-            found = np.where(sign == way, np.maximum(moved, 0), np.maximum(others, moved if shift < 0 else others))
-            return np.asarray(np.clip(way * found, least, largest))
+            moved = direction * gaps - shift * error
+            values = np.where(
+                sign == direction, np.maximum(moved, 0), np.maximum(others, moved if shift < 0 else others)
+            )
+            return np.asarray(np.clip(direction * values, least, largest))
 
         return truth
 
@@ -163,7 +165,7 @@ def possible_truths(world: World, part: Part) -> list[tuple[Line, float]]:
 
 
 def _last(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """Find the last point up to which something holds; the first one where it never does (bisection)."""
+    """Return the largest point at which a monotone condition holds, by bisection; `low` if it never does."""
     if holds(high):
         return high
     if high > MOST_RESOLVED and not holds(FURTHEST):
@@ -175,7 +177,7 @@ def _last(holds: Callable[[float], bool], low: float, high: float) -> float:
 
 
 def _crossing(falling: Callable[[float], float], level: float, low: float, high: float) -> float:
-    """Find where a falling function reaches a level; an end of the range where it does not (Illinois method)."""
+    """Return where a decreasing function reaches a level, by the Illinois method; else an end of the range."""
     above, below = falling(low) - level, falling(high) - level
     if below >= 0:
         return high

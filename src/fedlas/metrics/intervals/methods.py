@@ -5,18 +5,18 @@ model shows the `noise_floor`. Plain percentile intervals add that bias a second
 of the time. `GapInversion` inverts a test instead:
 
 1. Resampling gives deviations Z of the gaps (`resampling.py`).
-2. A one-parameter family of possible truths is laid through the observed gaps: mu_b(t) is g_b moved towards zero, or
-   away from it, by a multiple of its standard error, such that sum_b |mu_b(t)| = t.
-3. The interval holds every t for which the observed T lies in the middle 95 % of sum_b |mu_b(t) + Z_b|.
+2. The candidates for the true gaps are a one-parameter family: mu_b(t) is g_b moved towards zero, or away from it, by
+   a multiple of its standard error, such that sum_b |mu_b(t)| = t.
+3. The interval contains every t for which the observed T lies in the central 95 % of sum_b |mu_b(t) + Z_b|.
 
-Where a bin expects or shows few errors, as most bins of a saturated model do, its noise is that of binomial errors at
-the rate supposed, so that intervals hold for few samples too; they are then wide. The root of the mean squared gap is
-treated in the same way, and its interval is that of the debiased error too: both estimate one thing.
+The noise of sparse bins, with few expected or observed errors, is binomial at the supposed rate, so that intervals are
+valid for few samples too; they are then wide. The root of the mean squared gap is treated in the same way; its interval
+is also that of the debiased error, since both estimate the same quantity.
 
-Means over samples (`MeanBootstrap`: NLL, Brier score, signed ECE) get bias-corrected and accelerated intervals, and so
-do the areas under risk-coverage curves, as means of influence values. Where large losses are few, the exact range of
-their share is part of the interval. Accuracy gets a Wilson interval, which holds even if every prediction is correct;
-with soft labels it is a mean like the others.
+Means over samples (`MeanBootstrap`: NLL, Brier score, signed ECE) have bias-corrected and accelerated intervals, and so
+do the areas under risk-coverage curves, as means of influence values. If large losses are few, the Clopper-Pearson
+interval of their fraction is part of the interval. Accuracy has a Wilson interval, which is valid even if every
+prediction is correct; with soft labels it is a mean like the others.
 """
 
 import math
@@ -29,12 +29,20 @@ from torch import Tensor
 
 from fedlas.errors import UserError
 from fedlas.metrics.base import AbstractBinned, AbstractIntervalMethod, AbstractMetric, AbstractTopLabel, Resampling
-from fedlas.metrics.bins import exact
+from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.inputs import Given, Pairs
 from fedlas.metrics.intervals.binomial import wilson
 from fedlas.metrics.intervals.classwise import ClassGaps
 from fedlas.metrics.intervals.inversion import inverted_interval
-from fedlas.metrics.intervals.resampling import RARE, AbstractGaps, Bounds, Part, World, few_range, mean_interval
+from fedlas.metrics.intervals.resampling import (
+    SPARSE,
+    AbstractGaps,
+    BootstrapDistribution,
+    Bounds,
+    Part,
+    clopper_pearson_interval,
+    mean_interval,
+)
 from fedlas.metrics.result import Interval, Result
 from fedlas.predictions import Array
 
@@ -93,23 +101,23 @@ class GapInversion(AbstractIntervalMethod):
         interval = self._interval(gaps, _resampled(gaps, probs, how), how.level)
         return found.with_interval(interval, **({"noise_floor": gaps.noise_floor()} if self.part == "both" else {}))
 
-    def _interval(self, gaps: AbstractGaps, distribution: World, level: float) -> Interval:
+    def _interval(self, gaps: AbstractGaps, distribution: BootstrapDistribution, level: float) -> Interval:
         low, high = inverted_interval(distribution, self.part, level)
         below, above = gaps.unseen(level)
-        if (self.part in SIDES and gaps.samples < RARE) or high + above <= low - below:
-            # Samples of confidence 1 cannot be under-confident, but samples that were not seen can be.
-            above += few_range(0, gaps.samples, level)[1]
+        if (self.part in SIDES and gaps.samples < SPARSE) or high + above <= low - below:
+            # Samples of confidence 1 cannot be under-confident, but unobserved samples can be.
+            above += clopper_pearson_interval(0, gaps.samples, level)[1]
         low, high = low - below, high + above
         return Interval(min(1.0, max(0.0, low)), min(1.0, max(0.0, high)), level, gaps.method)
 
 
-def _resampled(gaps: AbstractGaps, probs: Given, how: Resampling) -> World:
-    """Resample gaps; once for all metrics of the same pairs that have the same gaps."""
+def _resampled(gaps: AbstractGaps, probs: Given, how: Resampling) -> BootstrapDistribution:
+    """Return the bootstrap distribution of gaps, cached for all metrics of the same pairs."""
 
-    def resample() -> World:
+    def resample() -> BootstrapDistribution:
         return gaps.resample(how.resamples, how.rng())
 
-    # The pairs hold their gaps, so that no other gaps can have the same id.
+    # The pairs keep their gaps, so that no other gaps can have the same id.
     return probs.once((id(gaps), how.resamples, how.seed), resample) if isinstance(probs, Pairs) else resample()
 
 
@@ -118,7 +126,7 @@ class AbstractMeanInterval(AbstractIntervalMethod):
     """Interval of a mean over samples: bias-corrected and accelerated bootstrap.
 
     Args:
-        bounds: smallest and largest possible value of a sample, and what separates small from large ones.
+        bounds: smallest and largest possible value of a sample, and the threshold between small and large values.
     """
 
     bounds: Bounds | None = None
@@ -132,7 +140,7 @@ class AbstractMeanInterval(AbstractIntervalMethod):
         return found.with_interval(Interval(low, high, how.level, method, self.note(values, how.level)))
 
     def note(self, values: Float64[Tensor, " n"], level: float) -> str:
-        """Return what a reader has to know to understand the width of the interval."""
+        """Return a note that explains an unusual width of the interval."""
         del values, level
         return ""
 
@@ -150,7 +158,7 @@ class MeanBootstrap(AbstractMeanInterval):
 
 @dataclass(frozen=True)
 class LossBootstrap(AbstractMeanInterval):
-    """Interval of a mean loss without an upper bound; it says so if no large loss was seen."""
+    """Interval of a mean loss without an upper bound, with a note if no large loss was observed."""
 
     def measure(
         self, metric: AbstractMetric, probs: Given, labels: Array | None, how: Resampling, **options: Any
@@ -162,7 +170,7 @@ class LossBootstrap(AbstractMeanInterval):
         assert self.bounds is not None
         if bool((values > self.bounds.split).any()):
             return ""
-        rate = few_range(0, len(values), level)[1]
+        rate = clopper_pearson_interval(0, len(values), level)[1]
         return (
             f"no label has a probability below one half; the upper end allows for {100 * rate:.2g} % of labels, which "
             f"{len(values):,} samples do not exclude, with the smallest probability of float32"
@@ -205,15 +213,15 @@ class AreaBootstrap(AbstractMeanInterval):
 
 @dataclass(frozen=True)
 class WilsonInterval(AbstractMeanInterval):
-    """Interval of the share of correct predictions; with soft labels that of a mean."""
+    """Interval of the accuracy; with soft labels that of a mean."""
 
     def measure(
         self, metric: AbstractMetric, probs: Given, labels: Array | None, how: Resampling, **options: Any
     ) -> Result:
-        found, hits = metric(probs, labels, **options), metric.contributions(probs, labels, **options)
-        if hits.dtype == torch.bool:
+        found, correct = metric(probs, labels, **options), metric.contributions(probs, labels, **options)
+        if correct.dtype == torch.bool:
             return found.with_interval(wilson(float(found), found.n, how.level))
-        return self.of_mean(found, exact(hits), how)
+        return self.of_mean(found, exact(correct), how)
 
 
 def check_mean(found: Result, values: Float64[Tensor, " n"]) -> None:

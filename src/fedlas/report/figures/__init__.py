@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from fedlas.report.figures.confidence import confidence_figure as confidence_figure
     from fedlas.report.figures.confidence import over_under_data as over_under_data
     from fedlas.report.figures.confidence import over_under_figure as over_under_figure
-    from fedlas.report.figures.foreign import Foreign as Foreign
-    from fedlas.report.figures.foreign import ForeignScore as ForeignScore
-    from fedlas.report.figures.foreign import ForeignSet as ForeignSet
-    from fedlas.report.figures.foreign import foreign_data as foreign_data
-    from fedlas.report.figures.foreign import roc_figure as roc_figure
-    from fedlas.report.figures.foreign import score_figure as score_figure
     from fedlas.report.figures.gate import Course as Course
     from fedlas.report.figures.gate import GateStability as GateStability
     from fedlas.report.figures.gate import ModeCurve as ModeCurve
@@ -45,6 +39,12 @@ if TYPE_CHECKING:
     from fedlas.report.figures.indicator import indicator_figure as indicator_figure
     from fedlas.report.figures.indicator import norm_data as norm_data
     from fedlas.report.figures.indicator import norm_figure as norm_figure
+    from fedlas.report.figures.ood import OODFigureData as OODFigureData
+    from fedlas.report.figures.ood import OODScore as OODScore
+    from fedlas.report.figures.ood import OODSet as OODSet
+    from fedlas.report.figures.ood import ood_data as ood_data
+    from fedlas.report.figures.ood import roc_figure as roc_figure
+    from fedlas.report.figures.ood import score_figure as score_figure
     from fedlas.report.figures.ranks import Ranks as Ranks
     from fedlas.report.figures.ranks import rank_data as rank_data
     from fedlas.report.figures.ranks import rank_figure as rank_figure
@@ -82,9 +82,9 @@ _HOMES = {
     "ClassMap": "confidence",
     "Confidences": "confidence",
     "Course": "gate",
-    "Foreign": "foreign",
-    "ForeignScore": "foreign",
-    "ForeignSet": "foreign",
+    "OODFigureData": "ood",
+    "OODScore": "ood",
+    "OODSet": "ood",
     "GateStability": "gate",
     "Indicator": "indicator",
     "LearningCurve": "training",
@@ -111,7 +111,7 @@ _HOMES = {
     "confidence_data": "confidence",
     "confidence_figure": "confidence",
     "course_data": "gate",
-    "foreign_data": "foreign",
+    "ood_data": "ood",
     "gate_data": "gate",
     "gate_figure": "gate",
     "indicator_data": "indicator",
@@ -127,11 +127,11 @@ _HOMES = {
     "reliability_lines_figure": "reliability",
     "risk_data": "selective",
     "risk_figure": "selective",
-    "roc_figure": "foreign",
+    "roc_figure": "ood",
     "save_figure": "style",
     "save_figures": "saving",
     "save_with_data": "style",
-    "score_figure": "foreign",
+    "score_figure": "ood",
     "smooth_reliability_data": "reliability",
     "smooth_reliability_figure": "reliability",
     "smoothing_data": "gate",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedlas import formatting
 from fedlas.extras import optional_module
-from fedlas.metrics.bins import exact
+from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.inputs import Given, pairs
 from fedlas.metrics.result import Result
 from fedlas.predictions import AnyPredictions, TopLabelPredictions
@@ -35,7 +35,7 @@ LARGEST = 0.5  # a gap that fills its cell, and those beyond
 
 @dataclass(frozen=True)
 class Confidences:
-    """How the confidences of right and wrong answers are spread.
+    """Histograms of the confidence of correct and incorrect predictions.
 
     Args:
         title: whose they are.
@@ -64,7 +64,7 @@ def confidence_data(given: Given, title: str) -> Confidences:
 
 
 def confidence_figure(models: Sequence[Confidences]) -> Any:
-    """Draw how confidences of right and of wrong answers are spread, a panel for each model; a matplotlib figure."""
+    """Draw the confidence of correct and incorrect predictions of each model; return the matplotlib figure."""
     with grid(len(models)) as (figure, axes):
         for panel, data in zip(axes, models, strict=True):
             kinds: tuple[tuple[str, tuple[float, ...], dict[str, Any]], ...] = (

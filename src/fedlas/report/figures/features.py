@@ -22,7 +22,7 @@ def norms_of(predictions: Predictions) -> Float64[Tensor, " n"]:
 
 
 def places_by_size(values: Float64[Tensor, " n"]) -> Float64[Tensor, " n"]:
-    """Give each value its place by size, from 1; equal ones share the mean of their places."""
+    """Return the rank of each value, from 1; equal values share their mean rank."""
     _, place, counts = values.unique(return_inverse=True, return_counts=True)
     shared: Tensor = counts.cumsum(0) - (counts - 1).double() / 2
     return shared[place]

@@ -166,7 +166,7 @@ def norm_data(predictions: Predictions, title: str) -> Norms:
 
 
 def has_norms(predictions: Predictions) -> bool:
-    """Say whether samples have features whose norms differ."""
+    """Return whether samples have features whose norms differ."""
     return page_data.norm_data(predictions) is not None
 
 
@@ -315,7 +315,7 @@ def activations_figure(data: Activations) -> Any:
 
 
 def _in_order(scores: Float64[Tensor, " n"], positive: Bool[Tensor, " n"]) -> float:
-    """Give the share of pairs, one positive and one not, that the scores put in the right order; NaN without pairs."""
+    """Return the AUROC of scores; NaN without pairs."""
     many, others = int(positive.sum()), int((~positive).sum())
     above = float(places_by_size(scores)[positive].sum()) - many * (many + 1) / 2
     return above / (many * others) if many and others else math.nan

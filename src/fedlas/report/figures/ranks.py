@@ -16,7 +16,7 @@ from fedlas.report.figures.style import DARK, PAGE, fitted, paper, shown
 
 @dataclass(frozen=True)
 class Ranks:
-    """Average ranks of methods, best first, and which cannot be told apart.
+    """Average ranks of methods, best first, and which do not differ significantly.
 
     Args:
         title: what was compared.
@@ -44,7 +44,7 @@ class Ranks:
 def rank_data(
     table: Mapping[str, Sequence[float]], title: str, *, higher_is_better: bool = False, alpha: float = 0.05
 ) -> Ranks:
-    """Rank methods on every data set, and find those that cannot be told apart.
+    """Rank methods on every data set, and find those that do not differ significantly.
 
     Args:
         table: for every method its values, one per data set.
@@ -80,7 +80,7 @@ def _groups(ranks: Sequence[float], reach: float) -> tuple[tuple[int, int], ...]
 
 
 def rank_figure(data: Ranks) -> Any:
-    """Draw methods on a line of ranks, the best on the left; bars join those that cannot be told apart."""
+    """Draw methods on a line of ranks, the best on the left; bars join those that do not differ significantly."""
     count = len(data.names)
     left = (count + 1) // 2
     step, top = 0.17, 0.62 + 0.11 * len(data.groups)

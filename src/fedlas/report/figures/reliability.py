@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from fedlas.formatting import percent
-from fedlas.metrics.bins import Bins
+from fedlas.metrics.bin_sums import Bins
 from fedlas.metrics.inputs import Given, pairs
 from fedlas.metrics.result import Result
 from fedlas.metrics.smooth import smooth_ece
@@ -29,7 +29,7 @@ from fedlas.report.figures.style import (
     title_room,
 )
 from fedlas.report.page_data import smooth_data
-from fedlas.report.places import filled_places
+from fedlas.report.reliability_bins import non_empty_bins
 
 GAPS = {
     "confidence above accuracy": {"edgecolor": OVER, "hatch": "//////"},
@@ -79,7 +79,7 @@ class Reliability:
 def reliability_data(bins: Bins, ece: float, title: str, level: float = 0.95) -> Reliability:
     """Return the data of a reliability diagram; an ECE that is a `Result` is shown with the digits of its interval."""
     interval = ece.interval if isinstance(ece, Result) else None
-    places = filled_places(bins, level)
+    places = non_empty_bins(bins, level)
     samples = sum(place.samples for place in places)
     return Reliability(
         title=title,
@@ -148,7 +148,7 @@ def _draw_bars(panel: Any, below: Any, data: Reliability) -> None:
 
 
 def _wide(data: Reliability) -> Iterator[tuple[float, float]]:
-    """Give the edges of bins; one that holds a single confidence is made wide enough to be seen."""
+    """Return the edges of bins; one that holds a single confidence is made wide enough to be seen."""
     for lower, upper in zip(data.lower, data.upper, strict=True):
         room = max(0.0, 0.01 - (upper - lower)) / 2
         yield lower - room, upper + room

@@ -1,7 +1,4 @@
-"""All figures that some data allow, in one call.
-
-What draws them is imported where it is needed: it stands on a chain of modules that is as tall as the house allows.
-"""
+"""Save all figures that the data allow, in one call."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +12,8 @@ from fedlas.report.figures.style import save_with_data
 if TYPE_CHECKING:
     from fedlas.evaluation import Report, State
     from fedlas.report.figures.reliability import Reliability
-    from fedlas.report.html import Given
-    from fedlas.report.subjects import Model
+    from fedlas.report.html import Models
+    from fedlas.report.model import Model
 
 ROWS = 4  # of diagrams in one figure
 GATES = 7  # models with a gate in one figure: with the flip rates, two rows of panels
@@ -31,23 +28,25 @@ Drawn = tuple[str, Any, Any]  # name of the files, figure, and what it was drawn
 
 
 def save_figures(
-    models: "Given | Mapping[str, Given]",
+    models: "Models",
     folder: str | Path,
     formats: Sequence[str] = ("pdf", "png", "svg"),
     *,
+    bins: int = 15,
     level: float = 0.95,
     resamples: int | None = None,
     seed: int = 0,
 ) -> list[Path]:
-    """Write every figure that the data allow, and beside each its numbers as JSON; gives all files.
+    """Write every figure that the data allow, each with its numbers as JSON; return the paths.
 
     Args:
-        models: predictions, a report or a `Model`; or several of them by their names. The same as `save_page` takes.
-        folder: for all files.
-        formats: endings of the figures' files: "pdf", "png", "svg".
-        level: of all intervals.
-        resamples: how many resamples intervals are made from, where a report is not given.
-        seed: of the random numbers of intervals and of cross-fitting.
+        models: predictions, a report or a `Model`; several of them by name; or the result of `evaluate_files`.
+        folder: folder of all files.
+        formats: file formats: "pdf", "png", "svg".
+        bins: number of bins of calibration errors, if a report is computed.
+        level: confidence level.
+        resamples: number of bootstrap resamples; by default that of each method.
+        seed: random seed for bootstrap intervals and cross-fitting.
     """
     from fedlas.report.html import named_models, report_of  # noqa: PLC0415
 
@@ -56,13 +55,13 @@ def save_figures(
     if isinstance(formats, str) or unknown or not endings:
         raise UserError(f"formats is {formats!r}; some of {sorted(KNOWN)} are needed")
     held = named_models(models)
-    reports = {name: report_of(model, level, resamples, seed) for name, model in held.items()}
+    reports = {name: report_of(model, level, resamples, seed, bins) for name, model in held.items()}
     drawn = [*_of_all(reports, level), *_of_each(held, reports), *_of_logs(held)]
     return [path for name, figure, data in drawn for path in save_with_data(figure, data, folder, name, endings)]
 
 
 def _of_all(reports: "Mapping[str, Report]", level: float) -> Iterator[Drawn]:
-    """Draw what all models share: one panel, or one figure, for all of them."""
+    """Draw the figures that show all models."""
     from fedlas.report.figures import confidence, reliability, selective  # noqa: PLC0415
 
     rows = {name: [_reliability(state, state.name, level) for state in one.states] for name, one in reports.items()}
@@ -88,7 +87,7 @@ def _of_all(reports: "Mapping[str, Report]", level: float) -> Iterator[Drawn]:
 
 
 def _states(reports: "Mapping[str, Report]") -> "list[tuple[str, State]]":
-    """List what is laid side by side: every state of a single model, or every model as it was given."""
+    """Return every state of a single model, or the uncalibrated state of every model."""
     if len(reports) == 1:
         return [(state.name, state) for report in reports.values() for state in report.states]
     return [(name, report.before) for name, report in reports.items()]
@@ -101,8 +100,8 @@ def _reliability(state: "State", title: str, level: float) -> "Reliability":
 
 
 def _of_each(held: "Mapping[str, Model]", reports: "Mapping[str, Report]") -> Iterator[Drawn]:
-    """Draw what every model has for itself."""
-    from fedlas.report.figures import confidence, foreign, indicator  # noqa: PLC0415
+    """Draw the figures of each model."""
+    from fedlas.report.figures import confidence, indicator, ood  # noqa: PLC0415
 
     endings = _endings(list(held))
     norms = []
@@ -114,11 +113,11 @@ def _of_each(held: "Mapping[str, Model]", reports: "Mapping[str, Report]") -> It
             classes = confidence.class_map_data(given, name)
             yield f"class_map{end}", confidence.class_map_figure(classes), classes
         if reports[name].before.detection is not None and model.ood:
-            found = foreign.foreign_data(given, model.ood, reports[name], name, model.train_features)
-            yield f"roc{end}", foreign.roc_figure(found), found
+            found = ood.ood_data(given, model.ood, reports[name], name, model.train_features)
+            yield f"roc{end}", ood.roc_figure(found), found
             names = _endings([one.name for one in found.sets])
             for one in found.sets:
-                yield f"scores{end}{names[one.name]}", foreign.score_figure(one), one
+                yield f"scores{end}{names[one.name]}", ood.score_figure(one), one
         if isinstance(given, Predictions) and indicator.has_norms(given):
             norms.append(indicator.norm_data(given, name))
     if norms:
@@ -126,7 +125,7 @@ def _of_each(held: "Mapping[str, Model]", reports: "Mapping[str, Report]") -> It
 
 
 def _of_logs(held: "Mapping[str, Model]") -> Iterator[Drawn]:
-    """Draw the course of training of those models that have a log."""
+    """Draw the training curves of models that have a log."""
     from fedlas.report.figures import gate, training  # noqa: PLC0415
 
     logged = {name: model for name, model in held.items() if training.has_epochs(model.log)}
@@ -148,13 +147,13 @@ def _of_logs(held: "Mapping[str, Model]") -> Iterator[Drawn]:
 
 
 def _with_modes(log: "Sequence[Mapping[str, Any]]") -> list[Mapping[str, Any]]:
-    """Take the epochs of which a log says how many samples were in either mode of the gate."""
+    """Return the epochs whose record has the fraction of samples in each gate mode."""
     kept = [one for one in log if "epoch" in one and isinstance(one.get("gate"), Mapping)]
     return [one for one in kept if {"positive", "negative"} <= one["gate"].keys()]
 
 
 def _endings(names: Sequence[str]) -> dict[str, str]:
-    """Make of each name the end of a file's name; one alone needs none, and equal ones are numbered."""
+    """Return a file name suffix for each name; a single name needs none, and equal suffixes are numbered."""
     if len(names) == 1:
         return {names[0]: ""}
     found: dict[str, str] = {}

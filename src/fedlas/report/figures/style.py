@@ -34,7 +34,7 @@ STYLE = {
     "ytick.labelsize": 7,
     "legend.fontsize": 7,
     "legend.frameon": False,
-    "legend.handlelength": 2.6,  # long enough to tell dashes apart
+    "legend.handlelength": 2.6,  # long enough to distinguish dashes
     "lines.linewidth": 1.2,
     "lines.markersize": 3.5,
     "hatch.linewidth": 0.5,
@@ -94,7 +94,7 @@ def shown(text: object, longest: int = LONGEST) -> str:
 def fitted(text: object, inches: float, points: float = 8) -> str:
     """Make of someone else's text what fits into a place of some width."""
     path = optional_module("matplotlib.textpath").TextPath
-    with house_style():
+    with figure_style():
         for longest in range(LONGEST, 3, -1):
             drawn = shown(text, longest)
             if path((0, 0), drawn, size=points).get_extents().width <= 72 * inches:
@@ -124,7 +124,7 @@ def legend_below(figure: Any, panel: Any, *, most: int = 4, **options: Any) -> N
 
 
 @contextmanager
-def house_style() -> Iterator[None]:
+def figure_style() -> Iterator[None]:
     """Draw in the one style of all figures, whatever the user's own is."""
     matplotlib = optional_module("matplotlib")
     with matplotlib.rc_context():
@@ -136,7 +136,7 @@ def house_style() -> Iterator[None]:
 @contextmanager
 def paper(width: float, height: float) -> Iterator[Any]:
     """Make an empty figure in the one style of all; what is drawn inside of the block gets it too."""
-    with house_style():
+    with figure_style():
         yield _figure_class()(figsize=(width, height), layout="constrained")
 
 
@@ -205,7 +205,7 @@ def save_figure(figure: Any, path: str | Path, *, dpi: int = 150) -> Path:
 def content_of(figure: Any, kind: str, dpi: int) -> bytes:
     """Give the content of a figure's file of some kind, such as "png"."""
     buffer = io.BytesIO()
-    with house_style():
+    with figure_style():
         figure.savefig(buffer, format=kind, dpi=dpi, metadata=NO_CLOCK.get(f".{kind}"))
     return buffer.getvalue()
 
@@ -222,7 +222,7 @@ def save_with_data(
         name: of the files, without ending.
         formats: endings of the figure's files.
     """
-    with house_style():
+    with figure_style():
         figure.draw_without_rendering()
     layout = figure.get_layout_engine()
     figure.set_layout_engine("none")  # once is enough for all formats, and takes longer than drawing

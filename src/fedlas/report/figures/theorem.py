@@ -111,7 +111,7 @@ def theorem_data(
 def _remarks(
     predictions: Predictions, features: Float64[Tensor, "n width"], weight: Tensor, bias: Tensor | None
 ) -> Iterator[str]:
-    """Say which assumptions of the theorem do not hold; the two bounds hold for any features and weights."""
+    """Return which assumptions of the theorem do not hold; the two bounds hold for any features and weights."""
     negative = float((features < 0).double().mean())
     if negative:
         yield (
@@ -134,7 +134,7 @@ class Theorems:
 
     Args:
         title: which data.
-        trained: with the weights that it was judged with.
+        trained: with the weights that were evaluated.
         drawn: with the weights that training began with.
     """
 
@@ -181,7 +181,7 @@ def theorem_figure(data: Theorems) -> Any:
 
 
 def _sign(values: Float64[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:
-    """Give the theorem's sign: 1 above zero, otherwise -1."""
+    """Return the sign of the theorem: 1 above zero, otherwise -1."""
     return torch.where(values > 0, 1.0, -1.0).double()
 
 

@@ -46,7 +46,7 @@ def training_data(log: Sequence[Mapping[str, Any]], title: str) -> LearningCurve
 
 
 def has_epochs(log: Sequence[Mapping[str, Any]]) -> bool:
-    """Say whether a log has a finished epoch."""
+    """Return whether a log has a finished epoch."""
     return page_data.training_data(log) is not None
 
 
@@ -212,7 +212,7 @@ def alpha_figure(models: Sequence[Alphas]) -> Any:
 
 
 def _draw_mode(panel: Any, gamma: Sequence[float], values: Sequence[float], look: Stroke, dash: str) -> None:
-    """Draw one mode of a gate: markers tell models apart, dashes tell modes."""
+    """Draw one mode of a gate: markers distinguish models, dashes distinguish modes."""
     face = look.colour if dash == "-" else "white"
     every = max(1, len(values) // 8)
     marked = {"marker": look.marker, "markerfacecolor": face, "markevery": every}

@@ -10,10 +10,10 @@ const modelName = (index) => isolate(data.models[index].name);
 
 const textCell = (...children) => element("td", { class: "words" }, ...children);
 
-function testRow({ first, second, name, why, percent, difference, low, high, p, better }) {
+function testRow({ first, second, name, reason, percent, difference, low, high, p, better }) {
   const models = [textCell(modelName(first)), textCell(modelName(second))];
-  if (why) {
-    return element("tr", {}, element("th", { scope: "row" }, "–"), ...models, element("td", { class: "words", colspan: 3 }, `no paired test: ${why}`));
+  if (reason) {
+    return element("tr", {}, element("th", { scope: "row" }, "–"), ...models, element("td", { class: "words", colspan: 3 }, `no paired test: ${reason}`));
   }
   const digits = decimalsOf(low, high, percent);
   const [value, ...ends] = [difference, low, high].map((number) => formatSigned(percent ? 100 * number : number, digits));
@@ -46,7 +46,7 @@ export function drawComparison() {
   replaceContent(find("comparison-tests"), content);
   const hosts = models.map(() => element("div"));
   replaceContent(find("comparison-diagrams"), ...hosts);
-  models.forEach(({ name, states: [asGiven] }, index) => {
-    showReliability(hosts[index], name, asGiven.diagrams.width.bins, { caption: errorCaption(asGiven, "width"), isSmall: true });
+  models.forEach(({ name, states: [uncalibrated] }, index) => {
+    showReliability(hosts[index], name, uncalibrated.diagrams.width.bins, { caption: errorCaption(uncalibrated, "width"), isSmall: true });
   });
 }

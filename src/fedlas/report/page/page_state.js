@@ -18,14 +18,14 @@ export function className(index) {
   return names === null ? `class ${index}` : data.names[names][index];
 }
 
-export const stateTitle = (state) => (state.name === "as given" ? "As given" : `After ${state.name}`);
+export const stateTitle = (state) => (state.name === "uncalibrated" ? "Uncalibrated" : `After ${state.name}`);
 
-// Radio buttons for the predictions as given and after each calibrator
+// Radio buttons for the uncalibrated predictions and each calibrator
 export function setStateChoice(host, group, selected, onChange) {
   const labels = currentModel().states.map((state, index) => {
     const input = element("input", { type: "radio", name: group, value: index, checked: index === selected });
     input.addEventListener("change", () => onChange(index));
-    return element("label", {}, input, isolate(state.name === "as given" ? "as given" : `after ${state.name}`));
+    return element("label", {}, input, isolate(state.name === "uncalibrated" ? "uncalibrated" : `after ${state.name}`));
   });
   replaceContent(host, host.querySelector("legend"), ...labels);
 }

@@ -204,7 +204,7 @@ export function drawReliability() {
       selected.beside = input.checked;
       drawSection();
     });
-    host.append(element("label", {}, input, "beside as given"));
+    host.append(element("label", {}, input, "beside uncalibrated"));
   }
   drawSection();
 }

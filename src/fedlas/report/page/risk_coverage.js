@@ -8,7 +8,7 @@ import { lineKey } from "./svg.js";
 const COLOURS = 6;
 const hidden = new Set(); // keys of the curves that are switched off
 
-// The shown model has a curve for each state, other models have one for their predictions as given.
+// The shown model has a curve for each state, other models have one for their uncalibrated predictions.
 function riskCurves() {
   const curves = [];
   data.models.forEach((model, modelIndex) => {

@@ -74,7 +74,7 @@ class Precompilation:
             with torch.cuda.device(self.device):
                 kernel.run  # noqa: B018  # the property loads the kernel
         except Exception:
-            kernel._run = None  # otherwise Triton would launch a kernel that was not loaded
+            kernel._run = None  # Triton sets it before it loads the binary and would launch without one
             raise
 
 

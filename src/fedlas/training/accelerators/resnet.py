@@ -54,11 +54,11 @@ class DeferredGradient:
         """Store the gradient at the pixels that a strided 1 x 1 convolution reads."""
         read = batch_norm.new_images(gradient, weight.shape[1])  # only its shape matters
         arguments = None, (1, 1), (0, 0), (1, 1), False, [0, 0], 1, [True, False, False]
-        found: Tensor = torch.ops.aten.convolution_backward(gradient, read, weight, *arguments)[0]
-        self.strided = batch_norm.StridedGradient(found.contiguous(memory_format=torch.channels_last), stride)
+        input_gradient: Tensor = torch.ops.aten.convolution_backward(gradient, read, weight, *arguments)[0]
+        self.strided = batch_norm.StridedGradient(input_gradient.contiguous(memory_format=torch.channels_last), stride)
 
     def pop(self) -> tuple[conv1x1.Product | None, batch_norm.StridedGradient | None]:
-        """Return what was stored, once."""
+        """Return the stored gradient and clear it."""
         stored, self.product, self.strided = (self.product, self.strided), None, None
         return stored
 
@@ -180,7 +180,7 @@ class FusedResNet(ResNet):  # type: ignore[misc]
         return self.training and all(layer.training and not _has_hooks(layer) for layer in body)
 
     def counter(self, norm: Any) -> Tensor:
-        """Return zeros by which the programs of a kernel find out which is the last; they are zeros again after it."""
+        """Return zeros with which a kernel determines its last program, which resets them."""
         counter = self.counters.get(norm)
         if counter is None or counter.device != norm.weight.device:
             blocks = norm.num_features // batch_norm.CHANNEL_MULTIPLE
@@ -188,7 +188,7 @@ class FusedResNet(ResNet):  # type: ignore[misc]
         return counter
 
     def cast_of(self, weights: list[Tensor]) -> WeightCast:
-        """Return what casts weights to low precision; it is reused as long as their addresses stay the same."""
+        """Return the cast of the weights to low precision; reuse it while their addresses do not change."""
         if self.weight_cast is None or not self.weight_cast.holds(weights):
             self.weight_cast = WeightCast(weights)
         return self.weight_cast
@@ -271,8 +271,8 @@ class _TrainingPass:
                 defer = deferred.defer_product
         elif deferred is not None and (stride := _stride_of_1x1(geometry, weight)) > 1:
             defer = partial(deferred.store_strided, stride)
-        y, found = _Convolution.apply(x, weight, geometry, self.side, with_statistics, defer)
-        return y.contiguous(memory_format=torch.channels_last), found  # a copy only without cuDNN
+        y, statistics = _Convolution.apply(x, weight, geometry, self.side, with_statistics, defer)
+        return y.contiguous(memory_format=torch.channels_last), statistics  # a copy only without cuDNN
 
     def norm(
         self, y: Tensor, statistics: batch_norm.Normed | None, norm: nn.BatchNorm2d, skip: Tensor | None = None,
@@ -450,12 +450,20 @@ class _NormAddReLU(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         y, bits, skip = ctx.saved_tensors
         sums = _gradient_sums(ctx.deferred, gradients, y, bits, ctx.statistics, ctx.counter, skip, ctx.other)
-        found = batch_norm.gradients(sums, y, ctx.statistics, skip, ctx.other)
-        of_skip = found.skip if ctx.has_skip else None
+        result = batch_norm.gradients(sums, y, ctx.statistics, skip, ctx.other)
+        of_skip = result.skip if ctx.has_skip else None
         others = None, None, None
         if ctx.other is not None:
-            return found.y, found.weight, found.bias, found.other_y, found.other_weight, found.other_bias, *others
-        return found.y, found.weight, found.bias, of_skip, None, None, *others
+            return (
+                result.y,
+                result.weight,
+                result.bias,
+                result.other_y,
+                result.other_weight,
+                result.other_bias,
+                *others,
+            )
+        return result.y, result.weight, result.bias, of_skip, None, None, *others
 
 
 class _Mean(torch.autograd.Function):

@@ -1,0 +1,214 @@
+"""`fedlas evaluate` and `fedlas ood`: evaluate files of predictions."""
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from fedlas.cli.errors import one_line_errors, reader_may_leave
+from fedlas.cli.options import LARGEST_SEED, Level, with_columns, words
+from fedlas.cli.output_paths import (
+    check_places,
+    has_format,
+    is_page,
+    read_file,
+    refuse_other_figures,
+    refuse_other_kind,
+    refuse_own_input,
+    write_text,
+)
+from fedlas.cli.terminal import command_line, progress, show, show_table
+from fedlas.errors import UserError
+
+CONDITION_HOLDS = 3  # the exit code of `evaluate --fail-if`
+OOD_FORMAT = "fedlas.ood/1"  # the format of what `ood --json` writes
+
+
+class Positive(StrEnum):
+    """Positive class of OOD detection."""
+
+    OOD = "ood"
+    ID = "id"
+
+
+@with_columns
+def evaluate_command(
+    files: Annotated[
+        list[str],
+        typer.Argument(help="Predictions of a model, or its run folder: FILE, or NAME=FILE; several are compared."),
+    ],
+    calibration: Annotated[
+        list[str] | None,
+        typer.Option(help="Predictions on other samples, to fit calibrators on: FILE, or MODEL=FILE of several."),
+    ] = None,
+    calibration_labels: Annotated[
+        Path | None, typer.Option(help="Labels of the files of --calibration, such as val_labels.npy.")
+    ] = None,
+    ood: Annotated[
+        list[str] | None, typer.Option(help="Predictions on OOD data: NAME=FILE, or MODEL/NAME=FILE of several models.")
+    ] = None,
+    posthoc: Annotated[str, typer.Option(help="Calibrators, separated by commas; '' for none.")] = "temperature",
+    folds: Annotated[int, typer.Option(help="Number of folds for cross-fitting calibrators.")] = 5,
+    bins: Annotated[int, typer.Option(help="Number of bins of calibration errors.")] = 15,
+    level: Level = 0.95,
+    resamples: Annotated[
+        int | None, typer.Option(help="Number of bootstrap resamples; by default that of each method.")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed for bootstrap intervals and cross-fitting.")
+    ] = 0,
+    html: Annotated[Path | None, typer.Option(help="Write the report page.")] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="Folder of image files for the page; by default that of the predictions.")
+    ] = None,
+    json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
+    figures: Annotated[Path | None, typer.Option(help="Write figures as PDF, PNG and SVG into this folder.")] = None,
+    fail_if: Annotated[
+        list[str] | None, typer.Option(help="End with exit code 3 if this holds, such as ece>0.05; may be repeated.")
+    ] = None,
+    *,
+    columns: Any,
+) -> None:
+    """Evaluate accuracy, calibration and OOD detection of models, and compare models by paired tests."""
+    with one_line_errors():
+        from fedlas.report.evaluation_result import FORMAT, check_conditions, evaluate_files, named_files
+        from fedlas.report.figures.saving import NAMES
+
+        calibrators = words(posthoc or None) or ()
+        check_conditions(fail_if or (), calibrators)
+        kept = None if json in {None, "-"} else Path(str(json))
+        check_places([html, kept], figures)
+        made: list[Path] = []
+        named = named_files(files)
+        refuse_own_input(named.values(), [html, kept])
+        refuse_other_kind(kept, "result of `fedlas evaluate`", partial(has_format, FORMAT))
+        refuse_other_kind(html, "page of fedlas", is_page)
+        refuse_other_figures(figures, NAMES)
+        with progress() as report:
+            given = {name: run_model(path, images, report) if path.is_dir() else path for name, path in named.items()}
+            result = evaluate_files(
+                given, calibration=calibration or (), calibration_labels=calibration_labels, ood=ood or (),
+                posthoc=calibrators, folds=folds, bins=bins, level=level, resamples=resamples, seed=seed, images=images,
+                progress=report, **columns,
+            )  # fmt: skip
+            # Files are written first: the output may be a closed pipe.
+            options: dict[str, Any] = {"level": level, "resamples": resamples, "seed": seed}
+            if json not in {None, "-"}:
+                write_text(str(json), result.to_json())
+            if html is not None:
+                from fedlas.report.html import save_page
+
+                about = {"title": " and ".join(result.models), "command": command_line()}
+                made.append(save_page(result, html, bins=bins, **options, **about))
+            if figures is not None:
+                from fedlas.report.figures import save_figures
+
+                made += save_figures(result, figures, **options)
+        with reader_may_leave():
+            show_result(result, made, err=json == "-")
+            if json == "-":
+                write_text(json, result.to_json())
+        failed = result.failed(fail_if or ())
+        for line in failed:
+            show(f"fedlas: {line}", err=True)
+    if failed:
+        raise typer.Exit(CONDITION_HOLDS)
+
+
+@with_columns
+def detect_ood(
+    predictions: Annotated[Path, typer.Argument(help="Predictions on in-distribution (ID) data.")],
+    ood: Annotated[list[str], typer.Argument(help="Predictions on OOD data: NAME=FILE ...")],
+    scores: Annotated[
+        str | None, typer.Option(help="Scores, separated by commas; by default all possible ones.")
+    ] = None,
+    tpr: Annotated[float, typer.Option(help="True positive rate at which the FPR is measured.")] = 0.95,
+    positive: Annotated[
+        Positive,
+        typer.Option(
+            help="Positives of TPR and FPR. ood (as in OpenOOD): the FPR is the fraction of ID samples flagged as OOD; "
+            "id: the fraction of OOD samples accepted as ID."
+        ),
+    ] = Positive.OOD,
+    level: Level = 0.95,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed for bootstrap intervals.")] = 0,
+    json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
+    *,
+    columns: Any,
+) -> None:
+    """Evaluate out-of-distribution (OOD) detection: AUROC, AUPR (average precision), FPR at 95 % TPR."""
+    with one_line_errors():
+        from json import dumps
+
+        from fedlas.ood import detect
+
+        named = ood_files(ood)
+        kept = None if json in {None, "-"} else Path(str(json))
+        check_places([kept])
+        refuse_own_input([predictions, *named.values()], [kept])
+        refuse_other_kind(kept, "result of `fedlas ood`", partial(has_format, OOD_FORMAT))
+        with progress() as report:
+            in_distribution = read_file(predictions, report, columns)
+            others = {word: value for word, value in columns.items() if word not in {"label_column", "labels"}}
+            given = {name: read_file(path, report, others) for name, path in named.items()}
+            report("OOD detection", 0.0)
+            side: Literal["ood", "id"] = "id" if positive is Positive.ID else "ood"
+            found = detect(in_distribution, given, words(scores), tpr=tpr, positive=side, level=level, seed=seed)
+            report("OOD detection", 1.0)
+        if json is not None:
+            write_text(json, dumps({"format": OOD_FORMAT} | found.to_dict(), allow_nan=False))
+        show(found, err=json == "-")
+
+
+def run_model(folder: Path, images: Path | None, progress: Callable[[str, float], None]) -> Any:
+    """Return the model of a run folder: predictions of the weights to evaluate, training log, recipe."""
+    from fedlas.report.model import Model
+    from fedlas.training.run_folder import Run
+    from fedlas.training.validation import tuning_predictions
+
+    run = Run(folder)
+    recipe, state = run.recipe.to_dict(), run.recipe.evaluated
+    step = f"reading {folder.resolve().name}"
+    progress(step, 0.0)
+    ood_paths = sorted(run.predictions_file("any").parent.glob(f"{state}-ood-*.safetensors"))
+    model = Model(
+        predictions=run.predictions(f"{state}-test"),
+        calibration=tuning_predictions(run) if run.predictions_file(f"{state}-val").exists() else None,
+        ood={path.stem.removeprefix(f"{state}-ood-"): run.predictions(path.stem) for path in ood_paths},
+        source=folder,
+        image_folders=(folder, *([] if images is None else [images])),
+        log=run.log,
+        recipe=recipe,
+        environment=run.environment,
+    )
+    progress(step, 1.0)
+    return model
+
+
+def ood_files(given: Sequence[str]) -> dict[str, Path]:
+    """Split NAME=FILE."""
+    found: dict[str, Path] = {}
+    for text in given:
+        name, equals, path = text.partition("=")
+        if not equals or not name or not path:
+            raise UserError(f"OOD data is given as NAME=FILE, not as {text!r}")
+        if name in found:
+            raise UserError(f"two files are called {name!r}")
+        found[name] = Path(path)
+    return found
+
+
+def show_result(result: Any, made: Sequence[Path], *, err: bool) -> None:
+    """Print the result and the paths of written files."""
+    for line in result.lines():
+        show(line, err=err)
+    show_table(*result.table(), err=err)
+    for note in result.footnotes():
+        show(note, err=err)
+    for title, table in result.detections().items():
+        show(f"\n{title}\n{table}", err=err)
+    for path in made:
+        show(path, err=err)

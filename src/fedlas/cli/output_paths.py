@@ -1,0 +1,144 @@
+"""Checks of output paths before any work is done, and the reading and writing of files by commands."""
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedlas.errors import UserError
+
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")]
+
+FIGURE_SUFFIXES = (".pdf", ".png", ".svg", ".json")
+TABLE_SUFFIXES = (".md", ".tex", ".html", ".txt", ".csv")
+
+
+def read_file(path: Path, progress: Callable[[str, float], None], columns: Any) -> Any:
+    """Read predictions and report progress; `columns` are the options of `read_predictions`."""
+    from fedlas.io import read_predictions
+
+    report = partial(progress, f"reading {path.name}")
+    report(0.0)
+    predictions = read_predictions(path, watch=report, **columns)
+    report(1.0)
+    return predictions
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a text atomically to a file, or to standard output if the path is "-"."""
+    if path == "-":
+        typer.echo(text)
+    else:
+        from fedlas.io.atomic import write_atomic
+
+        write_atomic(Path(path), text.encode())
+
+
+def check_not_input(inputs: Iterable[Path], outputs: Iterable[Path | None]) -> None:
+    """Raise if an output path is also an input path."""
+    resolved = {path.resolve() for path in inputs}
+    for path in filter(None, outputs):
+        if path.resolve() in resolved:
+            raise UserError(f"{path} is an input file and cannot be the output as well; name another file")
+
+
+def check_overwrite(outputs: Iterable[Path | None], *, overwrite: bool) -> None:
+    """Raise if an output file exists and is not empty, unless it may be overwritten.
+
+    Args:
+        outputs: output files; None stands for an option that was not given.
+        overwrite: value of the option `--overwrite`.
+    """
+    for path in filter(None, outputs):
+        if not overwrite and path.is_file() and path.stat().st_size:
+            raise UserError(f"{path} exists; give --overwrite to replace it, or name another file")
+
+
+def check_overwrite_in(folder: Path | None, names: str, suffixes: Sequence[str], *, overwrite: bool) -> None:
+    """Raise if a folder holds a file with the name of an output, unless it may be overwritten.
+
+    Args:
+        folder: output folder; None stands for an option that was not given.
+        names: regular expression of the names of the outputs, without suffix.
+        suffixes: suffixes of the outputs, such as `FIGURE_SUFFIXES`.
+        overwrite: value of the option `--overwrite`.
+    """
+    if overwrite or folder is None or not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        if path.suffix in suffixes and re.fullmatch(names, path.stem):
+            raise UserError(f"{path} exists; give --overwrite to replace it, or name another folder")
+
+
+def check_writable(files: Sequence[Path | None], folder: Path | None = None) -> None:
+    """Raise if an output file or the output folder cannot be written, or if two outputs have one path."""
+    seen: set[Path] = set()
+    for path in filter(None, files):
+        if path.resolve() in seen:
+            raise UserError(f"{path} is named for two outputs; name another file for one of them")
+        seen.add(path.resolve())
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.lstat()  # raises if the name is too long
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder; the name of a file is needed")
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file; the name of a folder is needed")
+    for start in [*(path.absolute().parent for path in files if path), *([folder.absolute()] if folder else [])]:
+        parent = next(path for path in (start, *start.parents) if path.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise PermissionError(f"cannot write to {start}: {parent} is not a writable folder")
+
+
+# `evaluate`, `ood` and `calibrate` still decide by the content of a file. They are to call `check_overwrite` and
+# `check_overwrite_in` instead; then everything below goes.
+check_places = check_writable
+refuse_own_input = check_not_input
+
+
+def refuse_other_kind(path: Path | None, kind: str, is_kind: Callable[[Path], object]) -> None:
+    """Raise if a non-empty file exists and is not of the kind that this command writes."""
+    if path is None or not path.is_file() or not path.stat().st_size:
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            same = is_kind(path) is not False
+    except (ValueError, TypeError, KeyError, RecursionError):
+        same = False
+    if not same:
+        raise UserError(f"{path} exists and is not a {kind}; remove it, or name another file")
+
+
+def refuse_other_figures(folder: Path | None, names: str) -> None:
+    """Raise if a folder holds a file with the name of a figure that is not a figure of fedlas."""
+    from fedlas.report.figures.style import FORMAT
+
+    if folder is None or not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        if path.suffix in FIGURE_SUFFIXES and re.fullmatch(names, path.stem):
+            numbers = path.with_suffix(".json")
+            if not numbers.is_file() or not has_format(FORMAT, numbers):
+                raise UserError(f"{path} exists and is not from fedlas; remove it, or name another folder")
+
+
+def has_format(name: str, path: Path) -> bool:
+    """Return whether a file is JSON that begins with this format name."""
+    return re.match(rb'\s*\[?\s*\{\s*"format":\s*"%s"' % re.escape(name.encode()), beginning(path)) is not None
+
+
+def is_page(path: Path) -> bool:
+    """Return whether a file was written by `--html`."""
+    return b'<meta name="generator" content="fedlas">' in beginning(path)
+
+
+def beginning(path: Path) -> bytes:
+    """Read the first 4096 bytes of a file."""
+    with path.open("rb") as file:
+        return file.read(4096)

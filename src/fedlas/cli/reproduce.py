@@ -1,0 +1,232 @@
+"""`fedlas demo`, `reproduce` and `compare`: tables of many runs."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedlas.cli.errors import one_line_errors
+from fedlas.cli.options import LARGEST_SEED, Level, numbers, parsed, with_columns, words
+from fedlas.cli.output_paths import (
+    FIGURE_SUFFIXES,
+    TABLE_SUFFIXES,
+    Overwrite,
+    check_not_input,
+    check_overwrite,
+    check_overwrite_in,
+    check_writable,
+    write_text,
+)
+from fedlas.cli.terminal import is_quiet, show, show_table
+
+COMPARISON = "fedlas.compare/1"  # the format of what `compare --json` writes
+WHAT, HOW, WHERE = "What to reproduce", "How to train", "Where to read and write"  # panels of the help
+
+
+class Executor(StrEnum):
+    """Where runs are trained."""
+
+    local = "local"
+    ray = "ray"
+
+
+class Detail(StrEnum):
+    """Content of a table."""
+
+    ours = "ours"
+    both = "both"
+    full = "full"
+
+
+def demo_run(
+    out: Annotated[Path, typer.Option(help="Output folder for runs and figures.")] = Path("runs/demo"),
+    overwrite: Overwrite = False,
+) -> None:
+    """Train five losses on handwritten digits and compare their calibration."""
+    with one_line_errors():
+        from fedlas.experiments.demo import FIGURE, FIGURES, run_demo
+
+        check_writable([], out)
+        check_overwrite_in(out / FIGURES, FIGURE, FIGURE_SUFFIXES, overwrite=overwrite)
+        result = run_demo(out, progress=False if is_quiet() else None)
+        show(result.text)
+        show_table(result.head, result.rows)
+        for path in result.files:
+            show(path)
+
+
+def reproduce_experiment(
+    experiment: Annotated[str, typer.Argument(help="Table or figure of the paper; see: fedlas list experiments")],
+    data: Annotated[
+        str | None, typer.Option(rich_help_panel=WHAT, help="Data sets, separated by commas; all by default.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=WHAT, help="Models, separated by commas; those of the protocol by default."),
+    ] = None,
+    losses: Annotated[
+        str | None, typer.Option(rich_help_panel=WHAT, help="Rows of the table, separated by commas; all by default.")
+    ] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=WHAT, help="Seeds, separated by commas; those of the experiment by default."),
+    ] = None,
+    protocol: Annotated[
+        str, typer.Option(rich_help_panel=WHAT, help="Training protocol: paper, official, fast, small or standard.")
+    ] = "paper",
+    split: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=WHAT,
+            help="Split to evaluate: test, or test-published with the normalisation of the official code.",
+        ),
+    ] = "test",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="FIELD=VALUE", rich_help_panel=WHAT, help="Set a field of all recipes; may be repeated."
+        ),
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(rich_help_panel=WHAT, help="Train only runs whose folder name contains this text.")
+    ] = None,
+    detail: Annotated[
+        Detail,
+        typer.Option(rich_help_panel=WHAT, help="Numbers to show: ours, both (with those of the paper) or full."),
+    ] = Detail.both,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", rich_help_panel=HOW, help="Print the plan and the table without training.")
+    ] = False,
+    limit_minutes: Annotated[
+        float | None,
+        typer.Option(rich_help_panel=HOW, help="Stop after this many minutes; the same command continues."),
+    ] = None,
+    executor: Annotated[
+        Executor, typer.Option(rich_help_panel=HOW, help="Train on this machine (local) or on a Ray cluster (ray).")
+    ] = Executor.local,
+    address: Annotated[
+        str | None, typer.Option(rich_help_panel=HOW, help="Address of the Ray cluster, such as auto.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(rich_help_panel=HOW, help="Processes on this machine; one per GPU by default.")
+    ] = None,
+    gpus_per_run: Annotated[
+        float | None, typer.Option(rich_help_panel=HOW, help="GPUs for each run, from 0 to 1.")
+    ] = None,
+    cpus_per_run: Annotated[float, typer.Option(rich_help_panel=HOW, help="CPUs that Ray reserves for each run.")] = 1,
+    device: Annotated[
+        str | None, typer.Option(rich_help_panel=HOW, help="cpu or cuda; a GPU by default, if there is one.")
+    ] = None,
+    runs: Annotated[Path, typer.Option(rich_help_panel=WHERE, help="Folder of the run folders.")] = Path("runs"),
+    ledger: Annotated[Path, typer.Option(rich_help_panel=WHERE, help="Folder of the ledger.")] = Path("results"),
+    out: Annotated[
+        Path | None, typer.Option(rich_help_panel=WHERE, help="Write tables and figures to this folder.")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", rich_help_panel=WHERE, help="Replace existing files in --out.")
+    ] = False,
+    data_root: Annotated[
+        Path | None,
+        typer.Option(
+            "--data-root", rich_help_panel=WHERE, help="Data folder; by default $FEDLAS_DATA, or the user's cache."
+        ),
+    ] = None,
+) -> None:
+    """Reproduce a table or figure of the paper: train missing runs and compare the results with the paper's."""
+    with one_line_errors():
+        from fedlas.experiments.base import Choice
+        from fedlas.experiments.ledger import Ledger
+        from fedlas.experiments.planning import HEAD, experiment_named, make_plan
+        from fedlas.experiments.reproduce import check_limit, reproduce, save_results
+        from fedlas.experiments.scheduler import check_options
+
+        check_limit(limit_minutes)
+        options: dict[str, Any] = {
+            "executor": executor.value, "address": address, "workers": workers, "gpus_per_run": gpus_per_run,
+            "cpus_per_run": cpus_per_run,
+        }  # fmt: skip
+        check_options(folder=runs, **options)
+        chosen = experiment_named(experiment)
+        check_writable([], out)
+        suffixes = (*TABLE_SUFFIXES, *FIGURE_SUFFIXES)
+        check_overwrite_in(out, chosen.file_names, suffixes, overwrite=overwrite)
+        choice = Choice(
+            data=words(data), models=words(model), losses=words(losses), protocol=protocol, changes=parsed(settings),
+            seeds=chosen.seeds if seeds is None else numbers(seeds), split=split, data_root=data_root,
+        )  # fmt: skip
+        results = Ledger(ledger)
+        plan = make_plan(chosen, choice, results, only, None if out is None or dry_run else runs)
+        show_progress = not is_quiet()
+        if show_progress:
+            show(f"{experiment}, {plan.protocols or protocol} protocol: {plan}", err=True)
+        if dry_run and plan.missing:
+            show_table(HEAD, plan.rows())
+        if not dry_run:
+            options |= {"device": device, "data_root": data_root, "progress": None if show_progress else False}
+            for tables in reproduce(
+                chosen, choice, ledger=results, runs=runs, only=only, limit_minutes=limit_minutes,
+                draws=out is not None, **options,
+            ):  # fmt: skip
+                for table in tables if show_progress else ():
+                    show(table.text(detail.value), err=True)
+        final_tables = chosen.tables(results, choice)
+        for table in final_tables:
+            show(table.text(detail.value))
+        if out is None and not final_tables:
+            show(f"{experiment} is a figure; draw it with --out DIR", err=True)
+        if out is not None:
+            written = save_results(
+                chosen, choice, ledger=results, runs=runs, folder=out, data_root=data_root, device=device
+            )
+            for path in written:
+                show(path)
+            if chosen.draws_runs and not written:
+                show(f"no figure is drawn: none of its runs is finished in {runs}", err=True)
+                raise typer.Exit(0 if dry_run or limit_minutes is not None else 1)
+
+
+@with_columns
+def compare_models(
+    first: Annotated[str, typer.Argument(help="Run folder, file of predictions, or ledger rows DATA/METHOD.")],
+    second: Annotated[str, typer.Argument(help="The same for the second model, on the same test samples.")],
+    metrics: Annotated[
+        str | None,
+        typer.Option(help="Metrics, separated by commas; by default those of reports, if they are available."),
+    ] = None,
+    level: Level = 0.95,
+    resamples: Annotated[int | None, typer.Option(help="Number of bootstrap resamples; 2,000 by default.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed for bootstrap intervals.")] = 0,
+    ledger: Annotated[Path, typer.Option(help="Folder of the ledger.")] = Path("results"),
+    json: Annotated[str | None, typer.Option(help="Write the result as JSON; - is standard output.")] = None,
+    overwrite: Overwrite = False,
+    *,
+    columns: Any,
+) -> None:
+    """Compare two models on the same samples by paired tests."""
+    with one_line_errors():
+        from fedlas.comparison import TABLE_HEAD, compare_runs, comparison_notes
+        from fedlas.experiments.ledger import Ledger
+        from fedlas.experiments.ledger_lookup import find_runs
+
+        json_file = None if json in {None, "-"} else Path(str(json))
+        check_writable([json_file])
+        check_not_input([Path(first), Path(second)], [json_file])
+        check_overwrite([json_file], overwrite=overwrite)
+        book, asked = Ledger(ledger), words(metrics)
+        options: dict[str, Any] = {"level": level, "resamples": resamples, "seed": seed}
+        runs = find_runs(first, book, **columns), find_runs(second, book, **columns)
+        comparisons = compare_runs(*runs, asked, **options)
+        show_table(TABLE_HEAD, [row for comparison in comparisons for row in comparison.rows()], err=json == "-")
+        seeds = any(comparison.standard_error is not None for comparison in comparisons)
+        over = "; ±: standard error over seeds; interval and p of a mean: over seeds and test samples" if seeds else ""
+        show(f"Difference: first minus second{over}.", err=json == "-")
+        for note in comparison_notes(*runs):
+            show(f"note: {note}", err=True)
+        if json is not None:
+            from json import dumps
+
+            write_text(
+                json,
+                dumps([{"format": COMPARISON} | comparison.to_dict() for comparison in comparisons], allow_nan=False),
+            )

@@ -1,0 +1,412 @@
+"""Paired comparison of models on the same test samples: pairs of models, and runs of two methods over seeds.
+
+Files may list the same samples in different orders, and equal labels do not show it. Where both models have `ids` or
+`index`, these decide which samples belong together. Runs of two methods are paired by seed; over seeds, the mean
+difference has a standard error over seeds and test samples.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from math import sqrt
+from statistics import fmean, stdev
+from typing import Any, Unpack
+
+import torch
+
+from fedlas.alignment import SAMPLE_NAMES, align_samples, check_same_samples
+from fedlas.errors import UserError
+from fedlas.io import as_predictions
+from fedlas.io.columns import ColumnOptions
+from fedlas.metrics.base import AbstractMetric, Resampling
+from fedlas.metrics.calibration_error import ece
+from fedlas.metrics.paired import RESAMPLES, EachSample, check_draws, of_each_sample, paired_bootstrap, paired_method
+from fedlas.metrics.registry import all_metrics, compared_metrics
+from fedlas.metrics.result import Comparison
+from fedlas.metrics.seeds import SeedComparison, holm, over_seeds
+from fedlas.predictions import AnyPredictions, Array, TopLabelPredictions
+
+MAX_MODELS_ALL_PAIRS = 8  # more models are compared with the first and the best one only
+TABLE_HEAD = ("metric", "seed", "first", "second", "difference", "interval", "p", "better")
+
+
+def paired_metrics() -> dict[str, AbstractMetric]:
+    """Return the metrics by which models can be compared."""
+    return {name: metric for name, metric in all_metrics().items() if metric.paired is not None}
+
+
+@dataclass(frozen=True)
+class PairedTest:
+    """The comparison of two models in one metric, or the reason why there is none.
+
+    Args:
+        first: name of the first model.
+        second: name of the second model.
+        metric: name of the metric.
+        comparison: the paired test; None if the models cannot be compared.
+        reason: why they cannot be compared.
+    """
+
+    first: str
+    second: str
+    metric: str
+    comparison: Comparison | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class ModelRuns:
+    """The predictions of one model or method, by seed; a single file has the seed None.
+
+    Args:
+        name: name of the model.
+        runs: predictions on the test samples.
+        per_sample: per-sample values of metrics, by seed and metric, where not all probabilities are stored.
+        settings: model, epochs and seed of the training runs, where known.
+    """
+
+    name: str
+    runs: Mapping[int | None, AnyPredictions]
+    per_sample: Mapping[int | None, Mapping[str, EachSample]] = field(default_factory=dict)
+    settings: Mapping[int | None, Mapping[str, Any]] = field(default_factory=dict)
+
+    def values(self, seed: int | None, metric: str, predictions: AnyPredictions) -> EachSample:
+        """Return the stored per-sample values of a metric, or compute them."""
+        stored = self.per_sample.get(seed, {})
+        return stored[metric] if metric in stored else of_each_sample(paired_metrics()[metric], predictions)
+
+    def lacks(self, metric: str) -> bool:
+        """Return whether a metric needs probabilities that some run has not stored."""
+        return paired_metrics()[metric].needs_all_classes and any(
+            isinstance(predictions, TopLabelPredictions) and metric not in self.per_sample.get(seed, {})
+            for seed, predictions in self.runs.items()
+        )
+
+
+@dataclass(frozen=True)
+class RunsComparison:
+    """The difference of two methods in one metric.
+
+    Args:
+        metric: name of the metric.
+        by_seed: the comparison of each seed.
+        second_seeds: the seed of the second method, by that of the first, where they differ.
+        over_seeds: the comparison over seeds and test samples, of metrics that are means over samples and of the AURC.
+        level: confidence level.
+    """
+
+    metric: str
+    by_seed: Mapping[int | None, Comparison]
+    second_seeds: Mapping[int | None, int | None] = field(default_factory=dict)
+    over_seeds: SeedComparison | None = None
+    level: float = 0.95
+
+    @property
+    def difference(self) -> float:
+        """Value of the first method minus that of the second, averaged over seeds."""
+        return fmean(one.difference for one in self.by_seed.values())
+
+    @property
+    def standard_error(self) -> float | None:
+        """Standard error of the mean difference over seeds; None for a single one."""
+        values = [one.difference for one in self.by_seed.values()]
+        return stdev(values) / sqrt(len(values)) if len(values) > 1 else None
+
+    def rows(self) -> list[list[str]]:
+        """Return a table row for each seed, and one for their mean."""
+        unit = _unit(next(iter(self.by_seed.values())))
+        name = f"{self.metric} %" if unit == 100 else self.metric
+        rows = [[name, self._seeds(seed), *_cells(one)] for seed, one in self.by_seed.items()]
+        if self.standard_error is not None:
+            difference = f"{unit * self.difference:+.4g} ± {unit * self.standard_error:.2g}"
+            rows.append([name, "mean", "", "", difference, *self._cells_over_seeds(unit)])
+        return rows
+
+    def _cells_over_seeds(self, unit: int) -> list[str]:
+        if self.over_seeds is None:
+            return ["", "", ""]
+        ends, p_value = self.over_seeds.interval(self.level), self.over_seeds.p_value
+        first = (self.difference > 0) == bool(paired_metrics()[self.metric].higher_is_better)
+        better = "" if ends.low <= 0 <= ends.high else "first" if first else "second"
+        return [f"[{unit * ends.low:+.4g}, {unit * ends.high:+.4g}]", f"{p_value:.3g}", better]
+
+    def _seeds(self, seed: int | None) -> str:
+        both = (seed, self.second_seeds.get(seed, seed))
+        return ", ".join(map(str, dict.fromkeys(one for one in both if one is not None)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        pairs = [
+            {"seed": seed, "second_seed": self.second_seeds.get(seed, seed)} | one.to_dict()
+            for seed, one in self.by_seed.items()
+        ]
+        about = {"metric": self.metric, "difference": self.difference, "standard_error": self.standard_error}
+        about |= {"over_seeds": None if self.over_seeds is None else self.over_seeds.to_dict(self.level)}
+        return about | {"pairs": pairs}
+
+
+def _unit(one: Comparison) -> int:
+    return 100 if one.first.definition.unit == "fraction" else 1
+
+
+def _cells(one: Comparison) -> list[str]:
+    unit = _unit(one)
+    low, high = (unit * end for end in (one.interval.low, one.interval.high))
+    return [
+        f"{unit * float(one.first):.4g}",
+        f"{unit * float(one.second):.4g}",
+        f"{unit * one.difference:+.4g}",
+        f"[{low:+.4g}, {high:+.4g}]",
+        f"{one.p_value:.3g}",
+        one.better or "",
+    ]
+
+
+def compare(
+    first: Any,
+    second: Any,
+    labels: Array | str | None = None,
+    *,
+    metrics: Sequence[str] | None = None,
+    logits: bool | None = None,
+    bins: int = 15,
+    level: float = 0.95,
+    resamples: int | None = None,
+    seed: int = 0,
+    **columns: Unpack[ColumnOptions],
+) -> dict[str, Comparison]:
+    """Compare two models on the same samples by paired tests; return a comparison for each metric.
+
+    Args:
+        first: predictions of the first model: an array of probabilities, a file, a DataFrame or `Predictions`.
+        second: predictions of the second model.
+        labels: labels of both models; not for predictions that have labels.
+        metrics: names of metrics; by default those of reports, as far as the predictions allow.
+        logits: True if arrays hold logits.
+        bins: number of bins of calibration errors.
+        level: confidence level.
+        resamples: number of bootstrap resamples, 2,000 by default.
+        seed: random seed of the bootstrap.
+        columns: roles of the columns of a file or table, as in `read_predictions`.
+    """
+
+    def read(name: str, given: Any) -> ModelRuns:
+        own_labels = isinstance(given, AnyPredictions)
+        return ModelRuns(name, {None: as_predictions(given, None if own_labels else labels, logits=logits, **columns)})
+
+    first, second = read("first", first), read("second", second)
+    tests = compare_runs(first, second, metrics, bins=bins, level=level, resamples=resamples, seed=seed)
+    return {test.metric: test.by_seed[None] for test in tests}
+
+
+def compare_models(
+    models: Mapping[str, AnyPredictions],
+    *,
+    bins: int = 15,
+    level: float = 0.95,
+    resamples: int | None = None,
+    seed: int = 0,
+    progress: Callable[[float], None] | None = None,
+) -> list[PairedTest]:
+    """Compare models on the same samples by paired tests; a pair that cannot be compared is listed once.
+
+    All pairs of up to eight models are compared; more models are compared with the first and with the one with the
+    lowest ECE. The p-values of each metric are corrected for the number of pairs by the method of Holm.
+
+    Args:
+        models: predictions by the name of the model.
+        bins: number of bins of calibration errors.
+        level: confidence level.
+        resamples: number of bootstrap resamples, 2,000 by default; increased where the correction needs more.
+        seed: random seed of the bootstrap.
+        progress: called with the fraction of pairs that are done.
+    """
+    pairs = _pairs(models)
+    resamples = resamples or RESAMPLES
+    if resamples + 1 > 2 / (1 - level):  # otherwise the tests report that these are too few
+        # The smallest p-value, 2 / (resamples + 1), has to stay below 1 - level after the correction.
+        resamples = max(resamples, math.ceil(2 * len(pairs) / (1 - level)))
+    tests: list[PairedTest] = []
+    for done, (first, second) in enumerate(pairs):
+        if progress is not None:
+            progress(done / len(pairs))
+        runs = ModelRuns(first, {None: models[first]}), ModelRuns(second, {None: models[second]})
+        tests += _test_pair(*runs, bins, Resampling(level, resamples, seed))
+    if progress is not None and pairs:
+        progress(1.0)
+    return _corrected(tests, level)
+
+
+def _pairs(models: Mapping[str, AnyPredictions]) -> list[tuple[str, str]]:
+    names = list(models)
+    if len(names) <= MAX_MODELS_ALL_PAIRS:
+        return list(combinations(names, 2))
+    best = min(names, key=lambda name: float(ece(models[name])))
+    others = [(best, name) for name in names if name not in {best, names[0]}]
+    return [(names[0], name) for name in names[1:]] + ([] if best == names[0] else others)
+
+
+def correction_note(models: int) -> str:
+    """Return which pairs of models are compared, and how p-values are corrected; empty for two models."""
+    if models < 3:
+        return ""
+    which = "all pairs are compared"
+    if models > MAX_MODELS_ALL_PAIRS:
+        which = "the first model and the one with the lowest ECE are compared with all others"
+    return f"{which}; p-values are Holm-corrected for the number of pairs, confidence intervals are not"
+
+
+def _test_pair(first: ModelRuns, second: ModelRuns, bins: int, how: Resampling) -> Iterator[PairedTest]:
+    metric = next(iter(compared_metrics()))
+    try:
+        check_draws(how.level, how.resamples or RESAMPLES)
+        paired = _PairedRuns.of(first, second)
+        for metric in paired.known_metrics():
+            yield PairedTest(first.name, second.name, metric, paired.compare(metric, bins, how).by_seed[None])
+    except ValueError as error:
+        yield PairedTest(first.name, second.name, metric, reason=str(error))
+
+
+def _corrected(tests: Sequence[PairedTest], level: float) -> list[PairedTest]:
+    """Correct the p-values of each metric for the number of pairs by the step-down method of Holm (1979)."""
+    corrected = list(tests)
+    for metric in compared_metrics():
+        family = [(one.comparison, i) for i, one in enumerate(tests) if one.metric == metric and one.comparison]
+        for (test, i), p_value in zip(family, holm([test.p_value for test, _ in family]), strict=True):
+            better = test.better if p_value <= 1 - level or len(family) == 1 else None
+            corrected[i] = replace(tests[i], comparison=replace(test, p_value=p_value, better=better))
+    return corrected
+
+
+def compare_runs(
+    first: ModelRuns,
+    second: ModelRuns,
+    metrics: Sequence[str] | None = None,
+    *,
+    bins: int = 15,
+    level: float = 0.95,
+    resamples: int | None = None,
+    seed: int = 0,
+) -> list[RunsComparison]:
+    """Compare the runs of two methods, seed by seed and over seeds.
+
+    Args:
+        first: predictions of the first method.
+        second: predictions of the second method, on the same samples.
+        metrics: names of metrics; by default those of reports, as far as the predictions allow.
+        bins: number of bins of calibration errors.
+        level: confidence level.
+        resamples: number of bootstrap resamples, 2,000 by default.
+        seed: random seed of the bootstrap.
+    """
+    how = Resampling(level, resamples or RESAMPLES, seed)
+    check_draws(level, how.resamples or RESAMPLES)
+    for name in metrics or ():
+        if name not in paired_metrics():
+            raise UserError(f"{name!r} cannot be compared; known: {', '.join(paired_metrics())}")
+        if lacking := [one.name for one in (first, second) if one.lacks(name)]:
+            possible = [word for word, one in paired_metrics().items() if not one.needs_all_classes]
+            raise UserError(
+                f"{name} needs the probabilities of all classes, and of {lacking[0]} only the largest are stored; "
+                f"compare {', '.join(possible)}, or name run folders"
+            )
+    paired = _PairedRuns.of(first, second)
+    return [paired.compare(name, bins, how) for name in (paired.known_metrics() if metrics is None else metrics)]
+
+
+@dataclass(frozen=True)
+class _PairedRuns:
+    """Runs of two methods, paired by seed, with their samples in the same order.
+
+    Args:
+        first: the first method.
+        second: the second method.
+        seeds: the seed of the second method, by that of the first.
+        aligned: predictions of both, by the seed of the first.
+    """
+
+    first: ModelRuns
+    second: ModelRuns
+    seeds: Mapping[int | None, int | None]
+    aligned: Mapping[int | None, tuple[AnyPredictions, AnyPredictions]]
+
+    @classmethod
+    def of(cls, first: ModelRuns, second: ModelRuns) -> "_PairedRuns":
+        seeds = _paired_seeds(first, second)
+        aligned = {
+            seed: (first.runs[seed], align_samples(first.runs[seed], second.runs[other]))
+            for seed, other in seeds.items()
+        }
+        for both in aligned.values():
+            check_same_samples(*both)
+        return cls(first, second, seeds, aligned)
+
+    def known_metrics(self) -> list[str]:
+        """Return the metrics of reports that can be computed of both."""
+        return [name for name in compared_metrics() if not (self.first.lacks(name) or self.second.lacks(name))]
+
+    def compare(self, name: str, bins: int, how: Resampling) -> RunsComparison:
+        """Compare both methods in one metric."""
+        metric = paired_metrics()[name]
+        others = {seed: other for seed, other in self.seeds.items() if seed != other}
+        if metric.is_binned:
+            options: dict[str, Any] = {"bins": bins, "level": how.level, "resamples": how.resamples, "seed": how.seed}
+            return RunsComparison(
+                name, {seed: paired_bootstrap(metric, *both, **options) for seed, both in self.aligned.items()}, others
+            )
+        values = {
+            seed: (self.first.values(seed, name, ours), self.second.values(self.seeds[seed], name, theirs))
+            for seed, (ours, theirs) in self.aligned.items()
+        }
+        by_seed = {seed: paired_method(metric).compare_means(metric, *both, how) for seed, both in values.items()}
+        same_size = len({len(ours.values) for ours, _ in values.values()}) == 1
+        together = None
+        if len(values) > 1 and same_size:
+            together = over_seeds(*([both[side].values for both in values.values()] for side in (0, 1)))
+        return RunsComparison(name, by_seed, others, together, how.level)
+
+
+def _paired_seeds(first: ModelRuns, second: ModelRuns) -> dict[int | None, int | None]:
+    """Return the seed of the second method for each seed of the first."""
+    if len(first.runs) == len(second.runs) == 1:
+        return dict(zip(first.runs, second.runs, strict=True))
+    seeds: dict[int | None, int | None] = {seed: seed for seed in first.runs if seed in second.runs}
+    if not seeds:
+        raise UserError(f"no seed is on both sides: {list(first.runs)} and {list(second.runs)}")
+    return seeds
+
+
+def comparison_notes(first: ModelRuns, second: ModelRuns) -> list[str]:
+    """Return what limits the comparison of two methods: unpaired seeds, different settings, equal predictions."""
+    seeds = _paired_seeds(first, second)
+    pairs = [(seed, first.runs[seed], second.runs[other]) for seed, other in seeds.items()]
+    notes = []
+    for name, left in (("first", set(first.runs) - set(seeds)), ("second", set(second.runs) - set(seeds.values()))):
+        if left:
+            notes.append(f"seeds of the {name} side alone are left out: {', '.join(sorted(map(str, left)))}")
+    notes += _different_settings(first, second, seeds)
+    if any(seed is None and _have_no_sample_names(*both) for seed, *both in pairs):
+        notes.append("samples are paired by their rows, because no id or index is on both sides")
+    same = [seed for seed, ours, theirs in pairs if _are_equal(ours.scores, theirs.scores)]
+    if same:
+        which = "" if len(same) == len(seeds) else f" of seed {', '.join(map(str, same))}"
+        notes.append(f"both sides are the same predictions{which}, so nothing differs; was another one meant?")
+    return notes
+
+
+def _different_settings(first: ModelRuns, second: ModelRuns, seeds: Mapping[int | None, int | None]) -> list[str]:
+    different: dict[str, tuple[Any, Any]] = {}
+    for one, other in seeds.items():
+        ours, theirs = first.settings.get(one, {}), second.settings.get(other, {})
+        both = {name: (ours[name], theirs[name]) for name in ours if name in theirs}
+        different |= {name: pair for name, pair in both.items() if pair[0] != pair[1]}
+    return [f"{name} is {pair[0]} on the first side and {pair[1]} on the second" for name, pair in different.items()]
+
+
+def _have_no_sample_names(ours: AnyPredictions, theirs: AnyPredictions) -> bool:
+    return all(None in (getattr(ours, word), getattr(theirs, word)) for word in SAMPLE_NAMES)
+
+
+def _are_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return ours.dtype == theirs.dtype and torch.equal(ours, theirs)

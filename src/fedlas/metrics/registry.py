@@ -1,0 +1,27 @@
+"""The registry of metrics, found by a scan of this folder."""
+
+from fedlas.catalog import Catalog
+from fedlas.metrics.base import AbstractMetric
+
+CATALOG = Catalog("fedlas.metrics", AbstractMetric, "metric")  # type: ignore[type-abstract]
+
+
+def all_metrics() -> dict[str, AbstractMetric]:
+    """Return every metric by its name, in the order of reports."""
+    metrics = [cls() for cls in CATALOG.entries.values()]
+    return {metric.name: metric for metric in sorted(metrics, key=lambda metric: (metric.order, metric.name))}
+
+
+def find_metric(name: str) -> AbstractMetric:
+    """Return a metric by its name; raise with the nearest name if it is unknown."""
+    return CATALOG.find(name)()
+
+
+def summary_metrics() -> dict[str, AbstractMetric]:
+    """Return the metrics of summary tables."""
+    return {name: metric for name, metric in all_metrics().items() if metric.in_summary}
+
+
+def compared_metrics() -> dict[str, AbstractMetric]:
+    """Return the metrics by which reports compare models."""
+    return {name: metric for name, metric in all_metrics().items() if metric.is_compared}

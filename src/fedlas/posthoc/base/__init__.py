@@ -1,0 +1,33 @@
+"""What calibrators are built from: the base class (`calibrator`) and the optimisers (`solvers`)."""
+
+from fedlas.posthoc.base.calibrator import (
+    AbstractCalibrator,
+    DoubtfulFit,
+    Fit,
+    Samples,
+    check_count,
+    check_floor,
+    check_text,
+    float32_or_better,
+    learned_like,
+    log_probs_of,
+    mean_nll,
+    read,
+    with_logits,
+)
+
+__all__ = [
+    "AbstractCalibrator",
+    "DoubtfulFit",
+    "Fit",
+    "Samples",
+    "check_count",
+    "check_floor",
+    "check_text",
+    "float32_or_better",
+    "learned_like",
+    "log_probs_of",
+    "mean_nll",
+    "read",
+    "with_logits",
+]

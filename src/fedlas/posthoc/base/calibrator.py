@@ -1,0 +1,440 @@
+"""The base class of calibrators: input shapes, checks, and files.
+
+A calibrator learns from logits and labels of one split and maps logits to logits, so that all code that takes logits
+also takes calibrated ones. `fit` and `transform` accept
+
+    (n, classes)            rows of logits
+    (n,) or (n, 1)          logits of class 1 of a binary classifier: z means the logits [0, z]
+    (n, classes, ...)       maps, each position of which is a sample
+    Predictions             whose split is recorded; `transform` returns Predictions
+
+as torch tensors or NumPy arrays. `transform` returns the same type and shape, in float32 or better. A calibrator of
+probabilities returns their logarithms, after clamping them to its `floor`.
+"""
+
+import hashlib
+import json
+import re
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, TypeVar, overload
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedlas.catalog import keywords
+from fedlas.errors import UserError, UserTypeError
+from fedlas.io.atomic import write_atomic
+from fedlas.io.safetensors import read_safetensors, to_safetensors
+from fedlas.io.untrusted import check_file, file_errors
+from fedlas.predictions import (
+    AnyPredictions,
+    Array,
+    OptionalFields,
+    Predictions,
+    as_floats,
+    as_tensor,
+    check_labels,
+    check_rows,
+    slices_of,
+    two_columns,
+    with_every_class,
+)
+
+FORMAT = "fedlas.calibrator/1"
+# Learned values that may be non-finite: a standard error that is unknown, the value of an empty bin.
+UNKNOWN: Mapping[str, Callable[[Tensor], Tensor]] = {"standard_error": torch.isposinf, "values": torch.isnan}
+KIND = "a calibrator is a .safetensors file that `fedlas calibrate fit` or its own save() wrote"
+CHECKSUM = "sha256"  # of the tensors, in the metadata of a file; `to_safetensors` adds one of the metadata
+Kind = TypeVar("Kind", bound="AbstractCalibrator")
+EXACT_BELOW = 20_000_000  # number of logits up to which they are copied to float64; larger tables keep their type
+ENORMOUS = 1e100
+MOST_ZEROS = 0.002  # fraction of labels whose probability was given as zero
+
+
+class Samples(NamedTuple):
+    """Validated samples to fit on.
+
+    Args:
+        logits: one row per sample.
+        labels: class indices, or rows of class probabilities.
+        zeros: mask of the logits whose probability was given as zero, which are unknown; None if there are none.
+    """
+
+    logits: Float[Tensor, "n classes"]
+    labels: Int64[Tensor, " n"] | Float[Tensor, "n classes"]
+    zeros: Bool[Tensor, "n classes"] | None = None
+
+    @property
+    def label_probs(self) -> Float[Tensor, "n classes"]:
+        """The labels as rows of class probabilities, one-hot for class indices."""
+        if self.labels.ndim == 2:
+            return self.labels.to(self.logits.dtype)
+        return torch.zeros_like(self.logits).scatter_(1, self.labels[:, None], 1)
+
+
+class DoubtfulFit(UserWarning):
+    """A warning that a fitted calibrator is unreliable."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Record of how a calibrator was fitted.
+
+    Args:
+        n: number of samples.
+        classes: number of classes.
+        split: split of the samples.
+        before: mean negative log-likelihood of these samples before calibration, in nats.
+        after: mean negative log-likelihood after calibration.
+        class_names: one name per class, if the predictions had names; files of earlier versions have none.
+        doubt: why the fit is unreliable; empty if there is no reason.
+    """
+
+    n: int
+    classes: int
+    split: str | None
+    before: float
+    after: float
+    class_names: tuple[str, ...] | None = None
+    doubt: str = ""
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Fit":
+        """Restore from the fields of a file, including those of earlier versions without names."""
+        names, split, doubt = fields.get("class_names"), fields["split"], fields.get("doubt", "")
+        if names is not None and not isinstance(names, list | tuple):
+            raise UserError(f"class_names is {names!r:.100}; a list of strings is expected")
+        return cls(
+            n=check_count(fields["n"], "n"),
+            classes=check_count(fields["classes"], "classes"),
+            split=None if split is None else check_text(split, "split"),
+            before=_check_real(fields["before"], "before"),
+            after=_check_real(fields["after"], "after"),
+            class_names=None if names is None else tuple(check_text(name, "class_names") for name in names),
+            doubt=check_text(doubt, "doubt"),
+        )
+
+
+def check_text(value: object, name: str) -> str:
+    """Return a string from a file; raise on any other type."""
+    if not isinstance(value, str):
+        raise UserError(f"{name} is {value!r:.100}; a string is expected")
+    return value
+
+
+def check_count(value: object, name: str) -> int:
+    """Return a count from a file; raise on any other value."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise UserError(f"{name} is {value!r:.100}; an integer of at least 0 is expected")
+    return value
+
+
+def _check_real(value: object, name: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise UserError(f"{name} is {value!r:.100}; a number is expected")
+    return value
+
+
+class AbstractCalibrator(ABC):
+    """Base class of calibrators, which map logits to calibrated logits.
+
+    A subclass stores its keywords as attributes of the same names, and its fitted parameters in `learned`; saving and
+    loading need nothing else.
+    """
+
+    name: ClassVar[str]
+    citation: ClassVar[str]
+    keeps_order: ClassVar[bool] = False
+    """Whether the order of the classes, and hence accuracy, is preserved."""
+    by_class: ClassVar[bool] = True
+    """Whether the map differs between classes, so that a fit depends on the order of the columns."""
+
+    learned: dict[str, Tensor]
+    fitted: Fit | None = None
+
+    @abstractmethod
+    def learn(self, samples: Samples) -> dict[str, Tensor]:
+        """Return the parameters that `apply` needs."""
+
+    @abstractmethod
+    def apply(self, logits: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
+        """Map rows of logits to calibrated ones with the parameters in `learned`."""
+
+    def fill_zeros(
+        self, logits: Float[Tensor, "n classes"], zeros: Bool[Tensor, "n classes"] | None
+    ) -> Float[Tensor, "n classes"]:
+        """Return logits with the learned value for probabilities of zero; by default they are unchanged.
+
+        Args:
+            logits: one row per sample.
+            zeros: mask of the logits whose probability was given as zero.
+        """
+        del zeros
+        return logits
+
+    def doubt(self, samples: Samples) -> str:
+        """Return why a fit on these samples is unreliable; empty if there is no reason."""
+        if samples.zeros is None:
+            return ""
+        labels = float((samples.label_probs * samples.zeros).sum())
+        if labels <= MOST_ZEROS * len(samples.logits):
+            return ""
+        return (
+            f"{labels:,.0f} of {len(samples.logits):,} labels have probability zero, and {self.name} depends on the "
+            "number that stands for zero. Give logits, or probabilities with more digits; temperature needs no "
+            "such number."
+        )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords of the constructor and their values."""
+        return {name: getattr(self, name) for name in keywords(type(self))}
+
+    def fit(
+        self: Kind,
+        logits: AnyPredictions | Array,
+        labels: Array | None = None,
+        *,
+        split: str | None = None,
+        ignore_index: int | None = None,
+    ) -> Kind:
+        """Fit to logits and their labels.
+
+        Args:
+            logits: predictions, or logits of any shape listed in the docstring of the module.
+            labels: class indices, or rows of class probabilities; not needed with predictions.
+            split: name of the split; known for predictions.
+            ignore_index: label of samples that are ignored.
+        """
+        samples, split = _samples(logits, labels, split, ignore_index)
+        if split is not None and re.search(r"(?<![a-z])test(?![a-z])", split.lower()):
+            warnings.warn(
+                f"{self.name} is fitted on the split {split!r}: metrics on it will be too optimistic. "
+                "Fit on held-out validation data.",
+                UserWarning,
+                stacklevel=2,
+            )
+        before = mean_nll(samples.logits, samples.labels)
+        self.learned = self.learn(samples)
+        after = mean_nll(self.apply(self.fill_zeros(samples.logits, samples.zeros)), samples.labels)
+        n, classes = samples.logits.shape
+        names = logits.class_names if isinstance(logits, Predictions) else None
+        doubt = self.doubt(samples)
+        if doubt:
+            warnings.warn(doubt, DoubtfulFit, stacklevel=2)
+        self.fitted = Fit(n, classes, split, before, after, names, doubt)
+        return self
+
+    @overload
+    def transform(self, logits: Predictions) -> Predictions: ...
+    @overload
+    def transform(self, logits: Tensor) -> Tensor: ...
+    @overload
+    def transform(self, logits: NDArray[Any]) -> NDArray[Any]: ...
+    def transform(self, logits: AnyPredictions | Tensor | NDArray[Any]) -> Predictions | Tensor | NDArray[Any]:
+        """Calibrate logits; the result has the type and shape of the input.
+
+        Predictions whose classes have other names, or another order, than in the fit raise an error, unless the map is
+        the same for all classes (`by_class` is False) or one of the two has no names.
+        """
+        if isinstance(logits, AnyPredictions):
+            logits = with_every_class(logits, "calibration")
+            self.check_names(logits.class_names)
+            return with_logits(logits, self.transform(self.fill_zeros(logits.logits, logits.zeros)))
+        given = as_floats(logits, "logits")
+        table = _table(given)
+        if self.fitted is None:
+            raise RuntimeError(f"{self.name} is not fitted yet; call fit(logits, labels) first, or load it from a file")
+        if table.shape[1] != self.fitted.classes:
+            raise UserError(f"logits have {table.shape[1]} classes; {self.name} was fitted on {self.fitted.classes}")
+        check_rows("logits", table, torch.isfinite(table).all(1), "holds NaN or infinity")
+        largest = torch.finfo(given.dtype).max  # keeps logits finite
+        calibrated = _as_given(self.apply(float32_or_better(table)).clamp(-largest, largest), given)
+        return calibrated if isinstance(logits, Tensor) else calibrated.numpy()
+
+    def check_names(self, names: Sequence[str] | None) -> None:
+        """Raise if the class names differ from those of the fit and the map depends on the class."""
+        known = None if self.fitted is None else self.fitted.class_names
+        if not self.by_class or known is None or names is None or known == tuple(names):
+            return
+        if len(known) != len(names):
+            raise UserError(f"there are {len(names)} classes; {self.name} was fitted on {len(known)}")
+        index = next(k for k, (fitted, given) in enumerate(zip(known, names, strict=True)) if fitted != given)
+        order = "the same classes in another order" if sorted(known) == sorted(names) else "other classes"
+        raise UserError(
+            f"{self.name} was fitted on {order}: class {index} was {known[index]!r} and is {names[index]!r} here. "
+            "Its map differs between classes; put the columns in the order of the fit, or fit it again."
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the calibrator to a safetensors file, atomically."""
+        if self.fitted is None:
+            raise RuntimeError(f"{self.name} is not fitted yet; there is nothing to save")
+        about = {"format": FORMAT, "name": self.name, "options": self.options, "fitted": asdict(self.fitted)}
+        tensors = {key: value.cpu().contiguous() for key, value in self.learned.items()}
+        metadata = {key: json.dumps(value) for key, value in (about | {CHECKSUM: _checksum(tensors)}).items()}
+        write_atomic(Path(path), to_safetensors(metadata, tensors))
+
+    @classmethod
+    def load(cls: type[Kind], path: str | Path) -> Kind:
+        """Read a file of `save`; `fedlas.posthoc.load_calibrator` reads any class."""
+        about, tensors = read(path)
+        if about.get("name") != cls.name:
+            raise UserError(f"{path} holds a {about.get('name')!r} calibrator, not {cls.name!r}")
+        with file_errors(path):
+            return cls.restore(about, tensors)
+
+    @classmethod
+    def restore(cls: type[Kind], about: Mapping[str, Any], tensors: dict[str, Tensor]) -> Kind:
+        """Build a fitted calibrator from the content of a file."""
+        for name, value in tensors.items():
+            valid = value.isfinite() | UNKNOWN[name](value) if name in UNKNOWN else value.isfinite()
+            if name == "temperature":
+                valid &= value > 0
+            if not bool(valid.all()):
+                above = " and above 0" if name == "temperature" else ""
+                raise UserError(f"{name} is {float(value[~valid].flatten()[0]):g}; it must be finite{above}")
+        calibrator = cls(**about["options"])
+        calibrator.learned, calibrator.fitted = tensors, Fit.from_dict(about["fitted"])
+        return calibrator
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
+        state = "not fitted"
+        if self.fitted is not None:
+            numbers = {name: float(value) for name, value in self.learned.items() if value.numel() == 1}
+            shown = "".join(f", {name}={value:.4g}" for name, value in numbers.items())
+            state = f"fitted on {self.fitted.n:,} samples{shown}"
+        return f"<{type(self).__name__}({options}), {state}>"
+
+
+def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read the metadata and the tensors of a calibrator's file."""
+    check_file(path)
+    with Path(path).open("rb") as file:
+        start = file.read(9)
+    if start[8:] != b"{":  # follows the length of the metadata
+        raise UserError(f"{path} is {'no calibrator' if start else 'empty'}; {KIND}")
+    metadata, tensors = read_safetensors(path)
+    if metadata.get("format") != json.dumps(FORMAT):
+        content = " but holds predictions" if {"logits", "probs"} & set(tensors) else ""
+        raise UserError(f"{path} is no calibrator{content}; {KIND}")
+    with file_errors(path):
+        about = {key: json.loads(value) for key, value in metadata.items()}
+    if about.get(CHECKSUM, _checksum(tensors)) != _checksum(tensors):  # files of earlier versions have none
+        raise UserError(f"{path} is damaged: the checksum of its tensors does not match")
+    return about, tensors
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}\n".encode())
+        digest.update(tensors[name].numpy().tobytes())
+    return digest.hexdigest()
+
+
+def with_logits(predictions: Predictions, logits: Float[Tensor, "n classes"]) -> Predictions:
+    """Return predictions with new logits and all other fields unchanged."""
+    fields: Any = {name: getattr(predictions, name) for name in OptionalFields.__annotations__}
+    return Predictions(logits, predictions.given_labels, **fields)
+
+
+def float32_or_better(logits: Tensor) -> Tensor:
+    """Return logits in float32 or better."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def mean_nll(logits: Float[Tensor, "n classes"], labels: Tensor) -> float:
+    """Return the mean negative log-likelihood of labels, in nats."""
+    total = 0.0
+    for rows in slices_of(logits):
+        logs, truth = logits[rows].log_softmax(1), labels[rows]
+        own = logs.gather(1, truth[:, None]) if truth.ndim == 1 else (logs * truth).sum(1)
+        total -= float(own.sum(dtype=torch.float64))
+    return total / len(logits)
+
+
+def learned_like(value: Tensor, logits: Tensor) -> Tensor:
+    """Return a learned tensor in the dtype and on the device of the logits."""
+    return value.to(device=logits.device, dtype=logits.dtype)
+
+
+def log_probs_of(probs: Float[Tensor, "n classes"], fallback: Float[Tensor, "n classes"], floor: float) -> Tensor:
+    """Return log-probabilities of non-negative rows; a row of zeros is replaced by its fallback."""
+    total = probs.sum(1, keepdim=True)
+    normalised = torch.where(total > 0, probs / torch.where(total > 0, total, 1), fallback)
+    clamped = normalised.clamp_min(floor)
+    return (clamped / clamped.sum(1, keepdim=True)).log()
+
+
+def check_floor(floor: float) -> float:
+    """Return a floor of probabilities; raise if it is invalid."""
+    if not 0 < floor < 0.1:
+        raise UserError(f"floor is {floor}; a small positive probability is needed, such as 1e-7")
+    return float(floor)
+
+
+def _samples(
+    logits: AnyPredictions | Array, labels: Array | None, split: str | None, ignore_index: int | None
+) -> tuple[Samples, str | None]:
+    if isinstance(logits, AnyPredictions):
+        logits = with_every_class(logits, "calibration")
+        if labels is not None or ignore_index is not None:
+            raise UserTypeError("Predictions carry their own labels; give neither labels nor ignore_index with them")
+        return Samples(exact(logits.logits), logits.labels, logits.zeros), split or logits.split
+    if labels is None:
+        raise UserTypeError("labels are missing; only Predictions carry their own")
+    given = as_floats(logits, "logits")
+    table, truth = _table(given), as_tensor(labels, "labels").to(given.device)
+    if given.ndim > 2 or truth.ndim > 2:
+        soft = truth.is_floating_point()
+        truth = truth.movedim(1, -1).reshape(-1, truth.shape[1]) if soft else truth.reshape(-1)
+    if truth.is_floating_point() and truth.numel() == len(table) and table.shape[1] == 2:
+        truth = two_columns(truth, "probs")  # probability of class 1 of a binary classifier
+    elif not truth.is_floating_point():
+        truth = truth.reshape(-1)
+    if len(truth) != len(table):
+        raise UserError(f"labels has {len(truth)} rows for {len(table)} samples")
+    if ignore_index is not None and truth.ndim == 1:
+        table, truth = table[truth != ignore_index], truth[truth != ignore_index]
+    if len(table) == 0:
+        raise UserError("there is no sample to fit on")
+    check_rows("logits", table, torch.isfinite(table).all(1), "holds NaN or infinity")
+    return Samples(exact(table), check_labels(truth, *table.shape)), split
+
+
+def exact(logits: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
+    """Return logits in float64 if they are not too many and the device supports it, else in float32 or better.
+
+    Huge float64 logits are clamped, so that products stay finite; their probabilities remain zero and one.
+    """
+    if logits.dtype == torch.float64:
+        logits = logits.clamp(-ENORMOUS, ENORMOUS)
+    if logits.numel() > EXACT_BELOW or logits.device.type == "mps":
+        return float32_or_better(logits)
+    return logits.double()
+
+
+def _table(logits: Float[Tensor, "..."]) -> Float[Tensor, "rows classes"]:
+    if logits.ndim == 0:
+        raise UserError("logits are a single number; one row per sample is expected")
+    if logits.ndim <= 2:
+        return two_columns(logits, "logits")
+    if logits.shape[1] == 1:
+        return two_columns(logits.reshape(-1), "logits")
+    return logits.movedim(1, -1).reshape(-1, logits.shape[1])
+
+
+def _as_given(table: Float[Tensor, "rows classes"], given: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    if given.ndim == 1 or given.shape[1] == 1:
+        return (table[:, 1] - table[:, 0]).reshape(given.shape)
+    if given.ndim == 2:
+        return table
+    return table.reshape(len(given), *given.shape[2:], given.shape[1]).movedim(-1, 1)

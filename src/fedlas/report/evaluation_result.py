@@ -1,0 +1,471 @@
+"""Evaluate files of predictions: what `fedlas evaluate` does.
+
+    result = evaluate_files(["resnet.csv"], ood=["svhn=svhn.npz"])
+    for line in result.lines():
+        ...
+    result.failed(["ece>0.05"])
+
+The name of a model is given by `NAME=FILE`, or is the name of its file. Instead of a file, a `Model` may be given, for
+example of a run folder.
+"""
+
+import html
+import json
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Unpack
+
+from fedlas.comparison import PairedTest, compare_models, correction_note
+from fedlas.errors import UserError
+from fedlas.evaluation import FOLDS, UNCALIBRATED, Report, State, evaluate
+from fedlas.io import read_predictions, require_labels
+from fedlas.io.columns import ReadOptions
+from fedlas.metrics.registry import all_metrics, summary_metrics
+from fedlas.metrics.result import html_table
+from fedlas.ood.detection import Detection
+from fedlas.predictions import AnyPredictions, TopLabelPredictions, check_every_class
+from fedlas.report.model import Model
+from fedlas.report.summary_text import headline, sentences
+
+FORMAT = "fedlas.evaluation/1"
+MULTI_MODEL_METRICS = ("accuracy", "ece", "over_ece", "under_ece", "nll")  # columns of the table of several models
+OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+CONDITION = re.compile(r"\s*([^<>=]+?)\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(%?)\s*")
+
+Progress = Callable[[str, float], None]
+File = str | Path
+Files = File | Sequence[File] | Mapping[str, File]
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The evaluation of one model or several, and their paired comparisons.
+
+    Args:
+        models: predictions and report by the name of the model.
+        files: the file of each model that was read from one.
+        comparisons: paired tests of models on the same samples, or why there is none.
+        notes: what could not be done, and why.
+    """
+
+    models: Mapping[str, Model]
+    files: Mapping[str, Path]
+    comparisons: Sequence[PairedTest] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def reports(self) -> dict[str, Report]:
+        """The report of every model."""
+        return {name: model.report for name, model in self.models.items() if model.report is not None}
+
+    def lines(self) -> list[str]:
+        """Return the summary text: a headline, then sentences, of every model."""
+        said = []
+        for name, report in self.reports.items():
+            said += [
+                f"{name}: {headline(report)}.",
+                *(f"  {line}" for line in sentences(report)),
+                *self._columns(name),
+                "",
+            ]
+        for one in self.comparisons:
+            verdict = f": {one.comparison}" if one.comparison is not None else f" are not compared: {one.reason}"
+            said.append(f"{one.first} and {one.second}{verdict}")
+        return [*said, *self.notes]
+
+    def _columns(self, name: str) -> list[str]:
+        """Return a line with the roles of the columns of the file of a model."""
+        given = self.models[name].predictions
+        if given is None or given.columns is None or name not in self.files:
+            return []
+        return [f"  Read from {self.files[name].name}: {given.columns}."]
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Return head and rows: a column for each state of a single model, a row for each state of several."""
+        reports = self.reports
+        first = next(iter(reports.values())).before
+        states = [(model, state) for model, report in reports.items() for state in report.states]
+        wanted = list(summary_metrics()) if len(reports) == 1 else MULTI_MODEL_METRICS
+        names = [name for name in wanted if any(name in state.results for _, state in states)]
+        head = [first[name].heading() if name in first.results else name for name in names]
+        cells = [[state[name].cell() if name in state.results else "" for name in names] for _, state in states]
+        if len(reports) == 1:
+            columns = zip(*cells, strict=True)
+            return ["", *(state.name for _, state in states)], [[h, *row] for h, row in zip(head, columns, strict=True)]
+        rows = [[model, state.name, *row] for (model, state), row in zip(states, cells, strict=True)]
+        return ["model", "state", *head], rows
+
+    def _repr_html_(self) -> str:
+        """Show the result in a notebook."""
+        head, rows = self.table()
+        said = "".join(f"<p>{html.escape(line)}</p>" for line in self.lines() if line)
+        tables = [one._repr_html_() for report in self.reports.values() for one in _detections(report)]
+        notes = "".join(f"<p><small>{html.escape(note)}</small></p>" for note in self.footnotes())
+        return said + html_table([head, *rows]) + notes + "".join(tables)
+
+    def footnotes(self) -> list[str]:
+        """Return notes about the intervals of the table."""
+        several = len(self.reports) > 1
+        return [
+            f"{f'{name}: ' if several else ''}{note}" for name, report in self.reports.items() for note in report.notes
+        ]
+
+    def detections(self) -> dict[str, str]:
+        """Return the tables of OOD detection, by model and state."""
+        return {
+            f"{name}, {state.name}": str(state.detection)
+            for name, report in self.reports.items()
+            for state in report.states
+            if state.detection is not None
+        }
+
+    def failed(self, conditions: Sequence[str]) -> list[str]:
+        """Return which failure conditions hold: `ece>0.05`, `temperature.ece>2%`, `ece.high>0.1`, `accuracy<0.9`."""
+        found = []
+        for text in conditions:
+            condition = Condition.parse(text)
+            for name, report in self.reports.items():
+                value = condition.value(report)
+                if OPERATORS[condition.sign](value, condition.limit):
+                    found.append(f"{name}: {condition.name} is {value:.6g}, so {text.strip()} holds")
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {
+            "format": FORMAT,
+            "models": {
+                name: {
+                    "file": str(self.files[name]) if name in self.files else None,
+                    "columns": next(iter(self._columns(name)), None),
+                    "headline": headline(report),
+                    "sentences": list(sentences(report)),
+                    "report": report.to_dict(samples=False),
+                }
+                for name, report in self.reports.items()
+            },
+            "comparisons": [
+                {"models": [one.first, one.second], "metric": one.metric}
+                | ({"reason": one.reason} if one.comparison is None else one.comparison.to_dict())
+                for one in self.comparisons
+            ],
+            "notes": list(self.notes),
+        }
+
+    def to_json(self) -> str:
+        """Return the result as a JSON object."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A failure condition such as `ece>0.05`.
+
+    Args:
+        state: "uncalibrated", or the name of a calibrator.
+        metric: name of the metric.
+        end: "low" or "high" for an end of its interval, or "".
+        sign: comparison operator.
+        limit: number that the metric is compared with.
+    """
+
+    state: str
+    metric: str
+    end: str
+    sign: str
+    limit: float
+
+    @classmethod
+    def parse(cls, text: str) -> "Condition":
+        """Parse a condition."""
+        found = CONDITION.fullmatch(text)
+        if found is None:
+            raise UserError(f"{text!r} is not a condition such as ece>0.05, temperature.ece>=2% or accuracy<0.9")
+        name, sign, number, percent = found.groups()
+        *before, last = name.split(".")
+        end = last if last in {"low", "high"} else ""
+        parts = before if end else [*before, last]
+        if not 1 <= len(parts) <= 2:
+            raise UserError(f"{text!r}: before {sign} stands METRIC, STATE.METRIC, or one of them with .low or .high")
+        return cls(
+            state=parts[0] if len(parts) == 2 else UNCALIBRATED,
+            metric=parts[-1],
+            end=end,
+            sign=sign,
+            limit=float(number) / (100 if percent else 1),
+        )
+
+    @property
+    def name(self) -> str:
+        """State, metric and end of the interval, separated by dots."""
+        return ".".join(
+            [*([] if self.state == UNCALIBRATED else [self.state]), self.metric, *([self.end] * bool(self.end))]
+        )
+
+    def value(self, report: Report) -> float:
+        """Return the value in a report."""
+        states: dict[str, State] = {state.name: state for state in report.states}
+        if self.state not in states:
+            raise UserError(f"{self.name}: there is no {self.state!r} here, only {', '.join(states)}")
+        results = states[self.state].results
+        if self.metric not in results:
+            raise UserError(f"{self.name}: {self.metric!r} is not known; known: {', '.join(results)}")
+        result = results[self.metric]
+        if self.end and result.interval is None:
+            raise UserError(f"{self.name}: {self.metric} has no interval")
+        value = float(result) if not self.end else float(getattr(result.interval, self.end))
+        if not math.isfinite(value):
+            raise UserError(f"{self.name} is {value}, which cannot be compared")
+        return value
+
+
+def check_conditions(conditions: Sequence[str], posthoc: Sequence[str]) -> None:
+    """Raise if conditions name unknown metrics or calibrators, before any work is done.
+
+    Args:
+        conditions: such as `ece>0.05`.
+        posthoc: names of the calibrators that will be fitted.
+    """
+    metrics = all_metrics()
+    for condition in map(Condition.parse, conditions):
+        if condition.state not in {UNCALIBRATED, *posthoc}:
+            there = ", ".join([UNCALIBRATED, *posthoc])
+            raise UserError(f"{condition.name}: there is no {condition.state!r} here, only {there}")
+        if condition.metric not in metrics:
+            raise UserError(f"{condition.name}: {condition.metric!r} is not known; known: {', '.join(metrics)}")
+        if metrics[condition.metric].unit == "fraction" and condition.limit > 1:
+            fraction = f"{condition.limit:g}% or {condition.limit / 100:g}"
+            raise UserError(
+                f"{condition.metric} is at most 1, so {condition.limit:g} cannot be its limit; write {fraction}"
+            )
+
+
+def evaluate_files(
+    files: File | Sequence[File] | Mapping[str, File | Model],
+    *,
+    calibration: Files = (),
+    calibration_labels: File | None = None,
+    ood: Files = (),
+    posthoc: str | Sequence[Any] = "temperature",
+    folds: int = FOLDS,
+    bins: int = 15,
+    level: float = 0.95,
+    resamples: int | None = None,
+    seed: int = 0,
+    images: File | None = None,
+    progress: Progress | None = None,
+    **columns: Unpack[ReadOptions],
+) -> EvaluationResult:
+    """Read files of predictions, evaluate each model, and compare models by paired tests.
+
+    Args:
+        files: one for each model: FILE or NAME=FILE; or files or a `Model` by name.
+        calibration: files of predictions of the same models on other samples, on which calibrators are fitted: FILE for
+            a single model, MODEL=FILE or {MODEL: FILE} for several. Without them, calibrators are cross-fitted.
+        calibration_labels: a file of the labels of these samples, if `calibration` has none.
+        ood: predictions on OOD data: NAME=FILE or {NAME: FILE} for a single model, MODEL/NAME in place of NAME for
+            one of several.
+        posthoc: names of calibrators, or built ones.
+        folds: number of folds for cross-fitting them.
+        bins: number of bins of calibration errors.
+        level: confidence level.
+        resamples: number of bootstrap resamples; by default that of each method.
+        seed: random seed for bootstrap intervals and cross-fitting.
+        images: folder of image files; by default that of the predictions.
+        progress: called with the name of the present step and the fraction of it that is done.
+        columns: roles of the columns of the files, as in `read_predictions`.
+    """
+    named = files if isinstance(files, Mapping) else named_files([files] if isinstance(files, str | Path) else files)
+    if not named:
+        raise UserError("no file of predictions is given")
+    others = _of_models(calibration, list(named))
+    if calibration_labels is not None and not others:
+        raise UserError(
+            f"{calibration_labels} has the labels of calibration data: give that too, with --calibration (calibration=)"
+        )
+    ood_files = _ood_files(ood, list(named))
+    sources = {name: one.source if isinstance(one, Model) else Path(one) for name, one in named.items()}
+    for name, path in others.items():
+        source = sources[name]
+        if source is not None and path.resolve() == source.resolve():
+            raise UserError(f"{path} is the evaluated file; without calibration data, calibrators are cross-fitted")
+    tried = (posthoc,) if isinstance(posthoc, str) or not isinstance(posthoc, Sequence) else tuple(posthoc)
+    options: dict[str, Any] = {"bins": bins, "level": level, "resamples": resamples, "seed": seed}
+    models, notes = {}, []
+    for name, one in named.items():
+        held = one if isinstance(one, Model) else _model(Path(one), images, progress, columns)
+        if held.report is None:
+            more = (others.get(name), ood_files.get(name, {}), progress)
+            held = _with_data(held, name, *more, columns=columns, labels=calibration_labels)
+            why = _no_calibrator(held, folds)
+            if why and tried:
+                notes.append(f"{name}: no calibrator is fitted: {why}")
+            held = replace(held, posthoc=() if why else tried, folds=folds)
+            held = replace(held, report=_report(held, options, _stage(progress, f"evaluating {name}")))
+        elif name in others or name in ood_files:
+            raise UserError(f"{name} has a report already, so no further predictions of it can be evaluated")
+        models[name] = held
+    held_by = {name: model.predictions for name, model in models.items() if model.predictions is not None}
+    comparisons = compare_models(held_by, **options, progress=_stage(progress, "comparing models"))
+    if any(one.comparison is not None for one in comparisons) and (note := correction_note(len(held_by))):
+        notes.append(note)
+    return EvaluationResult(
+        models, {name: path for name, path in sources.items() if path is not None}, comparisons, notes
+    )
+
+
+def named_files(files: Sequence[File]) -> dict[str, Path]:
+    """Return files by name: NAME of NAME=FILE, else the name of the file, with its folder where names are equal."""
+    pairs = [_pair(one) for one in files]
+    plain = [name or (path.resolve().name if path.is_dir() else _stem(path)) for name, path in pairs]
+    found: dict[str, Path] = {}
+    for (name, path), short in zip(pairs, plain, strict=True):
+        whole = path if path.is_dir() else path.with_suffix("")
+        called = short if name or plain.count(short) == 1 else whole.as_posix()
+        if called in found:
+            raise UserError(f"two models are called {called!r}; name them: NAME=FILE")
+        found[called] = path
+    return found
+
+
+def _stem(path: Path) -> str:
+    return Path(path.stem).stem if path.suffix.lower() == ".gz" else path.stem
+
+
+def _model(path: Path, images: File | None, progress: Progress | None, columns: ReadOptions) -> Model:
+    # An untrusted file may name any file of this machine; a page must not show those to its readers.
+    folders = (path.parent, *([] if images is None else [Path(images)]))
+    return Model(predictions=_read_labelled(path, progress, columns), source=path, image_folders=folders)
+
+
+def _with_data(
+    held: Model,
+    name: str,
+    calibration: Path | None,
+    ood_files: Mapping[str, Path],
+    progress: Progress | None,
+    *,
+    columns: ReadOptions,
+    labels: File | None,
+) -> Model:
+    """Add calibration data and OOD data to a model."""
+    if held.predictions is None:
+        raise UserError(f"{name} has neither predictions nor a report")
+    given = held.predictions
+    # Labels of calibration data have an option of their own; OOD samples have no labels.
+    unlabelled: Any = {word: value for word, value in columns.items() if word not in {"labels", "label_column"}}
+    others: Any = {**columns, "labels": labels}
+    read = {word: _like(_read(path, progress, unlabelled), given, path) for word, path in ood_files.items()}
+    other = (
+        held.calibration
+        if calibration is None
+        else _like(
+            require_labels(_read(calibration, progress, others), calibration, "calibration_labels"), given, calibration
+        )
+    )
+    return replace(held, calibration=other, ood={**held.ood, **read})
+
+
+def _report(held: Model, options: Mapping[str, Any], progress: Callable[[float], None] | None) -> Report:
+    assert held.predictions is not None
+    return evaluate(held.predictions, **held.evaluate_options(), **options, progress=progress)
+
+
+def _no_calibrator(held: Model, folds: int) -> str:
+    """Return why no calibrator can be fitted; empty if one can."""
+    given = held.predictions
+    assert given is not None
+    if isinstance(given, TopLabelPredictions):
+        return "only the top class of each sample is known"
+    if held.calibration is None and len(given) < 2 * folds:
+        have = "1 sample is" if len(given) == 1 else f"{len(given)} samples are"
+        return f"{have} too few to cross-fit one in {folds} parts; other ones can be given"
+    return ""
+
+
+def _detections(report: Report) -> list[Detection]:
+    return [state.detection for state in report.states if state.detection is not None]
+
+
+def _read(path: Path, progress: Progress | None, columns: ReadOptions) -> AnyPredictions:
+    stage = _stage(progress, f"reading {path.name}")
+    if stage is None:
+        return read_predictions(path, **columns)
+    stage(0.0)
+    found = read_predictions(path, watch=stage, **columns)
+    stage(1.0)  # some formats do not report progress
+    return found
+
+
+def _read_labelled(path: Path, progress: Progress | None, columns: ReadOptions) -> AnyPredictions:
+    return require_labels(_read(path, progress, columns), path)
+
+
+def _stage(progress: Progress | None, step: str) -> Callable[[float], None] | None:
+    return None if progress is None else lambda fraction: progress(step, fraction)
+
+
+def _pair(text: str | Path) -> tuple[str, Path]:
+    """Split NAME=FILE; an existing file whose name has a = in it needs no other name."""
+    name, equals, path = str(text).partition("=")
+    return ("", Path(text)) if not equals or Path(text).exists() else (name.strip(), Path(path))
+
+
+def _of_models(files: Files, models: Sequence[str]) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for name, path in _pairs(files):
+        model = name or (models[0] if len(models) == 1 else "")
+        if model not in models:
+            raise UserError(f"which model is calibration data {path} of? Write MODEL=FILE, with {', '.join(models)}")
+        if model in found:
+            raise UserError(f"two files of calibration data are given for {model}")
+        found[model] = path
+    return found
+
+
+def _ood_files(files: Files, models: Sequence[str]) -> dict[str, dict[str, Path]]:
+    found: dict[str, dict[str, Path]] = {}
+    for name, path in _pairs(files, named=True):
+        # The name of a model may hold a slash itself.
+        fitting = [one for one in models if name.startswith(f"{one}/")]
+        model = models[0] if len(models) == 1 else max(fitting, key=len, default="")
+        word = name if len(models) == 1 else name.removeprefix(f"{model}/")
+        if model not in models or not word:
+            known = ", ".join(models)
+            raise UserError(f"OOD data {name}={path}: which model is it of? Write MODEL/NAME=FILE, with {known}")
+        if word in found.setdefault(model, {}):
+            raise UserError(f"two files of OOD data are given for {word}")
+        found[model][word] = path
+    return found
+
+
+def _pairs(files: Files, *, named: bool = False) -> list[tuple[str, Path]]:
+    """Return pairs of name and file; raise if a required name is missing."""
+    if isinstance(files, Mapping):
+        return [(str(name), Path(path)) for name, path in files.items()]
+    found = []
+    for one in [files] if isinstance(files, str | Path) else files:
+        name, _, path = str(one).partition("=")
+        if named and not (name and path):
+            raise UserError(f"OOD data is given as NAME=FILE, not as {str(one)!r}")
+        found.append((name, Path(path)) if named else _pair(one))
+    return found
+
+
+def _like(other: AnyPredictions, given: AnyPredictions, path: Path) -> AnyPredictions:
+    """Return predictions of the same model after a check that they have the same classes in the same order."""
+    tops = isinstance(other, TopLabelPredictions), isinstance(given, TopLabelPredictions)
+    if all(tops):
+        return other  # each names the classes that it mentions
+    if any(tops):
+        check_every_class(other, str(path), given, "the evaluated predictions")
+    named = None not in (other.class_names, given.class_names)
+    if other.num_classes != given.num_classes:
+        raise UserError(f"{path} has {other.num_classes} classes, the evaluated predictions {given.num_classes}")
+    if named and other.class_names != given.class_names:
+        raise UserError(f"{path} names other classes, or in another order, than the evaluated predictions")
+    return other

@@ -1,0 +1,48 @@
+"""A model under evaluation: its predictions, calibration and OOD data, report and training log."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedlas.evaluation import FOLDS, Report
+from fedlas.predictions import AnyPredictions, Array
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Model:
+    """A model under evaluation.
+
+    Args:
+        predictions: predictions and labels of the test samples. Without them, a page has summary and diagrams only.
+        report: the result of `evaluate`; by default it is computed.
+        calibration: predictions on other samples, to fit calibrators on; without them, calibrators are cross-fitted.
+        posthoc: names of calibrators, or built ones, if the report is computed.
+        folds: number of folds for cross-fitting, if the report is computed.
+        ood: predictions or logits on OOD data, by the name of the data set.
+        train_features: features of the training set, for the "knn" score.
+        log: the log of its training run, one record for each epoch.
+        recipe: the fields of its training recipe.
+        environment: versions and hardware of its training run.
+        source: the file or folder that it was read from.
+        image_folders: where image files of the predictions are looked for, in this order; no file outside of these
+            folders is opened. None: paths are trusted.
+    """
+
+    predictions: AnyPredictions | None = None
+    report: Report | None = None
+    calibration: AnyPredictions | None = None
+    posthoc: str | Sequence[Any] = "temperature"
+    folds: int = FOLDS
+    ood: Mapping[str, AnyPredictions | Array] = field(default_factory=dict)
+    train_features: Array | None = None
+    log: Sequence[Mapping[str, Any]] = ()
+    recipe: Mapping[str, Any] | None = None
+    environment: Mapping[str, Any] | None = None
+    source: Path | None = None
+    image_folders: Sequence[Path] | None = None
+
+    def evaluate_options(self) -> dict[str, Any]:
+        """Return the arguments of `evaluate` other than the predictions."""
+        names = ("posthoc", "calibration", "train_features", "folds")
+        return {"ood": self.ood or None} | {name: getattr(self, name) for name in names}

@@ -1,0 +1,386 @@
+"""Summary text of a report: only statements that its intervals and paired tests support.
+
+A direction is stated only if the interval of the signed ECE excludes zero, and a bin only if the interval of its
+accuracy, Bonferroni-corrected for the number of bins, excludes its confidence. Otherwise the text says that nothing is
+shown, and gives the noise floor beside the error.
+"""
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+from fedlas.formatting import count, decimals, fixed, interval, level, number, p_value, percent, significant
+from fedlas.metrics.bin_sums import Bins
+from fedlas.metrics.result import Result
+from fedlas.report.reliability_bins import ReliabilityBin, non_empty_bins
+
+if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
+    from fedlas.evaluation import Report, State
+
+Direction = Literal["over", "under", "both", "some", "none", "unknown"]
+Effect = Literal["all", "most", "part", "unchanged", "worse", "harm", "untested"]
+
+TYPICAL_CONFIDENCE = 0.9  # whose accuracy is stated
+MIN_SAMPLES = 10  # of a bin that is mentioned
+LONGEST = 60  # characters of an untrusted name
+TINY = 1e-30  # a floor of probabilities that no rounding to decimals explains
+MUCH = 0.1  # an ECE that may be this large is not known to be small
+
+
+def direction(state: "State") -> Direction:
+    """Return the direction of the miscalibration that is statistically significant.
+
+    "over" and "under": of the mean; "both": some bins are over-confident and some under-confident, and they cancel;
+    "some": miscalibration without a direction; "none": no significant miscalibration; "unknown": no intervals.
+    """
+    signed, total = state["signed_ece"].interval, state["ece"].interval
+    if signed is None or total is None:
+        return "unknown"
+    if signed.low > 0 or signed.high < 0:
+        return "over" if signed.low > 0 else "under"
+    if total.low > 0:
+        ends = [state[name].interval for name in ("over_ece", "under_ece")]
+        return "both" if all(end is not None and end.low > 0 for end in ends) else "some"
+    return "none"
+
+
+def effect(after: "State") -> Effect:
+    """Return what a calibrator does to the calibration error, by paired tests on the same samples.
+
+    "all": the ECE is significantly lower, and no miscalibration is detectable any more; "most", "part": significantly
+    lower, by more or less than half of what exceeds the noise floor; "unchanged": no significant difference; "worse":
+    significantly higher; "harm": accuracy or NLL is significantly worse, whatever the ECE is; "untested": there is no
+    paired test, as without intervals.
+    """
+    if "ece" not in after.comparisons:
+        return "untested"
+    if _costs(after):
+        return "harm"
+    test = after.comparisons["ece"]
+    if test.better != "second":
+        return "unchanged" if test.better is None else "worse"
+    start, end = _excess(test.first), max(_excess(test.second), 0.0)
+    remains = after["ece"].interval
+    if remains is None or remains.low <= 0:
+        return "all"
+    return "most" if end < start / 2 else "part"
+
+
+def at_confidence(bins: Bins, confidence: float = TYPICAL_CONFIDENCE, level: float = 0.95) -> ReliabilityBin | None:
+    """Return the bin of a confidence; None if it has too few samples."""
+    places = non_empty_bins(bins, level)
+    found = [place for place in places if place.lower < confidence <= place.upper and place.samples >= MIN_SAMPLES]
+    return found[0] if found else None
+
+
+def worst_bin(state: "State", level: float = 0.95) -> ReliabilityBin | None:
+    """Return the significantly miscalibrated bin with the largest contribution to the ECE."""
+    way = direction(state)
+    bins = state.bins["width"]
+    tried = max(1, int((bins.counts > 0).sum()))
+    wanted = {"over": (1,), "under": (-1,)}.get(way, (1, -1))
+    places = [
+        place
+        for place in non_empty_bins(bins, 1 - (1 - level) / tried)
+        if not place.is_calibrated and math.copysign(1, place.weighted_gap) in wanted
+    ]
+    return max(places, key=lambda place: abs(place.weighted_gap), default=None)
+
+
+def headline(report: "Report") -> str:
+    """Return one line: direction, accuracy at 0.9 confidence, and the effect of calibration."""
+    state, way = report.before, direction(report.before)
+    two = _hides_classes(report, way)
+    said = [_headline(state, way, " of the predicted class" if two else "")]
+    if two:
+        said.append(f"for the probability of one class the ECE is {_value(state['classwise_ece'])}")
+    place = at_confidence(state.bins["width"], level=_level(state))
+    if place is not None:
+        said.append(f"at {_about(place)} confidence the accuracy is {percent(place.accuracy, place.low, place.high)}")
+    done = _headline_calibrator(report)
+    if done is not None and way not in {"none", "unknown"}:
+        verdict = {
+            "all": "removes all detectable miscalibration",
+            "most": "removes most of it",
+            "part": "removes part of it",
+            "unchanged": f"{_lowered_nll(done)}does not change the ECE significantly",
+            "worse": "makes it significantly worse",
+            "harm": "does harm",
+            "untested": "was not tested",
+        }
+        doubted = any(fit.doubt for fit in done.fits)
+        said.append(f"{_called(done)} {'cannot be relied on' if doubted else verdict[effect(done)]}")
+    return "; ".join(said)
+
+
+def _hides_classes(report: "Report", way: Direction) -> bool:
+    """Return whether a verdict on the predicted class could be taken for one on the positive class."""
+    return report.classes == 2 and way == "none" and "classwise_ece" in report.before.results
+
+
+def sentences(report: "Report") -> tuple[str, ...]:
+    """Return the results of a report as sentences, with confidence intervals."""
+    state, way = report.before, direction(report.before)
+    confidence_level = _level(state)
+    samples = f"{count(report.n)} {'sample' if report.n == 1 else 'samples'}"
+    where = f' of the split "{_name(report.split)}"' if report.split else ""
+    classes = f" in {count(report.classes)} classes" if report.classes else ""
+    said = [f"Accuracy is {_share(state['accuracy'])} on {samples}{where}{classes}."]
+    said += _direction_sentences(state, way, samples)
+    if _hides_classes(report, way):
+        said.append(
+            "That is about the confidence in the predicted class, where errors of both classes can cancel. For the "
+            f"probability of one class the ECE is {_value(state['classwise_ece'])}; its reliability diagram "
+            "shows where."
+        )
+    near = at_confidence(state.bins["width"], level=confidence_level)
+    if near is not None:
+        agrees = ", which agrees with the confidence" if near.is_calibrated else ""
+        said.append(
+            f"Where its confidence is about {_about(near)} ({count(near.samples)} samples, mean "
+            f"{_with_digits_of(near, near.confidence)}), the accuracy is {_accuracy(near)}{agrees}."
+        )
+    worst = worst_bin(state, confidence_level) if way not in {"none", "unknown"} else None
+    if worst is not None:
+        most = abs(worst.weighted_gap) > float(state["ece"]) / 2
+        said.append(
+            f"{'Most' if most else 'The largest part'} of the error lies at confidences from {fixed(worst.lower, 2)} "
+            f"to {fixed(worst.upper, 2)}: {count(worst.samples)} samples, mean confidence "
+            f"{_with_digits_of(worst, worst.confidence)}, accuracy {_with_digits_of(worst, worst.accuracy)}."
+        )
+    said += _floored(state)
+    said += [_effect_sentence(state, after, way) for after in report.after.values()]
+    said += sorted({_fitted(after) for after in report.after.values() if after.fits})
+    return tuple(said)
+
+
+def _direction_sentences(state: "State", way: Direction, samples: str) -> list[str]:
+    signed, total = state["signed_ece"], state["ece"]
+    mean = float(state["accuracy"]) + float(signed)
+    compared = f"mean confidence is {_like(state['accuracy'], mean)}, accuracy {_value(state['accuracy'])}"
+    error = f"The ECE is {_share(total)}{_chance(total)}."
+    if signed.interval is None or total.interval is None:
+        side = "above" if float(signed) >= 0 else "below"
+        return [
+            f"Mean confidence is {_points(signed)} {side} accuracy; no confidence interval was computed.",
+            f"The ECE is {_value(total)}.",
+        ]
+    if way in {"over", "under"}:
+        low, high = sorted(abs(end) for end in (signed.interval.low, signed.interval.high))
+        return [
+            f"It is {way}-confident by {_points(signed)} ({number(low, low, high)} to {number(high, low, high)} points "
+            f"at {level(signed.interval.level)}): {compared}.",
+            error,
+        ]
+    if way == "both":
+        return [
+            f"It is over-confident in some bins (O-ECE {_share(state['over_ece'])}) and under-confident in others "
+            f"(U-ECE {_share(state['under_ece'])}); on average the two cancel: {compared}.",
+            error,
+        ]
+    if way == "some":
+        return [f"Confidence and accuracy differ, but no single direction is shown: {compared}.", error]
+    unknown = f" {samples.capitalize()} cannot tell more." if total.interval.high >= MUCH else ""
+    return [
+        f"No miscalibration is shown: the ECE is {_value(total)}, and the true one may be anywhere from 0 to "
+        f"{_like(total, total.interval.high)}{_chance(total)}.{unknown}"
+    ]
+
+
+def _effect_sentence(before: "State", after: "State", way: Direction) -> str:
+    if any(fit.doubt for fit in after.fits):
+        return _doubt(after)
+    found, costs = effect(after), _costs(after)
+    verdict = {
+        "all": "removes all detectable miscalibration",
+        "most": "removes most of the miscalibration",
+        "part": "removes part of the miscalibration",
+        "unchanged": f"{_lowered_nll(after)}does not change the ECE significantly",
+        "worse": "makes the calibration significantly worse",
+        "harm": f"does harm ({' and '.join(costs)})",
+        "untested": "was not tested for significance",
+    }[found]
+    if way == "none":
+        verdict = {
+            "all": "lowers the ECE, though no miscalibration was detectable",
+            "unchanged": f"{_lowered_nll(after)}has no detectable miscalibration to remove",
+        }.get(found, verdict)
+    zeros = " Probabilities of zero may be the reason: give logits, or probabilities with more digits."
+    why = zeros if _zeros(before) and found in {"worse", "harm"} else ""
+    return f"{_subject(after, brief=way == 'none')} {verdict}: {_changes(before, after)}.{why}"
+
+
+def _changes(before: "State", after: "State") -> str:
+    """Describe the change of the ECE and of the NLL, each with the p-value of its paired test."""
+    total = after["ece"]
+    start = _value(before["ece"])
+    parts = [f"the ECE goes from {start} to {_share(total)}{_p_value(after, 'ece')}{_chance(total)}"]
+    if "nll" in after.results:
+        start, end = (_value(state["nll"]) for state in (before, after))
+        least = "at least " if _is_lower_bound(before) else ""
+        parts.append(f"the NLL goes from {least}{start} to {end}{_p_value(after, 'nll')}")
+    if "accuracy" in after.comparisons and after.comparisons["accuracy"].better is not None:
+        start, end = (_value(state["accuracy"]) for state in (before, after))
+        parts.append(f"accuracy goes from {start} to {end}{_p_value(after, 'accuracy')}")
+    return "; ".join(parts)
+
+
+def _lowered_nll(after: "State") -> str:
+    test = after.comparisons.get("nll")
+    return "lowers the NLL but " if test is not None and test.better == "second" else ""
+
+
+def _p_value(after: "State", name: str) -> str:
+    test = after.comparisons.get(name)
+    if test is None:
+        return ""
+    significance = "no significant difference, " if test.better is None else ""
+    return f" ({significance}{p_value(test.p_value)})"
+
+
+def _costs(after: "State") -> list[str]:
+    """List what a calibrator makes significantly worse, other than the ECE."""
+    costs = {"accuracy": "a lower accuracy", "nll": "a higher NLL"}
+    tests = after.comparisons
+    return [words for name, words in costs.items() if name in tests and tests[name].better == "first"]
+
+
+def _zeros(state: "State") -> int:
+    """Count the labels whose probability was given as zero."""
+    return int(state["nll"].details.get("floored", 0)) if "nll" in state.results else 0
+
+
+def _is_lower_bound(state: "State") -> bool:
+    """Return whether half of the last decimal stands for zeros; the smallest float is below any true probability."""
+    return _zeros(state) > 0 and float(state["nll"].details["floor"]) > TINY
+
+
+def _floored(state: "State") -> list[str]:
+    """Return a note where the NLL depends on the number that stands for probabilities of zero."""
+    zeros = _zeros(state)
+    if not zeros:
+        return []
+    labels = "label has" if zeros == 1 else "labels have"
+    floor = f"{float(state['nll'].details['floor']):.2g}"  # far too small for decimals
+    bound = f"the NLL shown depends on the number that stands for zero, {floor}"
+    if _is_lower_bound(state):
+        bound = f"the true NLL is larger than the one shown, in which {floor} stands for zero"
+    return [f"{count(zeros)} {labels} probability zero: {bound}. Give logits, or probabilities with more digits."]
+
+
+def _fitted(after: "State") -> str:
+    if len(after.fits) > 1:
+        parts = f"{len(after.fits)} parts"
+        return f"Calibrators were cross-fitted in {parts}: no sample is evaluated by a fit that saw its label."
+    fit = after.fits[0]
+    of_split = f' of the split "{_name(fit.split)}"' if fit.split else ""
+    leaked = ""
+    if after.leaked:
+        leaked = f", {count(after.leaked)} of which are evaluated too: the results after calibration are optimistic"
+    return f"Calibrators were fitted on {count(fit.n)} samples{of_split}{leaked}."
+
+
+def _doubt(after: "State") -> str:
+    """Return why a fitted calibrator should not be relied on."""
+    doubts = [fit.doubt for fit in after.fits if fit.doubt]
+    parts = f" in {len(doubts)} of {len(after.fits)} parts" if len(after.fits) > 1 else ""
+    end = "" if doubts[0].endswith((".", "?")) else "."
+    return f"Do not rely on {_name(after.name)}{parts}: {doubts[0]}{end}"
+
+
+def _headline_calibrator(report: "Report") -> "State | None":
+    """Return the calibrator of the headline: a temperature if there is one."""
+    states = list(report.after.values())
+    return next((one for one in states if _temperature(one) is not None), states[0] if states else None)
+
+
+def _temperature(state: "State") -> float | None:
+    return state.parameters.get("temperature") if state.name.startswith("temperature") else None
+
+
+def _called(state: "State") -> str:
+    found = _temperature(state)
+    return _name(state.name) if found is None else f"T = {significant(found)}"
+
+
+def _subject(state: "State", *, brief: bool = False) -> str:
+    found, spread = _temperature(state), state.parameters.get("standard_error", math.inf)
+    if found is None:
+        return f"The calibrator {_name(state.name)}"
+    if brief or not spread < 1:
+        return f"A temperature of T = {significant(found)}"
+    # The standard error is that of log T.
+    low, high = (found * math.exp(side * 1.96 * spread) for side in (-1, 1))
+    return f"A temperature of T = {significant(found)} ({significant(low)} to {significant(high)})"
+
+
+def _headline(state: "State", way: Direction, of: str = "") -> str:
+    signed, total = state["signed_ece"], state["ece"]
+    if way in {"over", "under"}:
+        return f"{way}-confident by {_points(signed)}"
+    if way == "both":
+        return f"over-confident in some bins and under-confident in others (ECE {_value(total)})"
+    if way == "some":
+        return f"confidence and accuracy differ, in no single direction (ECE {_value(total)})"
+    if way == "none":
+        floor = total.details.get("noise_floor")
+        beside = "" if floor is None else f", {_like(total, floor)} by chance"
+        return f"no miscalibration{of} is shown (ECE {_value(total)}{beside})"
+    side = "above" if float(signed) >= 0 else "below"
+    return f"mean confidence is {_points(signed)} {side} accuracy (no interval was computed)"
+
+
+def _chance(result: Result) -> str:
+    floor = result.details.get("noise_floor")
+    return "" if floor is None else f"; a perfectly calibrated model would show {_like(result, floor)} by chance"
+
+
+def _excess(result: Result) -> float:
+    return float(result) - float(result.details.get("noise_floor", 0.0))
+
+
+def _level(state: "State") -> float:
+    interval = state["ece"].interval
+    return 0.95 if interval is None else interval.level
+
+
+def _share(result: Result) -> str:
+    """Write a fraction with its confidence interval."""
+    ends = _ends(result)
+    return f"{_value(result)} ({interval(*ends)})" if ends else _value(result)
+
+
+def _value(result: Result) -> str:
+    """Write the value of a metric with its unit."""
+    is_fraction = result.definition.unit == "fraction"
+    return percent(float(result), *_ends(result)) if is_fraction else number(result, *_ends(result), percent=False)
+
+
+def _like(result: Result, fraction: float) -> str:
+    """Write another fraction with as many decimals as a metric."""
+    return f"{fixed(100 * fraction, decimals(*_ends(result)))} %"
+
+
+def _ends(result: Result) -> tuple[float, float] | tuple[()]:
+    return () if result.interval is None else (result.interval.low, result.interval.high)
+
+
+def _name(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def _about(place: ReliabilityBin) -> str:
+    return fixed(place.confidence, 2).removesuffix("0")
+
+
+def _accuracy(place: ReliabilityBin) -> str:
+    """Write the accuracy in a bin of confidence, with its confidence interval."""
+    return f"{percent(place.accuracy, place.low, place.high)} ({interval(place.low, place.high)})"
+
+
+def _with_digits_of(place: ReliabilityBin, fraction: float) -> str:
+    """Write a fraction with as many decimals as the accuracy in a bin of confidence."""
+    return f"{fixed(100 * fraction, decimals(place.low, place.high))} %"
+
+
+def _points(gap: Result) -> str:
+    return f"{fixed(abs(100 * float(gap)), decimals(*_ends(gap)))} points"

@@ -1,0 +1,175 @@
+"""Many runs on a cluster: real raylets and a real launcher, of which some are killed."""
+
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_scheduler import ENDLESS, HERE, LONG, assert_complete, exists, holder, in_the_middle, short, times
+
+from fedlas.experiments import scheduler
+from fedlas.experiments.scheduler import FailedRunsError, train_recipes
+from fedlas.training import Recipe, Run
+from fedlas.training.run_folder import locked
+from waiting import until
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.campaign
+
+
+def raylet(node: Any) -> int:
+    return int(node.all_processes["raylet"][0].process.pid)
+
+
+def kill_raylet(node: Any) -> None:
+    """Kill it, and ask for its exit code; its workers take a zombie for alive."""
+    os.kill(raylet(node), signal.SIGKILL)
+    node.all_processes["raylet"][0].process.wait()
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def children(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in found]
+
+
+def run_on(node: Any, runs: list[Run]) -> Run | None:
+    """A run that is in the middle on some node."""
+    for run in runs:
+        pid = holder(run)
+        if pid is not None and parent(pid) == raylet(node) and in_the_middle(run):
+            return run
+    return None
+
+
+@pytest.fixture(autouse=True)
+def _log_info(caplog):
+    caplog.set_level(logging.INFO, logger="fedlas")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head with one processor; tests add nodes."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # the name of a socket may not be long
+        (folder / "ray").mkdir()
+        patch.setenv("RAY_TMPDIR", str(folder))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        here = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        pids = [raylet(here.head_node), *children(raylet(here.head_node))]
+        yield here
+        ray.shutdown()
+        here.shutdown()
+        until(lambda: not any(exists(pid) for pid in pids))
+        shutil.rmtree(folder)
+
+
+def test_a_node_dies_in_the_middle_of_a_run(cluster, tmp_path, caplog, monkeypatch):
+    """Two raylets, of which one is killed: all runs finish, none twice, and the one that was hit goes on elsewhere.
+
+    Besides, one run diverges, and one is in the hands of another process for a while.
+    """
+    bad, elsewhere = short("focal", lr=1e30), short("mbls")
+    last = 3 * LONG  # long enough for either node to have begun with one of them
+    recipes = [elsewhere, short(epochs=last), short("ls", epochs=last), bad]
+    good = [recipe for recipe in recipes if recipe != bad]
+    node = cluster.add_node(num_cpus=1)
+    hit: list[tuple[Run, list[float]]] = []
+    gone: list[int] = []
+
+    def kill() -> None:
+        run = until(lambda: run_on(node, [Run(tmp_path / recipe.name) for recipe in good]))
+        gone.extend(children(raylet(node)))
+        kill_raylet(node)
+        hit.append((run, times(run)))
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    runs: list[Run] = []
+    lock = ExitStack()
+    lock.enter_context(locked(tmp_path / elsewhere.name))
+
+    def unlock_when_reported(record: logging.LogRecord) -> bool:
+        if elsewhere.name in record.getMessage():
+            lock.close()
+        return True
+
+    monkeypatch.setattr(logging.getLogger(scheduler.__name__), "filters", [unlock_when_reported])
+
+    with pytest.raises(FailedRunsError, match=f"^1 .*{bad.name}: DivergedError"):
+        runs.extend(train_recipes(recipes, folder=tmp_path, executor="ray", address=cluster.address))
+    thread.join()
+    assert_complete(runs, good)
+    ((run, before),) = hit
+    assert times(run)[: len(before) - 2] == before[:-2]  # it went on, and did not start over
+    assert re.match(r"Ray: 2\b.*\b0 GPU.*\b1 CPU", caplog.messages[0])
+    assert sum(bad.name in word for word in caplog.messages) == 1  # an error of its own is not tried again
+    assert sum(elsewhere.name in word for word in caplog.messages) == 1
+    until(lambda: not any(exists(pid) for pid in gone))
+    cluster.remove_node(node)
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+sys.path[:0] = [{here!r}, {above!r}]
+from test_scheduler import LONG, short, train_recipes
+recipes = [short(), short("ls", epochs=LONG), short("mbls", epochs=LONG)]
+for run in train_recipes(recipes, folder=Path({folder!r}), executor="ray", address={address!r}):
+    print(run.folder.name, flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_launcher_dies_and_another_goes_on(cluster, tmp_path, number):
+    """Killed, it takes its tasks with it; told to stop, it has them write checkpoints first."""
+    recipes = [short(), short("ls", epochs=LONG), short("mbls", epochs=LONG)]
+    done, hit, _ = [Run(tmp_path / "runs" / recipe.name) for recipe in recipes]
+    script = tmp_path / "script.py"
+    words = {"here": str(HERE), "above": str(HERE.parent), "folder": str(tmp_path / "runs"), "address": cluster.address}
+    script.write_text(LAUNCHER.format(**words))
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as launcher:
+        try:
+            # Among what Ray prints itself.
+            assert any(line.strip() == done.folder.name for line in launcher.stdout), launcher.wait()
+            until(lambda: in_the_middle(hit))
+        finally:
+            launcher.send_signal(number)
+    finished, before = times(done), times(hit)
+    if number == signal.SIGTERM:
+        assert holder(hit) is None
+        assert torch.load(hit.checkpoint, weights_only=True)["epoch"] == len(before)
+    runs = list(train_recipes(recipes, folder=tmp_path / "runs", executor="ray", address=cluster.address))
+    assert_complete(runs, recipes)
+    assert runs[0] == done
+    assert times(done) == finished
+    assert times(hit)[: len(before) - 2] == before[:-2]
+
+
+def test_time_is_up_on_the_cluster(cluster, tmp_path, caplog):
+    """One run in the middle, one that waits for a processor: the first writes a checkpoint, the second never starts."""
+    recipes: list[Recipe] = [short(loss, epochs=ENDLESS) for loss in ("ce", "ls")]
+    options: dict[str, Any] = {"folder": tmp_path, "executor": "ray", "address": cluster.address}
+    assert list(train_recipes(recipes, limit_minutes=40 / 60, **options)) == []
+    assert "2 of 2" in caplog.messages[-1]
+    first, second = (Run(tmp_path / recipe.name) for recipe in recipes)
+    assert holder(first) is None
+    assert torch.load(first.checkpoint, weights_only=True)["epoch"] == len(first.log)
+    assert not second.folder.exists()

@@ -1,0 +1,560 @@
+"""Untrusted files: the short campaign, a proof that nothing unpickles unchecked data, and what was found."""
+
+import gzip
+import http.server
+import io
+import json
+import os
+import pickle
+import shutil
+import ssl
+import subprocess
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import untrusted_files
+from dangers import ADMITTED, dangers
+
+import fedlas
+from fedlas.data import DamagedFileError, MissingFileError
+from fedlas.data.base import fetching
+from fedlas.data.base.fetching import Source, checked_bytes, fetch, md5_of
+from fedlas.data.base.formats import read_idx
+from fedlas.data.base.images import decode
+from fedlas.data.loading import Loader
+from fedlas.evaluation import Report
+from fedlas.experiments.ledger import Ledger
+from fedlas.experiments.scheduler import FailedRunsError, train_recipes
+from fedlas.experiments.stored_predictions import StoredPredictions
+from fedlas.integrations.export import load_program
+from fedlas.integrations.official import read_official
+from fedlas.io.untrusted import content_errors, file_errors
+from fedlas.models.pretrained import Source as Weights
+from fedlas.models.pretrained import read_weights
+from fedlas.training import checkpoint
+from fedlas.training.predict_run import predict_with
+from fedlas.training.run_folder import Run, RunError
+
+SOURCE = Path(fedlas.__file__).parent
+
+
+def test_nothing_in_the_sources_unpickles_unchecked_data():
+    found = [
+        danger
+        for path in sorted(SOURCE.rglob("*.py"))
+        for danger in dangers(path.read_text(encoding="utf-8"), path.relative_to(SOURCE).as_posix())
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(("where", "name"), [(where, name) for where in ADMITTED for name in sorted(ADMITTED[where])])
+def test_the_list_of_known_calls_has_no_unused_entries(where, name, monkeypatch):
+    monkeypatch.setitem(ADMITTED, where, ADMITTED[where] - {name})
+    assert dangers((SOURCE / where).read_text(encoding="utf-8"), where)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from pickle import loads\nloads(x)",
+        "from pickle import *\nloads(x)",
+        "from torch import *\nprint(x)",
+        "import pickle as p\np.loads(x)",
+        "pickle.load(x)",
+        "pickle._loads(x)",
+        "_pickle.loads(x)",
+        "getattr(pickle, 'loads')(x)",
+        "class U(pickle.Unpickler): pass",
+        "from ray import cloudpickle\ncloudpickle.loads(x)",
+        "ray.cloudpickle.loads(x)",
+        "dill.loads(x)",
+        "joblib.load(x)",
+        "shelve.open(x)",
+        "marshal.loads(x)",
+        "yaml.load(x)",
+        "yaml.unsafe_load(x)",
+        "runpy.run_path(x)",
+        "from runpy import run_path as go\ngo(x)",
+        "eval(x)",
+        "importlib.import_module('pickle').loads(x)",
+        "importlib.import_module(x)",
+        "optional_module('joblib').load(x)",
+        "__import__('pickle')",
+        "from torch import load\nload(x)",
+        "from torch import load as l\nl(x)",
+        "f = torch.load\nf(x)",
+        "t = torch\nt.load(x)",
+        "getattr(torch, 'load')(x)",
+        "import torch\ngetattr(torch, word)(x)",
+        "vars(torch)['load'](x)",
+        "torch.load(x)",
+        "torch.load(x, weights_only=False)",
+        "torch.load(x, **{'weights_only': True})",
+        "torch.serialization.load(x, weights_only=False)",
+        "from torch import serialization\nserialization.load(x)",
+        "torch.serialization.add_safe_globals([f])",
+        "from torch.serialization import add_safe_globals",
+        "torch.distributed.checkpoint.load(x)",
+        "import torch.distributed.checkpoint as dcp\ndcp.load(x)",
+        "torch.jit.load(x)",
+        "torch.hub.load(x)",
+        "torch.hub.load_state_dict_from_url(u)",
+        "torch.export.load(x)",
+        "torch.export.pt2_archive._package.load_pt2(x)",
+        "timm.create_model(x, pretrained=True)",
+        "from torchvision.datasets import CIFAR10",
+        "np.load(x)",
+        "np.load(x, allow_pickle=flag)",
+        "np.lib.format.read_array(x)",
+        "np.lib.npyio.NpzFile(x, allow_pickle=True)",
+        "anything(x, allow_pickle=True)",
+        "pd.read_pickle(x)",
+        "import pandas\npandas.read_pickle(x)",
+        "pd.read_hdf(x)",
+        "import pyarrow as pa\npa.deserialize(x)",
+        "import multiprocessing.connection as c\nc.Client(x).recv()",
+        "thing.load(x)",
+        "from fedlas.data.base.formats import _PlainUnpickler as U\nU(x)",
+        "from fedlas import predictions\npredictions.torch.load(x)",
+    ],
+)
+def test_the_search_detects_unsafe_calls(text):
+    assert dangers(text, "somewhere.py")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import json\njson.loads(x)",
+        "import tomllib\ntomllib.load(x)",
+        "import torch\ntorch.load(x, weights_only=True)",
+        "import numpy as np\nnp.load(x, allow_pickle=False)",
+        "from safetensors.torch import load_file\nload_file(x)",
+        "optional_module('safetensors.torch').load_file(x)",
+        "from fedlas.training import checkpoint\ncheckpoint.load(x)",
+        "def load(x): return x\nload(1)",
+        "net.load_state_dict(state)",
+        "import re\nre.compile(x)",
+        "net.eval()",
+        "importlib.import_module(f'fedlas.{name}')",
+    ],
+)
+def test_the_search_accepts_known_calls(text):
+    assert dangers(text, "somewhere.py") == []
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("copies", "big", "many"),
+    [(1, 2**22, 5_000), (4, 2**29, untrusted_files.MANY)],
+    ids=["small", "large"],
+)
+def test_untrusted_files_have_no_effect(tmp_path, copies, big, many):
+    """Every kind of file and every fault."""
+    records = untrusted_files.campaign(tmp_path / "campaign", copies, big, many)
+    assert len({one["kind"] for one in records}) == len(untrusted_files.readers())
+    assert [one for one in records if one["outcome"] == "BAD"] == []
+    assert [one for one in records if one["what"] == "sound" and one["outcome"] != "read"] == []
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"mib": 1600.0}, "took 1600 MiB"),
+        ({"seconds": 61.0}, "took 61 s"),
+        ({"what": untrusted_files.LINK}, "was followed"),
+    ],
+)
+def test_the_campaign_has_limits(changed, said):
+    record = {"kind": "recipe", "what": "x", "outcome": "read", "message": "", "mib": 1.0, "seconds": 1.0}
+    assert untrusted_files.check_record(record) == {}
+    found = untrusted_files.check_record(record | changed)
+    assert found["outcome"] == "BAD"
+    assert said in found["message"]
+
+
+@pytest.mark.campaign
+def test_the_payload_is_detected_when_unpickled(tmp_path):
+    """A payload that is unpickled leaves its file; if it did not, the campaign would prove nothing."""
+    pickle.loads(pickle.dumps(untrusted_files.Payload(tmp_path / "ran")))
+    assert (tmp_path / "ran").exists()
+
+
+# What the campaign found
+
+
+def test_a_zip_bomb_raises(tmp_path):
+    np.savez_compressed(tmp_path / "p.npz", logits=np.zeros((40_000_000, 1)), labels=np.zeros(1, np.int64))
+    with pytest.raises(ValueError, match=r"p\.npz.*320,000,\d+"):
+        fedlas.read_predictions(tmp_path / "p.npz")
+
+
+def test_a_tensor_that_is_longer_than_its_file_raises(tmp_path):
+    torch.save({"logits": torch.zeros(1).expand(10**6, 10**6), "labels": torch.zeros(1)}, tmp_path / "p.pt")
+    with pytest.raises(ValueError, match=r"p\.pt.*4,000,000,"):
+        fedlas.read_predictions(tmp_path / "p.pt")
+
+
+def test_equal_rows_of_a_parquet_file_are_counted_before_they_are_read(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"logit_a": np.zeros(2**20), "logit_b": np.zeros(2**20), "label": np.zeros(2**20, np.int64)})
+    with parquet.ParquetWriter(tmp_path / "p.parquet", table.schema) as writer:
+        for _ in range(12):
+            writer.write_table(table)
+    with pytest.raises(ValueError, match=r"p\.parquet.* \d{3},\d{3},\d{3}"):
+        fedlas.read_predictions(tmp_path / "p.parquet")
+
+
+def test_a_header_of_many_columns_takes_no_time(tmp_path):
+    """Each of n names was looked for among all of them: a million columns took hours."""
+    path = tmp_path / "p.csv"
+    path.write_text(",".join(f"w{i}" for i in range(20_000)) + "\n")
+    with pytest.raises(ValueError, match=r"w19999.*20,000"):
+        fedlas.read_predictions(path)
+    path.write_text(",".join(["logit_a"] * 20_000) + "\n")
+    with pytest.raises(ValueError, match=r"20000.*'logit_a'"):
+        fedlas.read_predictions(path)
+
+
+@pytest.mark.parametrize("ending", [".csv", ".npz", ".json", ".pt"])
+def test_a_device_is_no_file(tmp_path, ending):
+    (tmp_path / f"p{ending}").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="device"):
+        fedlas.read_predictions(tmp_path / f"p{ending}")
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [fedlas.read_predictions, fedlas.load_calibrator, read_weights, read_official, Report.load, load_program, read_idx,
+     checkpoint.load, md5_of, lambda path: checked_bytes(path, None)],
+)  # fmt: skip
+@pytest.mark.parametrize(("kind", "ending"), [("pipe", ".csv"), ("device", ".csv"), ("pipe", ".safetensors")])
+def test_pipes_and_devices_are_not_read(tmp_path, opened, kind, ending):
+    """Reading a pipe would block, and /dev/zero would fill the memory."""
+    path = tmp_path / f"f{ending}"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/null")
+    with pytest.raises(ValueError, match=rf"f\{ending}.*{kind}"):
+        opened(path)
+
+
+def no_memory_of_torch():
+    """What torch raises where there is no memory, in one of its wordings."""
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60, dtype=torch.uint8)
+    return raised.value
+
+
+OTHER_WORDS = RuntimeError(
+    "[enforce fail at alloc.cpp:9] err == 0. DefaultCPUAllocator: can't allocate memory: 9 bytes."
+)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), no_memory_of_torch(), OTHER_WORDS], ids=["python", "torch", "other"])
+def test_out_of_memory_is_not_reported_as_a_damaged_file(tmp_path, error):
+    """Also where torch reports it in a RuntimeError."""
+    for guard in (file_errors, content_errors):
+        with pytest.raises(MemoryError), guard(tmp_path / "p.npz"):
+            raise error
+    torch.save({"a": torch.ones(1)}, tmp_path / "p.pt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "load", lambda *_, **__: (_ for _ in ()).throw(error))
+        for opened in (fedlas.read_predictions, read_weights, read_official, checkpoint.load):
+            with pytest.raises(MemoryError):
+                opened(tmp_path / "p.pt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Module, "load_state_dict", lambda *_, **__: (_ for _ in ()).throw(error))
+        with pytest.raises(MemoryError):
+            checkpoint.restore_module(torch.nn.Linear(1, 1), {})
+
+
+def test_an_array_that_announces_more_than_it_holds_takes_no_memory(tmp_path):
+    """numpy took the memory first, and an error about that was called damage."""
+    content = io.BytesIO()
+    np.lib.format.write_array(content, np.zeros(3))
+    lying = untrusted_files.zip_of({"logits.npy": content.getvalue().replace(b"(3,), ", b"(100000000000,), ")})
+    (tmp_path / "p.npz").write_bytes(lying)
+    with pytest.raises(ValueError, match=r"p\.npz.*logits\.npy.*100000000000"):
+        fedlas.read_predictions(tmp_path / "p.npz")
+    with pytest.raises(ValueError, match=r"logits\.npy.*100000000000"):
+        StoredPredictions.unpack(lying)
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("p.jsonl", DEEP), ("p.json", DEEP), ("p.json", '{"logits": [[%s, 1]], "labels": [0]}' % ("9" * 400)),
+     ("p.jsonl", '{"logits": [1.0, 2.0], "label": %s}' % ("9" * 400)),
+     ("p.json", '{"logits": [[1.0, 2.0]], "labels": [0], "index": ["a"]}')],
+)  # fmt: skip
+def test_json_that_python_stumbles_over_is_named(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=name):
+        fedlas.read_predictions(tmp_path / name)
+
+
+def test_reports_recipes_and_ledgers_that_are_nested_are_named(tmp_path):
+    for name, opened, error in (
+        ("report.json", Report.load, ValueError),
+        ("recipe.json", lambda path: Run(path.parent).recipe, RunError),
+        ("ledger.jsonl", lambda path: Ledger(path.parent).lines, ValueError),
+    ):
+        (tmp_path / name).write_text(DEEP)
+        with pytest.raises(error, match=name):
+            opened(tmp_path / name)
+    (tmp_path / "ledger.jsonl").write_bytes("{}".encode("utf-16"))
+    with pytest.raises(ValueError, match=r"ledger\.jsonl.*UTF-8"):
+        _ = Ledger(tmp_path).lines
+
+
+@pytest.mark.parametrize(
+    "words", [{"name": '"os.system"'}, {"name": '"temperature"', "options": "[1]"}, {"name": DEEP}]
+)
+def test_a_calibrator_with_invalid_metadata_raises(tmp_path, words):
+    safetensors = pytest.importorskip("safetensors.torch")
+    path = tmp_path / "c.safetensors"
+    path.write_bytes(safetensors.save({"t": torch.ones(1)}, metadata={"format": '"fedlas.calibrator/1"', **words}))
+    with pytest.raises(ValueError, match=r"c\.safetensors"):
+        fedlas.load_calibrator(path)
+
+
+def test_damaged_stored_predictions_raise():
+    good = StoredPredictions({"labels": np.zeros(2, np.uint8), "logits": np.zeros((2, 2), np.float16)}).pack()
+    said = []
+    for place in range(0, len(good), 7):
+        content = bytearray(good)
+        content[place] ^= 255
+        try:
+            StoredPredictions.unpack(bytes(content), "x.npz")
+        except ValueError as error:  # any other error is one that nobody expects
+            said.append(str(error))
+    assert said
+    assert all("x.npz" in words for words in said)
+
+
+def test_a_link_does_not_lead_out_of_a_ledger(tmp_path):
+    folder = tmp_path / "results"
+    (folder / "predictions").mkdir(parents=True)
+    good = untrusted_files.sound(tmp_path / "sound")["ledger"]
+    (folder / good.name).write_text(good.read_text())
+    line = next(iter(Ledger(folder).lines.values()))
+    assert Ledger(folder).file_of(line).is_relative_to(folder)
+    (tmp_path / "mine.txt").write_text("mine")
+    (folder / line.predictions["file"]).symlink_to(tmp_path / "mine.txt")
+    with pytest.raises(ValueError, match="link"):
+        Ledger(folder).file_of(line)
+
+
+def test_a_gzip_bomb_is_not_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedlas.data.base.formats.LARGEST_IDX", 10_000)
+    (tmp_path / "images.gz").write_bytes(gzip.compress(bytes(10_001)))
+    with pytest.raises(DamagedFileError, match=r"images\.gz.*10,000"):
+        read_idx(tmp_path / "images.gz")
+
+
+def test_a_program_is_not_unpickled(tmp_path):
+    held = {"f/data/constants/opaque_obj_0": pickle.dumps(untrusted_files.Payload(tmp_path / "ran"))}
+    (tmp_path / "p.pt2").write_bytes(untrusted_files.zip_of(held))
+    with pytest.raises(ValueError, match=r"p\.pt2.*tensor"):
+        load_program(tmp_path / "p.pt2")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A small run that is finished."""
+    return Run(untrusted_files.sound(tmp_path_factory.mktemp("campaign") / "sound")["checkpoint"].parent)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda good: {"format": good["format"], "step": 3, "weights": {"a": torch.ones(3)}}, "'model'"),
+        (lambda good: {name: value for name, value in good.items() if name != "epoch"}, "'epoch'"),
+        (lambda good: good | {"best": "x"}, "'best'.*tensors"),
+        (lambda good: good | {"optimizer": "x"}, "'optimizer'.*tensors"),
+        (lambda good: good | {"epoch": 10**9}, "epoch 1000000000.*2"),
+        (lambda good: good | {"best": {}}, "'best'.*'model'"),
+    ],
+)
+def test_an_invalid_checkpoint_is_refused_by_predict_and_resume(trained, tmp_path, change, reason):
+    run = Run(shutil.copytree(trained.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
+    torch.save(change(torch.load(run.checkpoint, weights_only=True)), run.checkpoint)
+    message = rf"checkpoint\.pt.*{reason}"
+    with pytest.raises(RunError, match=message):
+        predict_with(run.folder, "digits", out=tmp_path / "p.safetensors")
+    with pytest.raises(RunError, match=message):
+        fedlas.fit(run.recipe, out=run.folder, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"epoch": 1, "position": 10**6, "best_epoch": 1}, "step 1000000.*2.*epoch 2.*2"),
+        ({"epoch": 1, "position": 1, "best_epoch": 1}, "4.*step 3"),
+        ({"random": [{"torch": 5}]}, "random"),
+    ],
+)
+def test_a_checkpoint_with_an_impossible_position_raises(trained, tmp_path, change, reason):
+    run = Run(shutil.copytree(trained.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
+    torch.save(torch.load(run.checkpoint, weights_only=True) | change, run.checkpoint)
+    with pytest.raises(RunError, match=rf"checkpoint\.pt.*{reason}"):
+        fedlas.fit(run.recipe, out=run.folder, resume=True)
+
+
+@pytest.mark.parametrize("line", ["5", "[]", "null", '"diverged"', '{"epoch": 1}\n5'])
+def test_a_line_of_a_log_that_is_no_record_is_named(trained, tmp_path, line):
+    run = Run(shutil.copytree(trained.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
+    run.log_file.write_text(f"{line}\n")
+    number = len(line.splitlines())
+    with pytest.raises(RunError, match=rf"log\.jsonl.*line {number}\b"):
+        fedlas.fit(run.recipe, out=run.folder, resume=True)
+    with pytest.raises(RunError, match=r"log\.jsonl"):
+        _ = run.finished
+
+
+def test_a_damaged_log_fails_its_own_run_alone(trained, tmp_path):
+    good, other = trained.recipe, trained.recipe.replace(seed=7)
+    for recipe in (good, other):
+        shutil.copytree(trained.folder, tmp_path / recipe.name)
+    bad = Run(tmp_path / other.name)
+    bad.recipe_file.write_text(json.dumps(other.to_dict()))
+    bad.log_file.write_text("5\n")
+    given = []
+    with pytest.raises(FailedRunsError, match=rf"^1 .*{other.name}: .*log\.jsonl.*line 1\b"):
+        given.extend(train_recipes([other, good], folder=tmp_path, device="cpu"))
+    assert [run.folder.name for run in given] == [good.name]
+
+
+@pytest.mark.parametrize(
+    ("side", "reason"),
+    [(20_000, "400000000 pixels"), (10_000, "10,000 x 10,000")],
+)
+def test_an_image_bomb_is_named_and_nothing_warns_of_it(tmp_path, side, reason):
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.png").write_bytes(untrusted_files.png_of(side))
+    data = fedlas.build_data("folder", path=tmp_path, image_size=16)
+    with pytest.raises(DamagedFileError, match=rf"cat/1\.png.*{reason}"):
+        decode(tmp_path / "cat" / "1.png", data.transform)
+    for workers in (0, 1):
+        with pytest.raises(DamagedFileError, match=rf"cat/1\.png[^\n]*{reason}"):
+            list(Loader(data.split("all"), data.transform, batch_size=2, train=False, workers=workers))
+
+
+# Downloads
+
+
+class Leads(http.server.BaseHTTPRequestHandler):
+    """Redirects to a given address."""
+
+    def do_GET(self):
+        if self.path == "/a.bin":
+            self.send_response(302)
+            self.send_header("Location", self.server.leads_to)
+            self.end_headers()
+        else:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"content")
+
+    def log_message(self, *args):
+        pass
+
+
+def serve(made):
+    threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    return made
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A key and a certificate for localhost."""
+    folder = tmp_path_factory.mktemp("tls")
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate]
+    command += ["-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("openssl is not installed")
+    return certificate, key
+
+
+@pytest.fixture
+def secure(certificate, monkeypatch):
+    """A server with TLS."""
+    made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Leads)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    made.socket = context.wrap_socket(made.socket, server_side=True)
+    made.url, made.certificate = f"https://localhost:{made.server_port}", certificate[0]
+    monkeypatch.setattr(fetching, "TRIES", 1)
+    yield serve(made)
+    made.shutdown()
+    made.server_close()
+
+
+MD5 = "9a0364b9e99bb480dd25e1f0284c8555"  # of the word "content"
+
+
+def test_tls_is_checked(secure, tmp_path):
+    with pytest.raises(MissingFileError, match=r"(?i)certificate"):
+        fetch(Source((f"{secure.url}/b.bin",), MD5), tmp_path / "data")
+
+
+def test_a_redirect_does_not_leave_tls(secure, tmp_path, monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", str(secure.certificate))
+    plain = serve(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Leads))
+    secure.leads_to = f"http://127.0.0.1:{plain.server_port}/b.bin"
+    with pytest.raises(MissingFileError, match="TLS"):
+        fetch(Source((f"{secure.url}/a.bin",), MD5), tmp_path / "data")
+    secure.leads_to = f"{secure.url}/b.bin"
+    assert fetch(Source((f"{secure.url}/a.bin",), MD5), tmp_path / "data").read_bytes() == b"content"
+    plain.shutdown()
+    plain.server_close()
+
+
+@pytest.mark.parametrize("name", [".b.bin.lock", "b.bin.part"])
+def test_a_link_among_downloads_is_not_written_through(secure, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("SSL_CERT_FILE", str(secure.certificate))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "data" / name).symlink_to(tmp_path / "mine")
+    with pytest.raises(DamagedFileError, match=rf"{name}.*link"):
+        fetch(Source((f"{secure.url}/b.bin",), MD5), tmp_path / "data")
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_a_redirect_of_weights_does_not_leave_tls(secure, tmp_path, monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", str(secure.certificate))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    plain = serve(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Leads))
+    secure.leads_to = f"http://127.0.0.1:{plain.server_port}/b.bin"
+    with pytest.raises(OSError, match="TLS"):
+        Weights(f"{secure.url}/a.bin", "net.pth").fetch()
+    assert not list((tmp_path / "torch").rglob("*.pth"))
+    secure.leads_to = f"{secure.url}/b.bin"
+    assert Weights(f"{secure.url}/a.bin", "net.pth").fetch().read_bytes() == b"content"
+    plain.shutdown()
+    plain.server_close()
+
+
+def test_a_wrong_checksum_is_refused_whatever_the_way(secure, tmp_path, monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", str(secure.certificate))
+    with pytest.raises(MissingFileError, match="MD5"):
+        fetch(Source((f"{secure.url}/b.bin",), "0" * 32), tmp_path / "data")
+    assert not list((tmp_path / "data").glob("b.bin*"))
+
+
+def test_a_hostile_recipe_names_a_folder_below(tmp_path):
+    recipe = fedlas.Recipe.from_dict(json.loads('{"data": "../../x", "model": "/etc", "loss": ".."}'))
+    assert (tmp_path / recipe.name).resolve().is_relative_to(tmp_path.resolve())

@@ -1,0 +1,322 @@
+"""Summary text claims no more than the intervals support."""
+
+import dataclasses
+import re
+from functools import cache
+
+import pytest
+import torch
+
+from fedlas import formatting, metrics
+from fedlas.evaluation import Report, State, evaluate
+from fedlas.metrics import bin_statistics, equal_width_edges
+from fedlas.metrics.bin_sums import EdgeRule
+from fedlas.metrics.result import Comparison, Definition, Interval, Result
+from fedlas.posthoc import build_calibrator
+from fedlas.predictions import Predictions
+from fedlas.report.reliability_bins import non_empty_bins
+from fedlas.report.summary_text import at_confidence, direction, effect, headline, sentences, worst_bin
+
+
+def sampled(n: int, classes: int = 10, scale: float = 1.0, seed: int = 0) -> Predictions:
+    """A model whose logits are `scale` times those that the labels were drawn from."""
+    random = torch.Generator().manual_seed(seed)
+    logits = 2.5 * torch.randn(n, classes, generator=random)
+    labels = torch.multinomial(logits.softmax(1), 1, generator=random)[:, 0]
+    return Predictions(scale * logits, labels, split="val")
+
+
+def report_of(predictions: Predictions, posthoc: tuple[str, ...] = (), **options: object) -> Report:
+    return evaluate(predictions, posthoc=posthoc, resamples=300, **options)
+
+
+@cache
+def measured(n: int, classes: int = 10, scale: float = 1.0, posthoc: tuple[str, ...] = ()) -> Report:
+    return report_of(sampled(n, classes, scale), posthoc)
+
+
+@pytest.fixture
+def report() -> Report:
+    """Return the report of an over-confident model, with two calibrators."""
+    return measured(3_000, scale=2.0, posthoc=("temperature", "isotonic"))
+
+
+def percent(result: Result) -> str:
+    ends = () if result.interval is None else (result.interval.low, result.interval.high)
+    return formatting.percent(float(result), *ends)
+
+
+def summary(report: Report) -> str:
+    return " ".join([headline(report), *sentences(report)])
+
+
+@pytest.mark.parametrize(
+    ("classes", "scale", "way"),
+    [
+        (2, 2.0, "over"),
+        (10, 0.5, "under"),
+        pytest.param(100, 2.0, "over", marks=pytest.mark.campaign),
+        pytest.param(100, 0.5, "under", marks=pytest.mark.campaign),
+    ],
+)
+def test_a_clear_direction_is_stated(classes, scale, way):
+    report = measured(3_000, classes, scale)
+    assert direction(report.before) == way
+    gap = f"{way}-confident by {100 * abs(float(report['signed_ece'])):.1f} "
+    assert headline(report).startswith(gap)
+    assert any(gap in line for line in sentences(report))
+    other = {"over": "under", "under": "over"}[way]
+    assert f"{other}-confident" not in summary(report)
+
+
+@pytest.mark.parametrize("classes", [pytest.param(2, marks=pytest.mark.campaign), 10])
+def test_a_calibrated_model_is_not_called_miscalibrated(classes):
+    report = measured(3_000, classes, posthoc=("temperature",))
+    assert direction(report.before) == "none"
+    assert "-confident" not in summary(report)
+    floor = f"{100 * report['ece'].details['noise_floor']:.1f} %"
+    assert floor in headline(report)
+    assert "T = " not in headline(report)
+    (line,) = [line for line in sentences(report) if "T = " in line]
+    assert f" {100 * float(report['ece']):.1f} % to " in line
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("n", [5, 60])
+def test_calibrated_models_are_rarely_called_miscalibrated(n):
+    """At 95 %, about 2 of 40 calibrated models may be; the probability of more than 7 is below 0.002."""
+    accused = 0
+    for seed in range(40):
+        given = sampled(n, 4, seed=seed)
+        found = {
+            name: metrics.bootstrap(getattr(metrics, name), given, resamples=300) for name in ("ece", "signed_ece")
+        }
+        found |= {"over_ece": metrics.over_ece(given), "under_ece": metrics.under_ece(given)}
+        accused += direction(State("uncalibrated", found, {})) != "none"
+    assert accused <= 7
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_few_samples_leave_a_wide_range(n):
+    every = sampled(2_000)
+    right = every[every.correct]
+    report = report_of(right[:n])
+    assert direction(report.before) == "none"
+    said = " ".join(sentences(report))
+    low, high = report["ece"].interval.low, report["ece"].interval.high
+    assert f" 0 to {formatting.percent(high, low, high)}" in said
+    assert said.lower().count(f"{n} sample") == 1 + (high >= 0.1)  # once more where they are too few
+    assert headline(report)
+
+
+def test_errors_that_cancel_are_no_direction():
+    random = torch.Generator().manual_seed(0)
+    confidence = 0.5 + 0.5 * torch.rand(4_000, generator=random)
+    true = torch.where(confidence > 0.75, confidence - 0.12, confidence + 0.12)
+    hits = (torch.rand(4_000, generator=random) < true).long()
+    report = report_of(Predictions.from_probs(confidence, hits))
+    assert direction(report.before) == "both"
+    assert f"(ECE {100 * float(report['ece']):.1f} %)" in headline(report)
+    parts = [percent(report[name]) for name in ("over_ece", "under_ece")]
+    assert re.search(f"O-ECE {parts[0]}.*U-ECE {parts[1]}", " ".join(sentences(report)))
+
+
+def test_of_two_classes_errors_of_the_positive_class_are_not_hidden():
+    """A positive class that is always underestimated: the confidence of the predicted class is right on average."""
+    generator = torch.Generator().manual_seed(0)
+    positive = 0.1 + 0.8 * torch.rand(3000, generator=generator, dtype=torch.float64)
+    labels = (torch.rand(3000, generator=generator, dtype=torch.float64) < positive + 0.06).long()
+    report = evaluate(Predictions(torch.stack([1 - positive, positive], 1).log(), labels))
+    assert direction(report.before) == "none"
+    shown = percent(report.before["classwise_ece"])
+    assert shown == "6.16 %"
+    assert shown in headline(report)
+    assert any(shown in sentence for sentence in sentences(report))
+
+
+def test_without_intervals_nothing_is_claimed():
+    report = evaluate(sampled(2_000, scale=2.0), posthoc="temperature", intervals=False)
+    assert direction(report.before) == "unknown"
+    said = summary(report)
+    assert "over-confident" not in said
+    assert said.count("interval") == 2
+    assert effect(report.after["temperature"]) == "untested"
+
+
+def test_the_accuracy_at_a_confidence_is_that_of_its_bin(report):
+    given = sampled(3_000, scale=2.0)
+    confidence, correct = given.confidence, given.correct
+    near = (confidence > 13 / 15) & (confidence <= 14 / 15)
+    place = at_confidence(report.before.bins["width"])
+    assert place is not None
+    assert place.samples == int(near.sum())
+    assert place.accuracy == pytest.approx(float(correct[near].double().mean()))
+    assert f" {formatting.percent(place.accuracy, place.low, place.high)}" in headline(report)
+    assert at_confidence(evaluate(given[:8], intervals=False).before.bins["width"]) is None
+
+
+def test_the_worst_bin_is_named_where_its_gap_is_significant(report):
+    place = worst_bin(report.before)
+    assert place is not None
+    assert place.confidence > place.high
+    gaps = report.before.bins["width"].weighted_gap
+    assert place.weighted_gap == pytest.approx(float(gaps.max()))
+    edges = r" \d\.\d\d to \d\.\d\d"
+    assert re.search(edges, " ".join(sentences(report)))[0] == f" {place.lower:.2f} to {place.upper:.2f}"
+    calibrated = measured(300)
+    assert worst_bin(calibrated.before) is None
+    assert not re.search(edges, " ".join(sentences(calibrated)))
+
+
+def test_a_temperature_that_removes_the_error_is_named(report):
+    found = report.after["temperature"].parameters["temperature"]
+    assert effect(report.after["temperature"]) in {"all", "most"}
+    assert f"T = {found:.3g} " in headline(report)
+    lines = sentences(report)
+    assert any(f"T = {found:.3g} (" in line for line in lines)
+    assert any("isotonic" in line for line in lines)
+    assert sum("cross-fitted in 5 " in line for line in lines) == 1
+
+
+def test_a_doubtful_fit_is_reported_in_place_of_its_effect(report):
+    after = report.after["temperature"]
+    fits = tuple(dataclasses.replace(fit, doubt="autre chose") for fit in after.fits)
+    doubtful = dataclasses.replace(after, fits=fits)
+    changed = dataclasses.replace(report, after={"temperature": doubtful})
+    assert headline(changed) != headline(report)
+    (line,) = [line for line in sentences(changed) if "autre chose" in line]
+    assert re.search("temperature.* 5 of 5 ", line)
+    assert "ECE" not in line
+
+
+def test_a_calibrator_fitted_elsewhere_is_named_with_its_split():
+    given = sampled(2_000, scale=2.0)
+    calibration = sampled(2_000, scale=2.0, seed=1)
+    other = Predictions(calibration.logits, calibration.labels, split="held-out")
+    lines = sentences(evaluate(given, posthoc="temperature", calibration=other, intervals=False))
+    assert re.search('2,000 samples.*"held-out"', lines[-1])
+
+
+def state(ece: float, low: float, high: float, chance: float = 0.0, **parameters: float) -> State:
+    definition = Definition("ECE", n=100)
+    result = Result(ece, definition, Interval(low, high), {"noise_floor": chance})
+    bins = bin_statistics(torch.rand(9), torch.ones(9), equal_width_edges(3), EdgeRule.RIGHT)
+    return State("temperature", {"ece": result}, {"width": bins}, parameters=parameters)
+
+
+def compared(after: tuple[float, float, float], tests: dict[str, str | None]) -> State:
+    """Return a state after calibration whose paired tests, against an ECE of 10 %, have the given outcomes."""
+    before, calibrated = state(0.1, 0.08, 0.12, 0.01), state(*after, 0.002)
+    interval = Interval(-1, 1)
+    comparisons = {
+        name: Comparison(before["ece"], calibrated["ece"], interval, 0.5, better) for name, better in tests.items()
+    }
+    return dataclasses.replace(calibrated, comparisons=comparisons)
+
+
+@pytest.mark.parametrize(
+    ("after", "tests", "expected"),
+    [
+        ((0.002, 0.0, 0.01), {"ece": "second"}, "all"),
+        ((0.02, 0.015, 0.03), {"ece": "second"}, "most"),
+        ((0.06, 0.05, 0.085), {"ece": "second"}, "part"),  # the intervals overlap
+        ((0.06, 0.055, 0.07), {"ece": None}, "unchanged"),  # they do not
+        ((0.12, 0.1, 0.14), {"ece": None}, "unchanged"),
+        ((0.102, 0.09, 0.11), {"ece": "first"}, "worse"),
+        ((0.002, 0.0, 0.01), {"ece": "second", "nll": "first"}, "harm"),
+        ((0.002, 0.0, 0.01), {"ece": "second", "accuracy": "first"}, "harm"),
+        ((0.002, 0.0, 0.01), {}, "untested"),
+    ],
+)
+def test_the_verdict_on_a_calibrator_is_that_of_the_paired_tests(after, tests, expected):
+    assert effect(compared(after, tests)) == expected
+
+
+@pytest.mark.parametrize(("scale", "n", "seed"), [(1.15, 1_000, 0), (1.0, 1_000, 1), (0.8, 400, 2)])
+def test_calibrators_are_compared_as_two_models_are(scale, n, seed):
+    given, other = (sampled(n, scale=scale, seed=start) for start in (seed, seed + 100))
+    calibrator = build_calibrator("temperature").fit(other.with_split(None))
+    report = evaluate(given, posthoc=calibrator, resamples=300)
+    tests = report.after["temperature"].comparisons
+    assert set(tests) == {"accuracy", "ece", "nll", "brier", "aurc"}
+    for name in ("ece", "nll"):
+        pair = metrics.paired_bootstrap(getattr(metrics, name), given, calibrator.transform(given), resamples=300)
+        assert tests[name].better == pair.better
+        assert tests[name].p_value == pytest.approx(pair.p_value)
+    assert tests["accuracy"].better is None
+    (line,) = [line for line in sentences(report) if "T = " in line]
+    assert line.count("p = ") == 2
+
+
+def test_paired_tests_of_calibrators_are_saved(report, tmp_path):
+    report.save(tmp_path / "report.json")
+    loaded = Report.load(tmp_path / "report.json")
+    assert {name: effect(after) for name, after in loaded.after.items()} == {
+        name: effect(after) for name, after in report.after.items()
+    }
+    assert sentences(loaded) == sentences(report)
+
+
+def test_soft_labels_and_names_that_someone_else_gave():
+    given = sampled(400, 4, scale=2.0)
+    soft = 0.9 * torch.nn.functional.one_hot(given.labels, 4).float() + 0.025
+    long = "x" * 5_000
+    report = report_of(Predictions(given.logits, soft, split=long), posthoc=("temperature",))
+    lines = sentences(report)
+    assert all(len(line) < 400 for line in lines)
+    named = dataclasses.replace(report, after={long: dataclasses.replace(report.after["temperature"], name=long)})
+    assert all(len(line) < 400 for line in (headline(named), *sentences(named)))
+
+
+def test_places_hold_every_sample_and_leave_empty_bins_out():
+    given = sampled(500)
+    bins = evaluate(given, intervals=False).before.bins["width"]
+    places = non_empty_bins(bins)
+    assert sum(place.samples for place in places) == 500
+    assert len(places) == int((bins.counts > 0).sum()) < 15
+    assert all(place.low <= place.accuracy <= place.high for place in places)
+    assert sum(abs(place.weighted_gap) for place in places) == pytest.approx(
+        float(evaluate(given, intervals=False)["ece"])
+    )
+
+
+@pytest.mark.parametrize(("temperature", "shown"), [(4_987.0, "4990"), (2.316, "2.32")])
+def test_the_temperature_is_written_alike_and_without_exponent(report, temperature, shown):
+    learned = {"temperature": temperature, "standard_error": 0.02}
+    after = dataclasses.replace(report.after["temperature"], parameters=learned)
+    report = dataclasses.replace(report, after={"temperature": after})
+    assert f"; T = {shown} " in headline(report)
+    assert any(f"T = {shown} (" in line for line in sentences(report))
+    assert "e+" not in summary(report)
+
+
+@pytest.mark.parametrize(("standard_error", "shown"), [(0.9, True), (1.1, False)])
+def test_the_range_of_a_temperature_is_shown_while_it_says_something(report, standard_error, shown):
+    """With a standard error of log T above 1, the range spans more than a factor of 50."""
+    learned = {"temperature": 2.0, "standard_error": standard_error}
+    after = dataclasses.replace(report.after["temperature"], parameters=learned)
+    lines = sentences(dataclasses.replace(report, after={"temperature": after}))
+    assert any("T = 2 (" in line for line in lines) == shown
+
+
+def test_a_calibrator_that_costs_accuracy_or_likelihood_is_harmful(report):
+    kind = "temperature"
+    held = report.after[kind]
+    results, tests = dict(held.results), dict(held.comparisons)
+    for name, value in {"accuracy": 0.5, "nll": 9.0}.items():
+        results[name] = Result(value, held[name].definition)
+        tests[name] = dataclasses.replace(tests[name], second=results[name], better="first")
+    worse = dataclasses.replace(held, results=results, comparisons=tests)
+    assert effect(worse) == "harm"
+    said = " ".join(sentences(dataclasses.replace(report, after={kind: worse})))
+    loss = report["nll"]
+    nll = formatting.number(loss, loss.interval.low, loss.interval.high, percent=False)
+    assert re.search(rf" NLL .*{nll} to 9\.000.*accuracy .*{percent(report['accuracy'])} to 50\.00 %", said)
+
+
+def test_labels_of_probability_zero_are_counted():
+    probs = torch.tensor([[1.0, 0.0], [0.6, 0.4]]).repeat(20, 1)
+    labels = torch.tensor([0, 0] * 18 + [1, 1] * 2)
+    lines = sentences(evaluate(Predictions.from_probs(probs, labels), intervals=False))
+    assert any(re.match("2 labels .*zero.* NLL", line) for line in lines)
+    assert not any("zero" in line for line in sentences(measured(300)))

@@ -1,0 +1,363 @@
+"""User errors are reported in one sentence, before training starts."""
+
+import errno
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jaxtyping
+import pytest
+import torch
+from runs_of import large, natural_images, short
+
+import fedlas
+from fedlas.experiments.scheduler import train_recipes
+from fedlas.io.atomic import write_atomic
+from fedlas.training import AbstractCallback, Recipe, Run, RunError, checkpoint, fit, fit_many
+from fedlas.training.callbacks import HOOKS
+from fedlas.training.predict_run import predict_with
+from fedlas.training.progress import write_board
+from fedlas.training.session import Session
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    recipe = short("fedlas_ls", epochs=1, data_options={"train_samples": 50})
+    return fit(recipe, out=tmp_path_factory.mktemp("run") / "run")
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("small_cnn", {"in_channels": 3}, "small_cnn.*1 x 8 x 8.*digits"),
+        ("resnet18_tiny", {"in_channels": 1}, "resnet18_tiny.*1 x 8 x 8"),
+        ("timm:test_vit", {"in_channels": 1}, r"timm:test_vit.*model_options\.in_channels"),
+    ],
+)
+def test_a_network_for_other_images_raises_before_training(model, options, message):
+    """These used to end in torch's traceback, from the first step."""
+    if model.startswith("timm"):
+        pytest.importorskip("timm")
+    with pytest.raises(RunError, match=message):
+        Session(Recipe(data="digits", model=model, loss="ce", model_options=options), CPU)
+
+
+def test_duplicate_class_names_raise_before_training(monkeypatch):
+    """Predictions with such names cannot be made, which was noticed after the first epoch."""
+    recipe = short("ce", epochs=1, data_options={"train_samples": 50})
+    kind = type(fedlas.build_data("digits"))
+    monkeypatch.setattr(kind, "class_names", property(lambda _self: ("0", "0", *"23456789")))
+    with pytest.raises(RunError, match="'0'"):
+        Session(recipe, CPU)
+
+
+def test_the_image_size_option_is_suggested(tmp_path):
+    recipe = large(natural_images(tmp_path, 10)).replace(model="resnet18_tiny", model_options={})
+    with pytest.raises(RunError, match=r"3 x 16 x 16.*data_options\.image_size"):
+        Session(recipe, CPU)
+
+
+def test_head_selects_one_of_two_heads(tmp_path):
+    """A distilled DeiT averages two layers; there was no way to say which of them has the features."""
+    pytest.importorskip("timm")
+    small = {"in_channels": 1, "img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2}
+    recipe = short("fedlas_ls", epochs=1, data_options={"train_samples": 50}).replace(
+        model="timm:deit_tiny_distilled_patch16_224", model_options=small
+    )
+    with pytest.raises(RunError, match=r"deit_tiny_.*head=.*head=PATH"):
+        Session(recipe, CPU)
+    run = fit(recipe.with_settings({"head": "head"}), out=tmp_path / "run")
+    made = predict_with(run.folder, "digits", out=tmp_path / "test.safetensors")
+    assert torch.equal(fedlas.read_predictions(made).logits, run.predictions("best-test").logits)
+
+
+def test_the_dry_run_changes_nothing():
+    recipe = Recipe(data="digits", model="small_cnn", loss="ce")
+    torch.manual_seed(recipe.seed)
+    alone = fedlas.build_model("small_cnn", 10).state_dict()
+    made = Session(recipe, CPU).net
+    assert made.training
+    for name, value in made.model.state_dict().items():
+        assert torch.equal(value, alone[name]), name
+
+
+def test_a_single_class_raises(tmp_path):
+    folder = natural_images(tmp_path, 20)
+    with pytest.raises(RunError, match="'cat'"):
+        Session(large(folder / "cat"), CPU)
+
+
+@pytest.fixture
+def unchecked():
+    """Call as users do, without the type checker of the tests, which comes first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("given", "callbacks", "message"),
+    [
+        ({"data": "digits"}, [], "Recipe.*dict"),
+        (short("ce"), AbstractCallback(), r"list.*callbacks=\["),
+        (short("ce"), [AbstractCallback], r"AbstractCallback\(\)"),
+        (short("ce"), [print], "AbstractCallback.*<built-in"),
+    ],
+)
+def test_fit_checks_its_arguments(tmp_path, given, callbacks, message):
+    with pytest.raises(TypeError, match=message):
+        fit(given, out=tmp_path / "run", callbacks=callbacks)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_fit_many_checks_its_arguments_at_once(tmp_path):
+    with pytest.raises(TypeError, match=r"fit_many.*\bfit\b"):
+        fit_many(short("ce"), folder=tmp_path)
+    with pytest.raises(TypeError, match="fodler"):
+        fit_many([short("ce")], fodler=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss_options": {"beta": 2}}, "'ls'.*'beta'"),
+        ({"loss_options": {"alpha": 2}}, "alpha"),
+        ({"model_options": {"widht": 8}}, "widht"),
+        ({"data_options": {"train_sample": 50}}, "train_sample"),
+    ],
+)
+def test_an_invalid_recipe_creates_no_folder(tmp_path, monkeypatch, changes, message):
+    """Refused recipes used to pile up in runs/, each with a lock, a recipe and an environment."""
+    monkeypatch.chdir(tmp_path)
+    for out in (None, "refused"):
+        with pytest.raises((TypeError, ValueError), match=message):
+            fit(short("ls", **changes), out=out)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Misnamed(AbstractCallback):
+    """Waits for something that nobody tells."""
+
+    def on_epoch_ended(self, record: Any) -> None:
+        """Never called."""
+
+
+class Whole(AbstractCallback):
+    """Has every hook, a property, and something of its own."""
+
+    seen = 0
+
+    @property
+    def last(self) -> int:
+        return self.seen
+
+    def on_step_dispatched(self, step: int) -> None:
+        self._count(step)
+
+    def _count(self, step: int) -> None:
+        self.seen = step
+
+
+def test_a_misnamed_hook_raises(tmp_path):
+    with pytest.raises(TypeError, match=rf"Misnamed\.on_epoch_ended.*{', '.join(HOOKS)}"):
+        fit(short("ce"), out=tmp_path, callbacks=[Misnamed()])
+    assert HOOKS == ("on_train_start", "on_step_dispatched", "on_step_end", "on_epoch_end", "on_train_end")
+    watch = Whole()
+    fit(short("ce", epochs=1, data_options={"train_samples": 50}), out=tmp_path, callbacks=[watch])
+    assert watch.last == 1
+
+
+def test_milestones_beyond_the_last_epoch_warn(tmp_path):
+    """`--set epochs=10` of a published recipe keeps its milestones, and the learning rate never drops."""
+    steps = {"epochs": 1, "schedule": "multi_step", "data_options": {"train_samples": 50}}
+    with pytest.warns(UserWarning, match=r"milestones.*150, 250.*\b1\b"):
+        fit(short("ce", **steps, milestones=(150, 250)), out=tmp_path / "run")
+
+
+def test_fp16_on_a_cpu_warns(tmp_path):
+    with pytest.warns(UserWarning, match=r"fp16.*precision=fp32"):
+        fit(short("ce", epochs=1, precision="fp16", data_options={"train_samples": 50}), out=tmp_path / "run")
+
+
+@pytest.mark.parametrize(("processor", "slow"), [("AVX2", True), ("AVX512", False)])
+def test_bf16_on_a_cpu_without_bf16_instructions_warns(tmp_path, monkeypatch, processor, slow):
+    """The paper's protocol takes bfloat16 for residual networks: twelve times slower with AVX2 alone."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: processor)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fit(short("ce", epochs=1, precision="bf16", data_options={"train_samples": 50}), out=tmp_path / "run")
+    assert any("precision=fp32" in str(one.message) for one in found) == slow
+
+
+def test_a_broken_image_is_named_in_one_line(tmp_path):
+    """With workers it used to come with their whole traceback, on one line."""
+    folder = natural_images(tmp_path / "images")
+    for path in folder.rglob("*.png"):
+        path.write_bytes(b"no image")
+    for workers in (0, 1):
+        with pytest.raises(ValueError, match=r"\A[^\n]*\.png\b[^\n]*\Z") as error:
+            fit(large(folder, workers=workers), out=tmp_path / f"run{workers}")
+        assert "Traceback" not in str(error.value)
+
+
+def test_the_error_for_a_damaged_checkpoint_does_not_suggest_unpickling(tmp_path):
+    file = tmp_path / "checkpoint.pt"
+    for content in (b"", b"PK\x03\x04 half a file", b"\x80\x04\x95 no tensors", b"text"):
+        file.write_bytes(content)
+        with pytest.raises(RunError, match=r"checkpoint\.pt") as error:
+            checkpoint.load(file)
+        assert "weights_only" not in str(error.value)
+
+
+def test_the_error_for_a_checkpoint_of_other_data_is_complete(finished, tmp_path):
+    state = checkpoint.load(finished.checkpoint)
+    session = Session(finished.recipe.replace(model_options={"norm": "group"}), CPU)
+    with pytest.raises(RunError, match=r"data.*key"):
+        session.load_state_dict(state)
+
+
+@pytest.mark.parametrize("changes", [{"seed": 7}, {"loss": "fedlas_mbls"}])
+def test_a_checkpoint_of_another_recipe_raises(finished, tmp_path, changes):
+    """Weights of another seed or loss were resumed and evaluated under the name of this recipe."""
+    recipe = finished.recipe.replace(**changes)
+    run = Run(shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
+    run.recipe_file.write_text(recipe.to_json())
+    run.environment_file.unlink()  # which knows the images and labels of the other seed
+    message = rf"checkpoint\.pt.*{finished.recipe.key}.*{recipe.key}"
+    with pytest.raises(RunError, match=message):
+        fit(recipe, out=run.folder, resume=True, progress=False)
+    with pytest.raises(RunError, match=message):
+        predict_with(run.folder, "digits", out=tmp_path / "p.safetensors")
+    assert not (tmp_path / "p.safetensors").exists()
+    assert not any(run.folder.glob("predictions/*"))
+
+
+def test_a_finished_run_is_found_in_a_read_only_folder(finished, monkeypatch):
+    def refuse(_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), ".lock")
+
+    monkeypatch.setattr("fedlas.training.loop.locked", refuse)
+    assert fit(finished.recipe, out=finished.folder).folder == finished.folder
+
+
+def test_a_file_as_run_folder_raises(tmp_path):
+    (tmp_path / "run").touch()
+    with pytest.raises(RunError, match=r"run\b.*file.*--out.*out="):
+        fit(short("ce"), out=tmp_path / "run")
+
+
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("fedlas.io.atomic.os.fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device.*log\.jsonl"):
+        write_atomic(tmp_path / "log.jsonl", b"line")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_predictions_need_the_safetensors_suffix(finished, tmp_path):
+    (tmp_path / "folder.safetensors").mkdir()
+    for out in (tmp_path / "p.npz", tmp_path, tmp_path / "folder.safetensors"):
+        with pytest.raises(RunError, match=rf"\.safetensors.*{out}"):
+            predict_with(finished.folder, "digits", out=out)
+
+
+def test_ignored_labels_warn(finished, tmp_path):
+    folder, out = natural_images(tmp_path / "images", 2), tmp_path / "own.safetensors"
+    with pytest.warns(UserWarning, match=r"labels.*cat, dog, owl"):
+        predict_with(finished.folder, "folder", options={"path": str(folder)}, out=out)
+    assert fedlas.read_predictions(out).given_labels is None
+    cats = tmp_path / "cats.safetensors"
+    predict_with(finished.folder, "folder", options={"path": str(folder / "cat")}, out=cats)  # nobody expects labels
+
+
+def test_predictions_do_not_overwrite_other_files(finished, tmp_path):
+    """A calibrator, or the predictions of another run, was gone without a word."""
+    out = tmp_path / "p.safetensors"
+    out.touch()
+    for _ in range(2):  # what is there already may be written again
+        predict_with(finished.folder, "digits", out=out)
+    with pytest.raises(RunError, match=r"p\.safetensors.*predictions"):
+        predict_with(finished.folder, "digits", split="val", out=out)
+    fedlas.build_calibrator("temperature").fit(fedlas.read_predictions(out).with_split("val")).save(out)
+    kept = out.read_bytes()
+    with pytest.raises(RunError, match=r"p\.safetensors.*predictions"):
+        predict_with(finished.folder, "digits", out=out)
+    assert out.read_bytes() == kept
+
+
+def test_tensorboard_has_gamma_of_a_finished_run(finished):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert not (finished.folder / "tensorboard").exists()
+    fit(finished.recipe.replace(tensorboard=True), out=finished.folder)
+    events = EventAccumulator(str(finished.folder / "tensorboard"))
+    events.Reload()
+    assert "val/ece" in events.Tags()["scalars"]
+    (shown,) = events.Histograms("gate/gamma")
+    assert shown.histogram_value.num == 50
+    assert Run(finished.folder).finished
+
+
+FILES = ("recipe.json", "environment.json", "log.jsonl", "checkpoint.pt", "checkpoint-before.pt", ".lock")
+
+
+@pytest.mark.parametrize("name", [*FILES, "predictions", "predictions/best-test.safetensors"])
+def test_symbolic_links_in_a_run_folder_raise(finished, tmp_path, name):
+    """What it led to was written over."""
+    run = Run(shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
+    recipe, place, victim = run.recipe, run.folder / name, tmp_path / "mine"
+    place.parent.mkdir(exist_ok=True)
+    place.unlink(missing_ok=True)
+    victim.write_text("mine")
+    place.symlink_to(victim)
+    with pytest.raises(RunError, match=f"{name}.*link"):
+        fit(recipe, out=run.folder, resume=True, progress=False)
+    assert victim.read_text() == "mine"
+
+
+def test_the_run_folder_itself_may_be_a_symbolic_link(finished, tmp_path):
+    shutil.copytree(finished.folder, tmp_path / "run")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    assert fit(finished.recipe, out=tmp_path / "link", resume=True, progress=False).finished
+
+
+def test_a_default_run_folder_that_is_a_symbolic_link_raises(finished, tmp_path, monkeypatch):
+    """What it led to was continued, and written over."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(finished.folder, tmp_path / "elsewhere", ignore=lambda *_: ["predictions"])
+    Path("runs").mkdir()
+    Path("runs", finished.recipe.name).symlink_to(tmp_path / "elsewhere")
+    before = sorted(tmp_path.rglob("*"))
+    launches = (lambda: fit(finished.recipe), lambda: list(fit_many([finished.recipe])))
+    for go in (*launches, lambda: list(train_recipes([finished.recipe], folder=Path("runs"), device="cpu"))):
+        with pytest.raises(RunError, match=f"{finished.recipe.name}.*link"):
+            go()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_tensorboard_is_not_written_through_a_symbolic_link(finished, tmp_path):
+    run = Run(shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["tensorboard"]))
+    (tmp_path / "elsewhere").mkdir()
+    (run.folder / "tensorboard").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match=r"tensorboard.*link"):
+        write_board(run)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_pipe_in_a_run_folder_raises(finished, tmp_path, name):
+    run = Run(shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
+    recipe = run.recipe
+    (run.folder / name).unlink(missing_ok=True)
+    os.mkfifo(run.folder / name)
+    with pytest.raises(RunError, match=f"{name}.*pipe"):
+        fit(recipe, out=run.folder, resume=True, progress=False)
