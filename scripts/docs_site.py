@@ -22,7 +22,6 @@ from mkdocs.structure.files import File, Files
 from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "src"))  # the API reference documents this checkout
 REPOSITORY_PAGES = {"README.md": "readme.md", "CONTRIBUTING.md": "contributing.md"}  # file: page of the site
 START, REST = "Start", "More"
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]\n]*)\]\((?P<target>[^)\s]+)\)")
@@ -34,6 +33,7 @@ FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Name anchors as GitHub does, so that links to them work in both places; order the pages."""
+    sys.path.insert(0, str(ROOT / "src"))  # of the API reference; mkdocs undoes it while it imports hooks
     config.mdx_configs.setdefault("toc", {})["slugify"] = slugify(case="lower")
     docs = Path(config.docs_dir)
     pages = sorted(path.relative_to(docs).as_posix() for path in docs.rglob("*.md"))
