@@ -7,10 +7,14 @@ A link to another file of the repository becomes plain text, because the site is
 exist, the build warns, which is an error with `--strict`.
 """
 
+import inspect
 import logging
 import posixpath
 import re
+import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -18,11 +22,13 @@ from mkdocs.structure.files import File, Files
 from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "src"))  # the API reference documents this checkout
 REPOSITORY_PAGES = {"README.md": "readme.md", "CONTRIBUTING.md": "contributing.md"}  # file: page of the site
 START, REST = "Start", "More"
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]\n]*)\]\((?P<target>[^)\s]+)\)")
 HEADING = re.compile(r"^## (?P<title>.+)$")
 log = logging.getLogger("mkdocs.hooks")
+API = re.compile(r"^<!-- api: (?P<package>[\w.]+) -->$", re.MULTILINE)
 FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 
 
@@ -44,7 +50,43 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Rewrite the links of a page for the site."""
-    return relinked(markdown, page.file.src_uri)
+    return relinked(with_api(markdown), page.file.src_uri)
+
+
+def with_api(markdown: str) -> str:
+    """Replace `<!-- api: PACKAGE -->` by the public names of the package that the page does not document elsewhere."""
+
+    def documented(marker: re.Match[str]) -> str:
+        package = marker["package"]
+        names = [name for name in public_names(package) if not _is_documented(f"{package}.{name}", markdown)]
+        return "\n\n".join(documentation(package, name) for name in names)
+
+    return API.sub(documented, markdown)
+
+
+def _is_documented(path: str, markdown: str) -> bool:
+    return re.search(rf"^(::: {re.escape(path)}|## {path.rpartition('.')[2]})$", markdown, re.MULTILINE) is not None
+
+
+def public_names(package: str) -> list[str]:
+    """Return the names in `__all__` of a package, without its modules."""
+    module = import_module(package)
+    return [name for name in module.__all__ if not isinstance(getattr(module, name), ModuleType)]
+
+
+def documentation(package: str, name: str) -> str:
+    """Write the directive that documents a class or function; objects, such as metrics, are documented here."""
+    entry = getattr(import_module(package), name)
+    if inspect.isclass(entry) or inspect.isroutine(entry):
+        return f"::: {package}.{name}"
+    parameters = ", ".join(
+        ("*" if parameter.kind is parameter.VAR_POSITIONAL else "**" if parameter.kind is parameter.VAR_KEYWORD else "")
+        + parameter.name
+        + ("" if parameter.default is parameter.empty else f"={parameter.default!r}")
+        for parameter in inspect.signature(entry).parameters.values()
+    )
+    anchor = f'<a id="{package}.{name}"></a>'
+    return f"### {name}\n\n{anchor}\n\n```python\n{name}({parameters})\n```\n\n{inspect.getdoc(type(entry))}"
 
 
 def ordered(pages: list[str], index: str) -> list[Any]:

@@ -43,13 +43,13 @@ def test_equations_can_be_read_without_a_script(document):
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.campaign)])
 def test_generated_parts_are_up_to_date(whole):
     """The pages with all tables of the ledger take most of the time."""
-    script, findings = loaded("pages"), Path("docs") / "findings.md"
+    script, comparison = loaded("pages"), Path("docs") / "paper_comparison.md"
     if not whole:
         script.reproduction_page = lambda _: (ROOT / "docs" / "reproduce.md").read_text(encoding="utf-8")
-        script.FINDINGS, script.PARTLY = {}, [path for path in script.PARTLY if Path(path) != findings]
+        script.FINDINGS, script.PARTLY = {}, [path for path in script.PARTLY if Path(path) != comparison]
     made = script.pages()
     assert {path.relative_to(ROOT).as_posix() for path in made} >= {"README.md", "docs/losses.md", "docs/reproduce.md"}
-    assert (ROOT / findings in made) == whole
+    assert (ROOT / comparison in made) == whole
     for path, text in made.items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is out of date; run scripts/pages"
 
@@ -58,11 +58,10 @@ def test_every_loss_has_its_place_on_the_page():
     import fedlas
 
     page = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for record in fedlas.list_losses():
         assert f"\n## {record.name}\n" in page
         assert record.citation in page
-        assert f"[`{record.name}`](docs/losses.md#{record.name}) | {record.summary} |" in readme
+        assert f"[`{record.name}`](#{record.name}) | {record.summary} |" in page
 
 
 @pytest.mark.parametrize("nodes", [1, 4])
@@ -171,6 +170,21 @@ def test_every_page_is_on_the_site_and_in_its_menu(site):
     for page in [*pages, "readme.html", "contributing.html"]:
         assert (site / page).exists()
         assert f'href="{page}"' in menu
+
+
+def test_every_public_name_is_in_the_reference(site):
+    pages = {path: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "reference").glob("*.md")}
+    packages = {name: path for path, text in pages.items() for name in re.findall(r"<!-- api: ([\w.]+) -->", text)}
+    assert {"fedlas", "fedlas.losses", "fedlas.metrics", "fedlas.posthoc", "fedlas.ood"} <= set(packages)
+    for package, path in packages.items():
+        built_page = (site / "reference" / path.with_suffix(".html").name).read_text(encoding="utf-8")
+        names = loaded("docs_site.py").public_names(package)
+        assert [name for name in names if f'id="{package}.{name}"' not in built_page] == [], package
+
+
+def test_a_name_that_a_page_documents_by_itself_is_not_repeated():
+    text = "::: fedlas.ood.auroc\n\n<!-- api: fedlas.ood -->\n"
+    assert loaded("docs_site.py").with_api(text).count("::: fedlas.ood.auroc\n") == 1
 
 
 def test_nothing_is_fetched_from_elsewhere(site):

@@ -1,4 +1,4 @@
-"""The notebook runs from top to bottom, and holds nothing that another run would change."""
+"""The notebooks run from top to bottom, and hold nothing that another run would change."""
 
 import json
 import sys
@@ -7,27 +7,49 @@ from types import ModuleType
 
 import pytest
 
-NOTEBOOK = Path(__file__).parents[1] / "examples" / "calibration.ipynb"
-CELLS = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+EXAMPLES = Path(__file__).parents[1] / "examples"
+NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 
 
-def test_it_holds_no_outputs_and_no_counts():
-    code = [cell for cell in CELLS if cell["cell_type"] == "code"]
-    assert code
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
-    assert len({cell["id"] for cell in CELLS}) == len(CELLS)
+def cells_of(notebook: Path) -> list[dict]:
+    return json.loads(notebook.read_text(encoding="utf-8"))["cells"]
 
 
-def test_it_runs_from_top_to_bottom(monkeypatch, tmp_path, capsys):
-    """All cells in one module; what a notebook shows at the end of a cell is computed and not shown."""
+@pytest.fixture
+def run_notebook(monkeypatch, tmp_path):
+    """Run all cells in one module; what a notebook shows at the end of a cell is computed and not shown."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     module = ModuleType("notebook")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    for number, cell in enumerate(CELLS):
-        if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), f"{NOTEBOOK.name}, cell {number}", "exec"), vars(module))
+
+    def run(name: str) -> ModuleType:
+        for number, cell in enumerate(cells_of(EXAMPLES / name)):
+            if cell["cell_type"] == "code":
+                exec(compile("".join(cell["source"]), f"{name}, cell {number}", "exec"), vars(module))
+        return module
+
+    return run
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.name)
+def test_it_holds_no_outputs_and_no_counts(notebook):
+    cells = cells_of(notebook)
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert code
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    assert len({cell["id"] for cell in cells}) == len(cells)
+
+
+def test_the_notebook_for_predictions_runs_from_top_to_bottom(run_notebook):
+    module = run_notebook("predictions.ipynb")
+    assert module.report.after["temperature"]["ece"] < module.report["ece"]
+    assert "<!doctype html>" in module.page.read_text(encoding="utf-8")
+
+
+def test_the_notebook_for_training_runs_from_top_to_bottom(run_notebook, capsys):
+    module = run_notebook("calibration.ipynb")
     ce, ours = module.reports["ce"], module.reports["fedlas_ls"]
     assert min(ce["accuracy"], ours["accuracy"]) > 0.8
     assert ce["signed_ece"].interval.low > 0, "the model is not over-confident: train on fewer images"
@@ -40,5 +62,6 @@ def test_it_runs_from_top_to_bottom(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("word", ["http://", "https://", "!pip", "%"])
 def test_it_needs_no_network_and_no_magic(word):
-    lines = [line for cell in CELLS if cell["cell_type"] == "code" for line in cell["source"]]
+    cells = [cell for notebook in NOTEBOOKS for cell in cells_of(notebook)]
+    lines = [line for cell in cells if cell["cell_type"] == "code" for line in cell["source"]]
     assert not any(line.startswith(word) if word in "!pip%" else word in line for line in lines)

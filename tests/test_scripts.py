@@ -1,4 +1,4 @@
-"""The commands around the code: the changelog, the guard, the versions file and the Makefile."""
+"""Scripts, constraints and Makefile."""
 
 import re
 import shutil
@@ -21,40 +21,9 @@ def run(command, **options):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of the scripts, with a changelog and no fragments."""
+    """Return a folder with a copy of the scripts."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
-    shutil.copy(ROOT / "CHANGELOG.md", tmp_path)
-    (tmp_path / "changelog.d").mkdir()
     return tmp_path
-
-
-def test_every_fragment_can_be_used():
-    assert run([ROOT / "scripts" / "changelog", "--check"]).stdout == ""
-
-
-def test_fragments_become_a_release_above_the_older_ones(checkout):
-    for version, kind in [("0.1.0", "fixed"), ("0.2.0", "added")]:
-        fragment = checkout / "changelog.d" / f"+words.{kind}.md"
-        fragment.write_text(f"First line of {version}.\nSecond line.\n")
-        assert run([checkout / "scripts" / "changelog", version, "2026-01-02"]).returncode == 0
-        assert not fragment.exists()
-    text = (checkout / "CHANGELOG.md").read_text()
-    assert "## 0.2.0 (2026-01-02)\n\n### Added\n\n- First line of 0.2.0.\n  Second line.\n" in text
-    assert text.index("0.2.0") < text.index("0.1.0")
-
-
-@pytest.mark.parametrize(("name", "text"), [("+words.nonsense.md", "Text."), ("+words.added.md", "\n")])
-def test_a_fragment_of_no_kind_or_without_words_raises(checkout, name, text):
-    (checkout / "changelog.d" / name).write_text(text)
-    result = run([checkout / "scripts" / "changelog", "--check"])
-    assert result.returncode == 1
-    assert result.stdout.startswith(f"{name}:")
-
-
-def test_there_is_no_release_without_fragments(checkout):
-    before = (checkout / "CHANGELOG.md").read_text()
-    assert run([checkout / "scripts" / "changelog", "1.0.0"]).returncode == 1
-    assert (checkout / "CHANGELOG.md").read_text() == before
 
 
 @pytest.mark.parametrize(
