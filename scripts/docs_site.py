@@ -26,8 +26,8 @@ REPOSITORY_PAGES = {"README.md": "readme.md", "CONTRIBUTING.md": "contributing.m
 START, REST = "Start", "More"
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]\n]*)\]\((?P<target>[^)\s]+)\)")
 HEADING = re.compile(r"^## (?P<title>.+)$")
-API = re.compile(r"^<!-- api: (?P<package>[\w.]+) -->$", re.MULTILINE)
 log = logging.getLogger("mkdocs.hooks")
+API = re.compile(r"^<!-- api: (?P<package>[\w.]+) -->$", re.MULTILINE)
 FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 
 

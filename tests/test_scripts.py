@@ -1,4 +1,4 @@
-"""The commands around the code: the guard, the versions file and the Makefile; and the version in all its places."""
+"""Scripts, constraints and Makefile."""
 
 import re
 import shutil
@@ -21,7 +21,7 @@ def run(command, **options):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of the scripts."""
+    """Return a folder with a copy of the scripts."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     return tmp_path
 

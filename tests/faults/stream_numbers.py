@@ -136,7 +136,7 @@ def ways(n: int, seed: int) -> list[dict[str, Any]]:
     torch.set_num_threads(before)
     for size in (1, 7, 1000):
         some = min(n, 2000 if size == 1 else n)
-        made = [ECE(), AECE(), ClasswiseECE(), MCE(), Brier(), NLL(), AURC()]
+        made = [metric.accumulator() for metric in functions]
         for start in range(0, some, size):
             for stream in made:
                 stream.update(probs[start : start + size], labels[start : start + size])
