@@ -228,9 +228,9 @@ def test_progress_shows_any_name(monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stderr", screen)
-    with progress() as watch:
+    with progress() as report:
         for share in (0.0, 1.0):
-            watch("evaluating x[/b]", share)
+            report("evaluating x[/b]", share)
     assert "evaluating x[/b]" in screen.getvalue()
 
 

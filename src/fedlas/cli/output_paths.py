@@ -25,7 +25,7 @@ def read_file(path: Path, progress: Callable[[str, float], None], columns: Any) 
 
     report = partial(progress, f"reading {path.name}")
     report(0.0)
-    predictions = read_predictions(path, watch=report, **columns)
+    predictions = read_predictions(path, progress=report, **columns)
     report(1.0)
     return predictions
 

@@ -34,8 +34,8 @@ from fedlas.io.table import Table, build_predictions, no_labels
 from fedlas.io.untrusted import check_file, content_errors, format_suffix, path_inside
 from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
 
-Watch = Callable[[float], None]
-Reader = Callable[[Path, ReadOptions, Watch | None], Table]
+Progress = Callable[[float], None]
+Reader = Callable[[Path, ReadOptions, Progress | None], Table]
 
 READERS: Mapping[str, Reader] = {
     ".safetensors": safetensors.read,
@@ -61,14 +61,14 @@ WRITERS: Mapping[str, Callable[[Predictions, bool], bytes]] = {
 
 
 def read_predictions(
-    path: str | Path, split: str | None = None, *, watch: Watch | None = None, **options: Unpack[ReadOptions]
+    path: str | Path, split: str | None = None, *, progress: Progress | None = None, **options: Unpack[ReadOptions]
 ) -> AnyPredictions:
     """Read predictions from a file of any format, or from a run folder.
 
     Args:
         path: the file; its suffix names the format.
         split: the split that the samples belong to, if the file does not name it; in a run folder, the split to read.
-        watch: called with the fraction of a text file that has been read.
+        progress: called with the fraction of a text file that has been read.
         options: roles of columns whose names do not show them, and labels from another file; see
             `fedlas.io.columns.ReadOptions`.
     """
@@ -83,7 +83,7 @@ def read_predictions(
         raise UserError(f"{path}: predictions are read from {known}, not from {path.suffix or 'this'}")
     options = _read_label_option(options)
     with content_errors(path):
-        return build_predictions(READERS[suffix](path, options, watch), path, options, split)
+        return build_predictions(READERS[suffix](path, options, progress), path, options, split)
 
 
 def _file_of_run(folder: Path, split: str | None) -> Path:
