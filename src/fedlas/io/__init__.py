@@ -15,7 +15,6 @@
 `fedlas.io.columns` lists the names of columns; nothing is guessed from values.
 """
 
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -226,24 +225,3 @@ def same_predictions(first: AnyPredictions, second: AnyPredictions) -> bool:
         elif ours is not theirs and (isinstance(ours, Tensor) or ours != theirs):
             return False
     return True
-
-
-def write_if_same(
-    predictions: AnyPredictions, path: str | Path, existing: AnyPredictions | None, *, probs: bool = False
-) -> Path:
-    """Write predictions; raise if other predictions would be overwritten.
-
-    Args:
-        predictions: what is written.
-        path: the file; its suffix names the format.
-        existing: its present content, from `read_existing`.
-        probs: write probabilities instead of logits.
-    """
-    path = Path(path)
-    if existing is not None:
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about values that are as the user gave them
-            written = write_predictions(predictions, Path(folder) / path.name, probs=probs)
-            if not same_predictions(read_predictions(written), existing):
-                raise FileExistsError(f"{path} is there and holds other predictions; remove it, or name another file")
-    return write_predictions(predictions, path, probs=probs)
