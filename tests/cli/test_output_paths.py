@@ -178,7 +178,7 @@ def test_every_table_has_a_name_of_its_experiment(name, tmp_path):
         assert re.fullmatch(experiment.file_names, table.name)
 
 
-def test_every_place_is_checked_before_anything_is_read(tmp_path, monkeypatch):
+def test_output_paths_are_checked_before_inputs_are_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.safetensors").mkdir()
     (tmp_path / "file").write_text("x")
@@ -195,12 +195,15 @@ def test_every_place_is_checked_before_anything_is_read(tmp_path, monkeypatch):
         refused(words, f"{here} ", "folder")
         if words[0] == "evaluate":
             refused((*words[:-1], "file/deep/x"), tmp_path / "file/deep")
-    for words in (("evaluate", "nowhere.csv", "--figures", "file"), *((*one, "--out", "file") for one in PLACES)):
+    for words in (
+        ("evaluate", "nowhere.csv", "--figures", "file"),
+        *((*one, "--out", "file") for one in OUTPUT_FOLDERS),
+    ):
         refused(words, "fedlas: file ", "folder")
         refused((*words[:-1], "file/deep"), tmp_path / "file/deep")
 
 
-PLACES = (SOTA, SEARCH, TRAIN, ("demo",))
+OUTPUT_FOLDERS = (SOTA, SEARCH, TRAIN, ("demo",))
 
 
 def test_a_doubtful_fit_is_reported_once_whatever_its_wording(tmp_path, monkeypatch):
@@ -218,7 +221,7 @@ def test_a_doubtful_fit_is_reported_once_whatever_its_wording(tmp_path, monkeypa
     assert format_warning("autre\nchose", DoubtfulFit, "file.py", 3) == "fedlas: autre chose\n"
 
 
-def test_two_results_need_two_files(tmp_path, monkeypatch):
+def test_two_outputs_need_two_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused(["evaluate", "a.csv", "--html", "same.out", "--json", "./same.out"], "same.out", "two")
     assert not Path("same.out").exists()

@@ -60,7 +60,7 @@ def evaluate_command(
         ),
     ] = None,
     posthoc: Annotated[
-        str, typer.Option(help="Calibrators, separated by commas, or ''; see: fedlas list calibrators")
+        str, typer.Option(help="Calibrators, separated by commas, '' for none; see: fedlas list calibrators")
     ] = "temperature",
     folds: Annotated[int, typer.Option(help="Number of folds for cross-fitting calibrators.")] = 5,
     bins: Annotated[int, typer.Option(help="Number of bins of the ECE and other binned metrics.")] = 15,

@@ -72,7 +72,8 @@ def reproduce_experiment(
         typer.Option(rich_help_panel=WHAT, help="Models, separated by commas; those of the protocol by default."),
     ] = None,
     losses: Annotated[
-        str | None, typer.Option(rich_help_panel=WHAT, help="Rows of the table, separated by commas; all by default.")
+        str | None,
+        typer.Option(rich_help_panel=WHAT, help="Losses (rows of the table), separated by commas; all by default."),
     ] = None,
     seeds: Annotated[
         str | None,
@@ -127,8 +128,10 @@ def reproduce_experiment(
     device: Annotated[
         str | None, typer.Option(rich_help_panel=HOW, help="cpu or cuda; by default a GPU, if there is one.")
     ] = None,
-    runs: Annotated[Path, typer.Option(rich_help_panel=WHERE, help="Folder of the run folders.")] = Path("runs"),
-    ledger: Annotated[Path, typer.Option(rich_help_panel=WHERE, help="Folder of the ledger.")] = Path("results"),
+    runs: Annotated[Path, typer.Option(rich_help_panel=WHERE, help="Folder for the runs.")] = Path("runs"),
+    ledger: Annotated[Path, typer.Option(rich_help_panel=WHERE, help="Folder of the ledger of finished runs.")] = Path(
+        "results"
+    ),
     out: Annotated[
         Path | None, typer.Option(rich_help_panel=WHERE, help="Write tables and figures to this folder.")
     ] = None,
@@ -214,7 +217,7 @@ def compare_models(
     level: Level = 0.95,
     resamples: Annotated[int | None, typer.Option(help="Number of bootstrap resamples; 2,000 by default.")] = None,
     seed: Seed = 0,
-    ledger: Annotated[Path, typer.Option(help="Folder of the ledger.")] = Path("results"),
+    ledger: Annotated[Path, typer.Option(help="Folder of the ledger of finished runs.")] = Path("results"),
     json: Annotated[
         str | None, typer.Option(help="Write all results as JSON to this file; - is standard output.")
     ] = None,

@@ -59,7 +59,7 @@ def predict_run(
         typer.Option("--set", metavar="KEYWORD=VALUE", help="Set an option of the data set; may be repeated."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Output file; by default a new file in the predictions of the run.")
+        Path | None, typer.Option(help="Output file (.safetensors); by default in the folder predictions of the run.")
     ] = None,
     data_root: Root = None,
     device: Device = None,
