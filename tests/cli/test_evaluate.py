@@ -219,7 +219,7 @@ def test_pictures_elsewhere_are_left_out_and_this_is_said(tmp_path):
         done = call(*words)
     assert done.exit_code == 0, done.output
     assert "data:image/png;base64" not in (tmp_path / "page.html").read_text()
-    done = call(*words, "--images", tmp_path / "theirs")
+    done = call(*words, "--images", tmp_path / "theirs", "--overwrite")
     assert done.exit_code == 0, done.output
     assert "data:image/png;base64" in (tmp_path / "page.html").read_text()
 
@@ -228,9 +228,9 @@ def test_progress_shows_any_name(monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stderr", screen)
-    with progress() as watch:
+    with progress() as report:
         for share in (0.0, 1.0):
-            watch("evaluating x[/b]", share)
+            report("evaluating x[/b]", share)
     assert "evaluating x[/b]" in screen.getvalue()
 
 
@@ -253,7 +253,7 @@ def test_fit_on_one_file_and_recalibrate_another(files, method):
 def test_a_calibrator_with_a_keyword_and_one_that_is_none(files):
     words = ("calibrate", "fit", files / "val.csv", "--out", files / "c.safetensors", "--posthoc", "histogram_binning")
     assert call(*words, "--set", "bins=4").exit_code == 0
-    done = call(*words, "--set", "binz=4")
+    done = call(*words, "--set", "binz=4", "--overwrite")
     assert (done.exit_code, "binz" in done.stderr) == (1, True)
     done = call("calibrate", "apply", files / "far.npz", files / "test.csv", "--out", files / "x.csv")
     assert done.exit_code == 1
@@ -358,17 +358,6 @@ def test_nothing_of_another_kind_is_written_over(files):
         assert (done.exit_code, done.stderr.count("\n")) == (1, 1), done.output
         assert str(words[-1]) in done.stderr
         assert Path(words[-1]).read_bytes() == before
-
-
-def test_what_the_same_command_wrote_is_written_again(files):
-    """`test_output_paths.py` has the other kinds of files."""
-    for words in (
-        ["calibrate", "fit", files / "val.csv", "--out", files / "c.safetensors"],
-        ["evaluate", files / "test.csv", "--posthoc", "", "--html", files / "page.html"],
-    ):
-        for _ in range(2):
-            done = call(*words)
-            assert done.exit_code == 0, done.output
 
 
 def test_a_fit_says_what_it_found_and_a_table_stays_what_it_was(files):

@@ -1,4 +1,4 @@
-"""Which existing files commands overwrite and which they leave alone, decided before anything is read or trained."""
+"""Commands check output paths before any work, and replace existing files with `--overwrite` only."""
 
 import json
 import re
@@ -12,14 +12,17 @@ from typer.testing import CliRunner
 
 from fedlas.cli import app
 from fedlas.cli.errors import format_warning, one_line_errors
-from fedlas.cli.output_paths import beginning
+from fedlas.cli.training import is_same_search
 from fedlas.experiments.base import Choice
+from fedlas.experiments.demo import DemoResult
 from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.planning import experiment_named, list_experiments
+from fedlas.experiments.search import Range, Search
 from fedlas.io import read_predictions, write_predictions
 from fedlas.posthoc import build_calibrator, load_calibrator
 from fedlas.posthoc.base import DoubtfulFit
 from fedlas.predictions import Predictions
+from fedlas.training import recipe_for
 
 SOTA = ("reproduce", "sota", "--data", "digits", "--protocol", "small", "--losses", "ls", "--seeds", "1", "--dry-run")
 SEARCH = ("search", "--data", "digits", "--loss", "ls", "--over", "alpha=0.01:0.1", "--trials", "1")
@@ -48,27 +51,56 @@ def given(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["class_map.json", "class_map-resnet.json", "reliability.png", "norm.svg", "roc.pdf"])
-def test_figures_do_not_replace_files_of_that_name(tmp_path, name):
-    (tmp_path / name).write_text('{"figure": "mine"}')
-    refused(("evaluate", tmp_path / "nowhere.csv", "--figures", tmp_path), tmp_path / name, "folder")
-    assert (tmp_path / name).read_text() == '{"figure": "mine"}'
+OUTPUTS = (  # commands, and the name of an existing file that they would replace
+    (("evaluate", "test.csv", "--html", "page.html"), "page.html"),
+    (("evaluate", "test.csv", "--json", "evaluation.json"), "evaluation.json"),
+    (("evaluate", "test.csv", "--figures", "figures"), "figures/reliability.png"),
+    (("evaluate", "test.csv", "--figures", "figures"), "figures/class_map-resnet.json"),
+    (("ood", "test.csv", "far=far.npz", "--json", "ood.json"), "ood.json"),
+    (("compare", "test.csv", "test.csv", "--json", "comparison.json"), "comparison.json"),
+    (("calibrate", "fit", "val.csv", "--out", "calibrator.safetensors"), "calibrator.safetensors"),
+    (("calibrate", "apply", "fitted.safetensors", "test.csv", "--out", "out.csv"), "out.csv"),
+)
 
 
-def test_figures_are_drawn_again_and_beside_other_files(given, monkeypatch):
-    monkeypatch.setattr("fedlas.report.figures.style.content_of", lambda *_, **__: b"a picture")  # nobody looks at it
-    monkeypatch.setattr("fedlas.report.figures.saving._of_all", lambda *_: ())  # the others are enough
-    folder = given / "figures"
-    folder.mkdir()
-    mine = {"notes.md": "mine", "reliability.txt": "mine", "photo.png": "mine", "training-photo.png": "mine"}
-    for name, text in mine.items():
-        (folder / name).write_text(text)
-    words = ("evaluate", given / "test.csv", "--posthoc", "", "--figures", folder, "--resamples", 50)
-    for _ in range(2):
-        assert call(*words).exit_code == 0
-    assert {name: (folder / name).read_text() for name in mine} == mine
-    assert {path.suffix for path in folder.glob("class_map.*")} == {".pdf", ".png", ".svg", ".json"}
-    assert json.loads((folder / "class_map.json").read_text())["format"] == "fedlas.figure/1"
+@pytest.mark.parametrize(("words", "name"), OUTPUTS, ids=lambda value: "-".join(value[:2]) if value[1:2] else value)
+def test_existing_files_need_overwrite(tmp_path, monkeypatch, words, name):
+    monkeypatch.chdir(tmp_path)
+    existing = tmp_path / name
+    existing.parent.mkdir(exist_ok=True)
+    existing.write_text("mine")
+    refused(words, f"{name} exists", "--overwrite")
+    assert existing.read_text() == "mine"
+    with_flag = call(*words, "--overwrite")  # the inputs do not exist
+    assert (with_flag.exit_code, "--overwrite" in with_flag.stderr) == (1, False), with_flag.output
+
+
+def test_overwrite_replaces_files_of_any_content(given, monkeypatch):
+    monkeypatch.chdir(given)
+    monkeypatch.setattr("fedlas.report.figures.style.content_of", lambda *_, **__: b"an image")
+    monkeypatch.setattr("fedlas.report.figures.saving._of_all", lambda *_: ())
+    assert call("calibrate", "fit", "val.csv", "--out", "fitted.safetensors").exit_code == 0
+    (given / "figures").mkdir()
+    for name in ("page.html", "evaluation.json", "ood.json", "comparison.json", "calibrator.safetensors", "out.csv"):
+        (given / name).write_text("mine")
+    others = {"notes.md": "mine", "reliability.txt": "mine", "photo.png": "mine", "training-photo.png": "mine"}
+    for name, text in others.items():
+        (given / "figures" / name).write_text(text)
+    evaluate = ("evaluate", "test.csv", "--posthoc", "", "--resamples", 50)
+    for words in (
+        (*evaluate, "--html", "page.html", "--json", "evaluation.json", "--figures", "figures"),
+        *(words for words, _ in OUTPUTS if words[0] != "evaluate"),
+    ):
+        done = call(*words, "--overwrite")
+        assert done.exit_code == 0, done.output
+        refused(words, "exists", "--overwrite")
+    assert {name: (given / "figures" / name).read_text() for name in others} == others
+    for name in ("evaluation", "ood", "comparison", "figures/class_map"):
+        found = json.loads((given / f"{name}.json").read_text())
+        assert (found[0] if isinstance(found, list) else found)["format"].startswith("fedlas.")
+    assert (given / "page.html").read_text().startswith("<!doctype html>")
+    assert load_calibrator(given / "calibrator.safetensors").name == "temperature"
+    assert len(read_predictions(given / "out.csv")) == 80
 
 
 @pytest.mark.parametrize(
@@ -94,15 +126,49 @@ def test_folders_of_results_do_not_replace_files_of_that_name(tmp_path, monkeypa
     assert [path for path in (tmp_path / "made").rglob("*") if path.is_file() and path.name[0] != "."] == [mine]
 
 
-def test_tables_are_overwritten_on_request_only(tmp_path, monkeypatch):
+def test_reproduce_updates_its_own_folder_only(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert call(*SOTA, "--out", "made").exit_code == 0
     table = tmp_path / "made" / "sota-small.csv"
+    table.parent.mkdir()
     table.write_text("mine")
-    refused((*SOTA, "--out", "made"), "sota-small", "--overwrite")
+    refused((*SOTA, "--out", "made"), "sota-small.csv exists", "--overwrite")
     assert table.read_text() == "mine"
-    assert call(*SOTA, "--out", "made", "--overwrite").exit_code == 0
+    for more in (("--overwrite",), ()):
+        done = call(*SOTA, "--out", "made", *more)
+        assert done.exit_code == 0, done.output
     assert table.read_text() != "mine"
+    (tmp_path / "made" / "indicator-small.csv").write_text("mine")  # of another experiment
+    refused(("reproduce", "indicator", "--data", "digits", "--dry-run", "--out", "made"), "--overwrite")
+
+
+def test_demo_updates_its_own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run_demo(folder, **_):
+        (folder / "figures").mkdir(exist_ok=True)
+        (folder / "figures" / "reliability.png").write_bytes(b"an image")
+        return DemoResult("", (), [], [])
+
+    monkeypatch.setattr("fedlas.experiments.demo.run_demo", run_demo)
+    for _ in range(2):
+        done = call("demo", "--out", "made")
+        assert done.exit_code == 0, done.output
+
+
+def test_the_record_of_a_search_is_replaced_by_the_same_search_only(tmp_path):
+    recipe, ranges = recipe_for("digits", None, "ls"), [Range.parse("alpha=0.01:0.1:log"), Range.parse("n=1,2")]
+    record = Search(recipe, tuple(ranges), "nll", (1, 2), 0, (), {})
+    path = tmp_path / "search.json"
+    assert not is_same_search(path, recipe, ranges, metric="nll", seeds=(1, 2))
+    path.write_text(json.dumps(record.to_dict()))
+    assert is_same_search(path, recipe, ranges, metric="nll", seeds=(1, 2))
+    assert not is_same_search(path, recipe, ranges, metric="ece", seeds=(1, 2))
+    assert not is_same_search(path, recipe, ranges, metric="nll", seeds=(1,))
+    assert not is_same_search(path, recipe, ranges[:1], metric="nll", seeds=(1, 2))
+    assert not is_same_search(path, recipe.replace(epochs=3), ranges, metric="nll", seeds=(1, 2))
+    for text in ("[]", "[" * 200_000, "{"):
+        path.write_text(text)
+        assert not is_same_search(path, recipe, ranges, metric="nll", seeds=(1, 2))
 
 
 @pytest.mark.parametrize("name", [name for name, _ in list_experiments()])
@@ -112,76 +178,7 @@ def test_every_table_has_a_name_of_its_experiment(name, tmp_path):
         assert re.fullmatch(experiment.file_names, table.name)
 
 
-ANOTHER = [
-    '{"format": "my config", "models": ["resnet"]}',
-    '{"sets": 3, "mean": 2.5}',
-    '[{"metric": "a", "pairs": []}]',
-    '{"models": {}, "format": "of", "x": "fedlas.evaluation/1"}',
-    '{"logits": [[1, 2]], "labels": [0]}',
-    "[" * 200_000,
-    '{"a":' * 200_000,
-]
-
-
-@pytest.mark.parametrize("text", ANOTHER, ids=range(len(ANOTHER)))
-def test_json_that_only_looks_like_an_answer_is_left_alone(given, text):
-    mine = given / "mine.json"
-    mine.write_text(text)
-    test = given / "test.csv"
-    for words in (("evaluate", test), ("ood", test, f"far={given / 'far.npz'}")):
-        refused((*words, "--json", mine), mine, f"`fedlas {words[0]}`")
-    refused(("compare", test, given / "val.csv", "--json", mine), mine, "--overwrite")
-    assert mine.read_text() == text
-
-
-def test_every_answer_says_what_it_is_and_is_not_written_over_by_another(given):
-    test = given / "test.csv"
-    commands = {
-        "fedlas.evaluation/1": ("evaluate", test, "--posthoc", "", "--resamples", 50),
-        "fedlas.ood/1": ("ood", test, f"far={given / 'far.npz'}"),
-        "fedlas.compare/1": ("compare", test, test, "--metrics", "accuracy", "--resamples", 50, "--overwrite"),
-    }
-    for number, (name, words) in enumerate(commands.items()):
-        for _ in range(2):
-            done = call(*words, "--json", given / f"{number}.json")
-            assert done.exit_code == 0, done.output
-        found = json.loads((given / f"{number}.json").read_text())
-        assert (found[0] if isinstance(found, list) else found)["format"] == name
-    for number, words in enumerate(list(commands.values())[:2]):
-        other = given / f"{(number + 1) % 3}.json"
-        refused((*words, "--json", other), other, f"`fedlas {words[0]}`")
-
-
-def test_little_is_read_of_a_large_file(tmp_path):
-    with (tmp_path / "large.html").open("wb") as file:
-        file.truncate(1 << 40)  # takes no room on the disk
-    assert len(beginning(tmp_path / "large.html")) == 4096
-    refused(("evaluate", tmp_path / "nowhere.csv", "--html", tmp_path / "large.html"), "large.html", "page")
-
-
-def test_a_deep_file_at_the_place_of_predictions_is_left_alone(given):
-    kept = given / "c.safetensors"
-    assert call("calibrate", "fit", given / "val.csv", "--out", kept).exit_code == 0
-    (given / "deep.jsonl").write_text("[" * 200_000)
-    refused(("calibrate", "apply", kept, given / "test.csv", "--out", given / "deep.jsonl"), "deep.jsonl")
-    refused(("calibrate", "apply", kept, given / "nowhere.csv", "--out", given / "x.json"), ".safetensors")
-
-
-@pytest.mark.parametrize("ending", ["safetensors", "npz", "csv", "parquet", "jsonl"])
-def test_calibrate_apply_leaves_other_predictions_alone(given, ending):
-    kept, out = given / "c.safetensors", given / f"out.{ending}"
-    assert call("calibrate", "fit", given / "val.csv", "--out", kept).exit_code == 0
-    words = ("calibrate", "apply", kept, given / "test.csv", "--out", out)
-    for _ in range(2):  # the same may be written again
-        done = call(*words)
-        assert done.exit_code == 0, done.output
-    write_predictions(read_predictions(given / "val.csv"), out)
-    before = out.read_bytes()
-    refused(words, out, "predictions")
-    assert out.read_bytes() == before
-
-
-def test_every_place_is_checked_before_anything_is_read(tmp_path, monkeypatch):
+def test_output_paths_are_checked_before_inputs_are_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.safetensors").mkdir()
     (tmp_path / "file").write_text("x")
@@ -198,12 +195,15 @@ def test_every_place_is_checked_before_anything_is_read(tmp_path, monkeypatch):
         refused(words, f"{here} ", "folder")
         if words[0] == "evaluate":
             refused((*words[:-1], "file/deep/x"), tmp_path / "file/deep")
-    for words in (("evaluate", "nowhere.csv", "--figures", "file"), *((*one, "--out", "file") for one in PLACES)):
+    for words in (
+        ("evaluate", "nowhere.csv", "--figures", "file"),
+        *((*one, "--out", "file") for one in OUTPUT_FOLDERS),
+    ):
         refused(words, "fedlas: file ", "folder")
         refused((*words[:-1], "file/deep"), tmp_path / "file/deep")
 
 
-PLACES = (SOTA, SEARCH, TRAIN, ("demo",))
+OUTPUT_FOLDERS = (SOTA, SEARCH, TRAIN, ("demo",))
 
 
 def test_a_doubtful_fit_is_reported_once_whatever_its_wording(tmp_path, monkeypatch):
@@ -221,7 +221,7 @@ def test_a_doubtful_fit_is_reported_once_whatever_its_wording(tmp_path, monkeypa
     assert format_warning("autre\nchose", DoubtfulFit, "file.py", 3) == "fedlas: autre chose\n"
 
 
-def test_two_results_need_two_files(tmp_path, monkeypatch):
+def test_two_outputs_need_two_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused(["evaluate", "a.csv", "--html", "same.out", "--json", "./same.out"], "same.out", "two")
     assert not Path("same.out").exists()

@@ -78,8 +78,8 @@ def test_file_names_do_not_reach_the_terminal_as_escapes(file, tmp_path, monkeyp
     stream = io.StringIO()
     stream.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr("sys.stderr", stream)
-    with progress() as watch:
-        watch(f"reading {odd.name}", 0.5)
+    with progress() as report:
+        report(f"reading {odd.name}", 0.5)
     assert "\x1b]0;" not in stream.getvalue()
 
 

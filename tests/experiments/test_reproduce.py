@@ -424,7 +424,7 @@ def test_the_command_trains_what_is_missing(tmp_path, monkeypatch):
     title = experiment_named("sota").title
     assert shown.output.count(title) == shown.stdout.count(title) == 1, "the last table comes once"
     assert Path("made/sota-small.md").exists()
-    again = CliRunner().invoke(app, [*arguments, "--overwrite"])
+    again = CliRunner().invoke(app, arguments)
     assert re.search(r"small.*\b1 run\b.*\b1\b.*\b0\b", again.output)
 
 

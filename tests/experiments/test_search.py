@@ -128,6 +128,10 @@ def test_the_command_prints_the_settings_to_use(tmp_path):
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     assert "--set loss_options.alpha=0." in shown.output
+    longer = CliRunner().invoke(app, [*arguments, "--trials", "2"])
+    assert longer.exit_code == 0, longer.output
+    other = CliRunner().invoke(app, [*arguments, "--metric", "ece"])
+    assert (other.exit_code, "--overwrite" in other.output) == (1, True)
     wrong = CliRunner().invoke(app, [*arguments, "--overwrite", "--metric", "speed"])
     assert wrong.exit_code == 1
     assert "'speed'" in wrong.output

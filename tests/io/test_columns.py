@@ -207,7 +207,7 @@ def test_missing_columns_raise_an_error_that_lists_the_columns(tmp_path):
 def test_further_suffixes_of_tables(tmp_path, ending):
     mark = {".tsv": "\t", ".txt": " ", ".tsv.gz": "\t"}.get(ending, ",")
     path = write_table(tmp_path / f"p{ending}", family("prob_") | {"label": WORDS}, mark)
-    is_read(read_predictions(path, watch=lambda _: None))
+    is_read(read_predictions(path, progress=lambda _: None))
 
 
 def test_a_compressed_file_with_an_extreme_ratio_raises(tmp_path):

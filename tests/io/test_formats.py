@@ -250,7 +250,7 @@ def test_split_option_is_used_if_the_file_has_none(tmp_path):
 @pytest.mark.parametrize("ending", [".csv", ".jsonl"])
 def test_reading_reports_progress(tmp_path, ending):
     path, shares = write_predictions(Predictions(torch.randn(9_000, 2), [0] * 9_000), tmp_path / f"p{ending}"), []
-    read_predictions(path, watch=shares.append)
+    read_predictions(path, progress=shares.append)
     assert len(shares) >= 3
     assert shares == sorted(shares)
     assert 0.5 < shares[-1] <= 1

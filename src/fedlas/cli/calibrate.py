@@ -1,28 +1,31 @@
 """`fedlas calibrate`: fit a calibrator, or apply one to predictions."""
 
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from fedlas.cli.errors import one_line_errors
-from fedlas.cli.options import parsed, with_columns
-from fedlas.cli.output_paths import check_places, read_file, refuse_other_kind, refuse_own_input
+from fedlas.cli.options import parse_settings, with_columns
+from fedlas.cli.output_paths import Overwrite, check_not_input, check_overwrite, check_writable, read_file
 from fedlas.cli.terminal import progress, show
 from fedlas.errors import UserError
 
 
 @with_columns
 def calibrate_fit(
-    file: Annotated[Path, typer.Argument(help="Predictions with labels, on samples that are not used for evaluation.")],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="Predictions with labels, on samples that are not used for evaluation."),
+    ],
     out: Annotated[Path, typer.Option(help="Output file (.safetensors).")],
-    posthoc: Annotated[str, typer.Option(help="Name of the calibrator; see: fedlas list calibrators")] = "temperature",
+    posthoc: Annotated[str, typer.Option(help="Calibrator; see: fedlas list calibrators")] = "temperature",
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEYWORD=VALUE", help="Option of the calibrator.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEYWORD=VALUE", help="Set an option of the calibrator; may be repeated."),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite an existing calibrator.")] = False,
+    overwrite: Overwrite = False,
     *,
     columns: Any,
 ) -> None:
@@ -30,20 +33,17 @@ def calibrate_fit(
     with one_line_errors():
         from fedlas.io import require_labels
         from fedlas.metrics import nll
-        from fedlas.posthoc import build_calibrator, load_calibrator
+        from fedlas.posthoc import build_calibrator
         from fedlas.posthoc.base import DoubtfulFit
         from fedlas.training.recipe_text import value_of
 
         if out.suffix.lower() != ".safetensors":
             raise UserError(f"--out {out}: a calibrator needs a .safetensors file")
-        check_places([out])
-        refuse_own_input([file], [out])
-        refuse_other_kind(out, "calibrator", load_calibrator)
-        existing = load_calibrator(out) if not overwrite and out.is_file() and out.stat().st_size else None
-        options = {name: value_of(text) for name, text in parsed(settings).items()}
+        check_writable([out])
+        check_not_input([file], [out])
+        check_overwrite([out], overwrite=overwrite)
+        options = {name: value_of(text) for name, text in parse_settings(settings).items()}
         calibrator = build_calibrator(posthoc, **options)
-        if existing is not None and (existing.name, existing.options) != (calibrator.name, calibrator.options):
-            raise _calibrator_exists(out)
         with progress() as report:
             predictions = require_labels(read_file(file, report, columns), file)
             report(f"fitting {posthoc}", 0.0)
@@ -51,8 +51,6 @@ def calibrate_fit(
                 warnings.simplefilter("ignore", DoubtfulFit)  # shown below
                 calibrator.fit(predictions)
             report(f"fitting {posthoc}", 1.0)
-            if existing is not None and not _equal_tensors(existing.learned, calibrator.learned):
-                raise _calibrator_exists(out)
             calibrator.save(out)
         titles = {"standard_error": "standard error of its logarithm"}
         scalars = {name: value for name, value in calibrator.learned.items() if value.numel() == 1}
@@ -70,39 +68,32 @@ def calibrate_fit(
         show(out)
 
 
-def _calibrator_exists(out: Path) -> FileExistsError:
-    return FileExistsError(f"{out} holds another calibrator; give --overwrite to replace it, or another file name")
-
-
-def _equal_tensors(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Return whether two calibrators have equal parameters."""
-    return first.keys() == second.keys() and all(first[name].equal(second[name].cpu()) for name in first)
-
-
 @with_columns
 def calibrate_apply(
-    calibrator: Annotated[Path, typer.Argument(help="Calibrator written by `fedlas calibrate fit`.")],
-    file: Annotated[Path, typer.Argument(help="Predictions to calibrate; labels are not needed.")],
+    calibrator: Annotated[
+        Path, typer.Argument(metavar="CALIBRATOR", help="Calibrator written by `fedlas calibrate fit`.")
+    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Predictions to calibrate; labels are not needed.")],
     out: Annotated[Path, typer.Option(help="Output file (.safetensors, .npz, .csv, .parquet or .jsonl).")],
     probs: Annotated[bool, typer.Option("--probs", help="Write probabilities instead of logits.")] = False,
+    overwrite: Overwrite = False,
     *,
     columns: Any,
 ) -> None:
     """Apply a saved calibrator to predictions."""
     with one_line_errors():
-        from fedlas.io import check_suffix, read_existing, write_if_same
+        from fedlas.io import check_suffix, write_predictions
         from fedlas.posthoc import load_calibrator
 
         check_suffix(out)
-        check_places([out])
-        refuse_own_input([calibrator, file], [out])
-        refuse_other_kind(out, "file of predictions", read_existing)
+        check_writable([out])
+        check_not_input([calibrator, file], [out])
+        check_overwrite([out], overwrite=overwrite)
         with progress() as report:
             loaded = load_calibrator(calibrator)
             predictions = read_file(file, report, columns)
-            calibrated = loaded.transform(predictions)
             # Probabilities are written as probabilities.
-            write_if_same(calibrated, out, read_existing(out), probs=probs or predictions.given_probs is not None)
+            write_predictions(loaded.transform(predictions), out, probs=probs or predictions.given_probs is not None)
         if loaded.fitted is not None and loaded.fitted.doubt:
             show(f"warning: the fit of {calibrator} is unreliable: {loaded.fitted.doubt}", err=True)
         show(out)

@@ -21,15 +21,18 @@ class Catalogue(StrEnum):
 
 
 def list_catalogue(
-    kind: Annotated[Catalogue, typer.Argument(help="losses, data, models, calibrators, recipes or experiments")],
+    kind: Annotated[
+        Catalogue,
+        typer.Argument(metavar="KIND", help="One of: losses, data, models, calibrators, recipes, experiments."),
+    ],
 ) -> None:
     """List losses, data sets, models, calibrators, recipes or experiments."""
     with one_line_errors():
-        head, rows = entries_of(kind)
+        head, rows = list_entries(kind)
         show_table(head, rows)
 
 
-def entries_of(kind: Catalogue) -> tuple[list[str], list[list[str]]]:
+def list_entries(kind: Catalogue) -> tuple[list[str], list[list[str]]]:
     """Return the head and the rows of the table of a catalogue."""
     if kind is Catalogue.losses:
         from fedlas.losses import list_losses

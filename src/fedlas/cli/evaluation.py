@@ -2,29 +2,29 @@
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from fedlas.cli.errors import one_line_errors, reader_may_leave
-from fedlas.cli.options import LARGEST_SEED, Level, with_columns, words
+from fedlas.cli.options import Level, Seed, seed_option, split_list, with_columns
 from fedlas.cli.output_paths import (
-    check_places,
-    has_format,
-    is_page,
+    FIGURE_SUFFIXES,
+    Overwrite,
+    check_not_input,
+    check_overwrite,
+    check_overwrite_in,
+    check_writable,
     read_file,
-    refuse_other_figures,
-    refuse_other_kind,
-    refuse_own_input,
     write_text,
 )
 from fedlas.cli.terminal import command_line, progress, show, show_table
 from fedlas.errors import UserError
 
-CONDITION_HOLDS = 3  # the exit code of `evaluate --fail-if`
-OOD_FORMAT = "fedlas.ood/1"  # the format of what `ood --json` writes
+CONDITION_HOLDS = 3  # exit code of `evaluate --fail-if`
+OOD_FORMAT = "fedlas.ood/1"  # format of the file that `ood --json` writes
+OUTPUT = "Output"  # panel of the help
 
 
 class Positive(StrEnum):
@@ -38,55 +38,82 @@ class Positive(StrEnum):
 def evaluate_command(
     files: Annotated[
         list[str],
-        typer.Argument(help="Predictions of a model, or its run folder: FILE, or NAME=FILE; several are compared."),
+        typer.Argument(
+            metavar="FILE",
+            help="Predictions of each model, or its run folder: FILE or NAME=FILE.",
+            show_default=False,
+        ),
     ],
     calibration: Annotated[
         list[str] | None,
-        typer.Option(help="Predictions on other samples, to fit calibrators on: FILE, or MODEL=FILE of several."),
+        typer.Option(
+            help="Predictions on other samples to fit calibrators on: FILE, or MODEL=FILE for several models."
+        ),
     ] = None,
     calibration_labels: Annotated[
-        Path | None, typer.Option(help="Labels of the files of --calibration, such as val_labels.npy.")
+        Path | None, typer.Option(help="File of the labels of --calibration, such as val_labels.npy.")
     ] = None,
     ood: Annotated[
-        list[str] | None, typer.Option(help="Predictions on OOD data: NAME=FILE, or MODEL/NAME=FILE of several models.")
+        list[str] | None,
+        typer.Option(
+            help="Predictions on out-of-distribution (OOD) data: NAME=FILE, or MODEL/NAME=FILE for several models."
+        ),
     ] = None,
-    posthoc: Annotated[str, typer.Option(help="Calibrators, separated by commas; '' for none.")] = "temperature",
+    posthoc: Annotated[
+        str, typer.Option(help="Calibrators, separated by commas, '' for none; see: fedlas list calibrators")
+    ] = "temperature",
     folds: Annotated[int, typer.Option(help="Number of folds for cross-fitting calibrators.")] = 5,
-    bins: Annotated[int, typer.Option(help="Number of bins of calibration errors.")] = 15,
+    bins: Annotated[int, typer.Option(help="Number of bins of the ECE and other binned metrics.")] = 15,
     level: Level = 0.95,
     resamples: Annotated[
-        int | None, typer.Option(help="Number of bootstrap resamples; by default that of each method.")
+        int | None, typer.Option(help="Number of bootstrap resamples; by default as each method needs.")
     ] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed for bootstrap intervals and cross-fitting.")
-    ] = 0,
-    html: Annotated[Path | None, typer.Option(help="Write the report page.")] = None,
+    seed: Annotated[int, seed_option("Random seed for bootstrap intervals and cross-fitting.")] = 0,
+    html: Annotated[
+        Path | None, typer.Option(help="Write an HTML report to this file.", rich_help_panel=OUTPUT)
+    ] = None,
     images: Annotated[
-        Path | None, typer.Option(help="Folder of image files for the page; by default that of the predictions.")
+        Path | None,
+        typer.Option(
+            help="Folder of the images shown in the report; by default that of the predictions.", rich_help_panel=OUTPUT
+        ),
     ] = None,
-    json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
-    figures: Annotated[Path | None, typer.Option(help="Write figures as PDF, PNG and SVG into this folder.")] = None,
+    json: Annotated[
+        str | None,
+        typer.Option(help="Write all results as JSON to this file; - is standard output.", rich_help_panel=OUTPUT),
+    ] = None,
+    figures: Annotated[
+        Path | None, typer.Option(help="Write figures as PDF, PNG and SVG to this folder.", rich_help_panel=OUTPUT)
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace existing files.", rich_help_panel=OUTPUT)
+    ] = False,
     fail_if: Annotated[
-        list[str] | None, typer.Option(help="End with exit code 3 if this holds, such as ece>0.05; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="Exit with code 3 if this holds, such as 'ece>0.05'; may be repeated.", rich_help_panel=OUTPUT
+        ),
     ] = None,
     *,
     columns: Any,
 ) -> None:
-    """Evaluate accuracy, calibration and OOD detection of models, and compare models by paired tests."""
+    """Evaluate the calibration of a model from its predictions.
+
+    Several models on the same samples are compared by paired tests.
+    """
     with one_line_errors():
-        from fedlas.report.evaluation_result import FORMAT, check_conditions, evaluate_files, named_files
+        from fedlas.report.evaluation_result import check_conditions, evaluate_files, named_files
         from fedlas.report.figures.saving import NAMES
 
-        calibrators = words(posthoc or None) or ()
+        calibrators = split_list(posthoc or None) or ()
         check_conditions(fail_if or (), calibrators)
-        kept = None if json in {None, "-"} else Path(str(json))
-        check_places([html, kept], figures)
+        outputs = [html, None if json in {None, "-"} else Path(str(json))]
+        check_writable(outputs, figures)
         made: list[Path] = []
         named = named_files(files)
-        refuse_own_input(named.values(), [html, kept])
-        refuse_other_kind(kept, "result of `fedlas evaluate`", partial(has_format, FORMAT))
-        refuse_other_kind(html, "page of fedlas", is_page)
-        refuse_other_figures(figures, NAMES)
+        check_not_input(named.values(), outputs)
+        check_overwrite(outputs, overwrite=overwrite)
+        check_overwrite_in(figures, NAMES, FIGURE_SUFFIXES, overwrite=overwrite)
         with progress() as report:
             given = {name: run_model(path, images, report) if path.is_dir() else path for name, path in named.items()}
             result = evaluate_files(
@@ -120,43 +147,48 @@ def evaluate_command(
 
 @with_columns
 def detect_ood(
-    predictions: Annotated[Path, typer.Argument(help="Predictions on in-distribution (ID) data.")],
-    ood: Annotated[list[str], typer.Argument(help="Predictions on OOD data: NAME=FILE ...")],
+    predictions: Annotated[
+        Path, typer.Argument(metavar="ID", help="File of predictions on in-distribution (ID) data.")
+    ],
+    ood: Annotated[list[str], typer.Argument(metavar="OOD", help="Predictions on OOD data, each as NAME=FILE.")],
     scores: Annotated[
-        str | None, typer.Option(help="Scores, separated by commas; by default all possible ones.")
+        str | None, typer.Option(help="OOD scores, separated by commas; by default all that the files allow.")
     ] = None,
-    tpr: Annotated[float, typer.Option(help="True positive rate at which the FPR is measured.")] = 0.95,
+    tpr: Annotated[float, typer.Option(help="True-positive rate at which the false-positive rate is measured.")] = 0.95,
     positive: Annotated[
         Positive,
         typer.Option(
-            help="Positives of TPR and FPR. ood (as in OpenOOD): the FPR is the fraction of ID samples flagged as OOD; "
-            "id: the fraction of OOD samples accepted as ID."
+            help="Positive class: ood (as in OpenOOD; FPR is the fraction of ID samples detected as OOD) or id (FPR is "
+            "the fraction of OOD samples accepted as ID)."
         ),
     ] = Positive.OOD,
     level: Level = 0.95,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed for bootstrap intervals.")] = 0,
-    json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
+    seed: Seed = 0,
+    json: Annotated[
+        str | None, typer.Option(help="Write all results as JSON to this file; - is standard output.")
+    ] = None,
+    overwrite: Overwrite = False,
     *,
     columns: Any,
 ) -> None:
-    """Evaluate out-of-distribution (OOD) detection: AUROC, AUPR (average precision), FPR at 95 % TPR."""
+    """Evaluate out-of-distribution (OOD) detection (AUROC, AUPR, FPR at 95 % TPR)."""
     with one_line_errors():
         from json import dumps
 
         from fedlas.ood import detect
 
-        named = ood_files(ood)
-        kept = None if json in {None, "-"} else Path(str(json))
-        check_places([kept])
-        refuse_own_input([predictions, *named.values()], [kept])
-        refuse_other_kind(kept, "result of `fedlas ood`", partial(has_format, OOD_FORMAT))
+        named = parse_ood_files(ood)
+        json_file = None if json in {None, "-"} else Path(str(json))
+        check_writable([json_file])
+        check_not_input([predictions, *named.values()], [json_file])
+        check_overwrite([json_file], overwrite=overwrite)
         with progress() as report:
             in_distribution = read_file(predictions, report, columns)
             others = {word: value for word, value in columns.items() if word not in {"label_column", "labels"}}
             given = {name: read_file(path, report, others) for name, path in named.items()}
             report("OOD detection", 0.0)
             side: Literal["ood", "id"] = "id" if positive is Positive.ID else "ood"
-            found = detect(in_distribution, given, words(scores), tpr=tpr, positive=side, level=level, seed=seed)
+            found = detect(in_distribution, given, split_list(scores), tpr=tpr, positive=side, level=level, seed=seed)
             report("OOD detection", 1.0)
         if json is not None:
             write_text(json, dumps({"format": OOD_FORMAT} | found.to_dict(), allow_nan=False))
@@ -188,7 +220,7 @@ def run_model(folder: Path, images: Path | None, progress: Callable[[str, float]
     return model
 
 
-def ood_files(given: Sequence[str]) -> dict[str, Path]:
+def parse_ood_files(given: Sequence[str]) -> dict[str, Path]:
     """Split NAME=FILE."""
     found: dict[str, Path] = {}
     for text in given:

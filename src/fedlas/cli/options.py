@@ -1,4 +1,4 @@
-"""Options that several commands share, and how they are parsed."""
+"""Options that several commands share, and functions that parse them."""
 
 import functools
 import inspect
@@ -10,32 +10,44 @@ import typer
 
 from fedlas.errors import UserError
 
-LARGEST_SEED = 2**63 - 1  # of random number generators
+
+def check_seed(seed: int) -> int:
+    """Raise unless random number generators accept the seed."""
+    if not 0 <= seed < 2**63:
+        raise typer.BadParameter(f"{seed} is not a whole number from 0 to 2**63 - 1")
+    return seed
+
+
+def seed_option(text: str) -> Any:
+    """Return the option of a random seed; Typer would print the whole range of an integer with limits."""
+    return typer.Option(callback=check_seed, help=text)
+
 
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Any field of the recipe; may be repeated.")
+    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Set a field of the recipe; may be repeated.")
 ]
 Root = Annotated[
-    Path | None, typer.Option("--data-root", help="Where data lies; else $FEDLAS_DATA, else the user's cache.")
+    Path | None, typer.Option("--data-root", help="Data folder; by default $FEDLAS_DATA, or the user's cache.")
 ]
 Level = Annotated[float, typer.Option(help="Confidence level of intervals.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")]
+Seed = Annotated[int, seed_option("Random seed for bootstrap intervals.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU, if there is one.")]
 
 
-def words(text: str | None) -> tuple[str, ...] | None:
-    """Split a text at commas; an empty text or a repeated word is an error."""
+def split_list(text: str | None) -> tuple[str, ...] | None:
+    """Split a text at commas; an empty text or a repeated item is an error."""
     if text is None:
         return None
     found = tuple(word.strip() for word in text.split(",") if word.strip())
     if not found:
-        raise UserError(f"{text!r} names nothing; leave the option out, or give words separated by commas")
+        raise UserError(f"{text!r} names nothing; leave the option out, or give names separated by commas")
     if twice := sorted({word for word in found if found.count(word) > 1}):
         raise UserError(f"{', '.join(twice)}: named twice in {text!r}")
     return found
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """Parse integers separated by commas."""
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """Parse integers separated by commas; a repeated one is an error."""
     try:
         found = tuple(int(word) for word in text.split(","))
     except ValueError:
@@ -45,8 +57,8 @@ def numbers(text: str) -> tuple[int, ...]:
     return found
 
 
-def parsed(settings: Sequence[str] | None) -> dict[str, str]:
-    """Parse FIELD=VALUE."""
+def parse_settings(settings: Sequence[str] | None) -> dict[str, str]:
+    """Parse FIELD=VALUE; a repeated field is an error."""
     found: dict[str, str] = {}
     for text in settings or ():
         name, equals, value = text.partition("=")
@@ -58,39 +70,43 @@ def parsed(settings: Sequence[str] | None) -> dict[str, str]:
     return found
 
 
-def parsed_fields(settings: Sequence[str] | None) -> dict[str, str]:
+def parse_recipe_fields(settings: Sequence[str] | None) -> dict[str, str]:
     """Parse fields of a recipe; those that select the recipe are an error."""
-    found = parsed(settings)
+    found = parse_settings(settings)
     for name in ("data", "model", "loss"):
         if name in found:
             raise UserError(f"give --{name} {found[name]} and not --set {name}: it decides about the other fields")
     return found
 
 
-Column = str | None
+def _column_option(text: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel="How to read the files")
+
+
 COLUMNS: dict[str, tuple[Any, Any]] = {
-    "label_column": (Annotated[Column, typer.Option(help="Column of the labels.")], None),
+    "label_column": (Annotated[str | None, _column_option("Column of the labels.")], None),
     "prob_columns": (
         Annotated[
-            Column, typer.Option(help="Columns of the classes: names separated by commas, or such as 'score_*'.")
+            str | None,
+            _column_option("Columns of the probabilities or logits: names separated by commas, or a pattern: 'p_*'."),
         ],
         None,
     ),
-    "confidence_column": (Annotated[Column, typer.Option(help="Column of the confidence of the prediction.")], None),
-    "prediction_column": (Annotated[Column, typer.Option(help="Column of the predicted class.")], None),
-    "correct_column": (Annotated[Column, typer.Option(help="Column of correctness: 0 or 1, true or false.")], None),
-    "labels": (Annotated[Path | None, typer.Option(help="Labels from another file, such as labels.npy.")], None),
-    "logits": (Annotated[bool, typer.Option("--logits", help="The scores are logits.")], False),
+    "confidence_column": (Annotated[str | None, _column_option("Column of the confidence.")], None),
+    "prediction_column": (Annotated[str | None, _column_option("Column of the predicted class.")], None),
+    "correct_column": (Annotated[str | None, _column_option("Column of correctness: 0 or 1, true or false.")], None),
+    "labels": (Annotated[Path | None, _column_option("File of the labels, such as labels.npy.")], None),
+    "logits": (Annotated[bool, _column_option("Read the scores as logits.", "--logits")], False),
     "no_header": (
-        Annotated[bool, typer.Option("--no-header", help="A text file has no header; columns: 0, 1, ...")],
+        Annotated[bool, _column_option("Read text files without a header; columns are 0, 1, ...", "--no-header")],
         False,
     ),
-    "normalize": (Annotated[bool, typer.Option("--normalize", help="Divide probabilities by their sum.")], False),
+    "normalize": (Annotated[bool, _column_option("Divide probabilities by their sum.", "--normalize")], False),
 }
 
 
 def with_columns(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of columns of files to a command, which takes them as `columns`."""
+    """Add the options that say how to read a file to a command, which takes them as `columns`."""
     given = inspect.signature(command)
     own = [one for name, one in given.parameters.items() if name != "columns"]
     kind = inspect.Parameter.KEYWORD_ONLY

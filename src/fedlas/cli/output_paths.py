@@ -2,7 +2,6 @@
 
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -25,7 +24,7 @@ def read_file(path: Path, progress: Callable[[str, float], None], columns: Any) 
 
     report = partial(progress, f"reading {path.name}")
     report(0.0)
-    predictions = read_predictions(path, watch=report, **columns)
+    predictions = read_predictions(path, progress=report, **columns)
     report(1.0)
     return predictions
 
@@ -76,6 +75,17 @@ def check_overwrite_in(folder: Path | None, names: str, suffixes: Sequence[str],
             raise UserError(f"{path} exists; give --overwrite to replace it, or name another folder")
 
 
+def is_own_folder(folder: Path | None, work: str) -> bool:
+    """Return whether this work has written to the folder before, so that it may replace its own files."""
+    return folder is not None and (folder / f".fedlas-{work}").is_file()
+
+
+def mark_own_folder(folder: Path, work: str) -> None:
+    """Create a folder with the hidden file that `is_own_folder` looks for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f".fedlas-{work}").touch()
+
+
 def check_writable(files: Sequence[Path | None], folder: Path | None = None) -> None:
     """Raise if an output file or the output folder cannot be written, or if two outputs have one path."""
     seen: set[Path] = set()
@@ -93,52 +103,3 @@ def check_writable(files: Sequence[Path | None], folder: Path | None = None) -> 
         parent = next(path for path in (start, *start.parents) if path.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise PermissionError(f"cannot write to {start}: {parent} is not a writable folder")
-
-
-# `evaluate`, `ood` and `calibrate` still decide by the content of a file. They are to call `check_overwrite` and
-# `check_overwrite_in` instead; then everything below goes.
-check_places = check_writable
-refuse_own_input = check_not_input
-
-
-def refuse_other_kind(path: Path | None, kind: str, is_kind: Callable[[Path], object]) -> None:
-    """Raise if a non-empty file exists and is not of the kind that this command writes."""
-    if path is None or not path.is_file() or not path.stat().st_size:
-        return
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            same = is_kind(path) is not False
-    except (ValueError, TypeError, KeyError, RecursionError):
-        same = False
-    if not same:
-        raise UserError(f"{path} exists and is not a {kind}; remove it, or name another file")
-
-
-def refuse_other_figures(folder: Path | None, names: str) -> None:
-    """Raise if a folder holds a file with the name of a figure that is not a figure of fedlas."""
-    from fedlas.report.figures.style import FORMAT
-
-    if folder is None or not folder.is_dir():
-        return
-    for path in sorted(folder.iterdir()):
-        if path.suffix in FIGURE_SUFFIXES and re.fullmatch(names, path.stem):
-            numbers = path.with_suffix(".json")
-            if not numbers.is_file() or not has_format(FORMAT, numbers):
-                raise UserError(f"{path} exists and is not from fedlas; remove it, or name another folder")
-
-
-def has_format(name: str, path: Path) -> bool:
-    """Return whether a file is JSON that begins with this format name."""
-    return re.match(rb'\s*\[?\s*\{\s*"format":\s*"%s"' % re.escape(name.encode()), beginning(path)) is not None
-
-
-def is_page(path: Path) -> bool:
-    """Return whether a file was written by `--html`."""
-    return b'<meta name="generator" content="fedlas">' in beginning(path)
-
-
-def beginning(path: Path) -> bytes:
-    """Read the first 4096 bytes of a file."""
-    with path.open("rb") as file:
-        return file.read(4096)

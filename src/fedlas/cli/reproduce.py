@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from fedlas.cli.errors import one_line_errors
-from fedlas.cli.options import LARGEST_SEED, Level, numbers, parsed, with_columns, words
+from fedlas.cli.options import Level, Seed, parse_seeds, parse_settings, split_list, with_columns
 from fedlas.cli.output_paths import (
     FIGURE_SUFFIXES,
     TABLE_SUFFIXES,
@@ -16,6 +16,8 @@ from fedlas.cli.output_paths import (
     check_overwrite,
     check_overwrite_in,
     check_writable,
+    is_own_folder,
+    mark_own_folder,
     write_text,
 )
 from fedlas.cli.terminal import is_quiet, show, show_table
@@ -48,7 +50,9 @@ def demo_run(
         from fedlas.experiments.demo import FIGURE, FIGURES, run_demo
 
         check_writable([], out)
-        check_overwrite_in(out / FIGURES, FIGURE, FIGURE_SUFFIXES, overwrite=overwrite)
+        own = is_own_folder(out, "demo")
+        check_overwrite_in(out / FIGURES, FIGURE, FIGURE_SUFFIXES, overwrite=overwrite or own)
+        mark_own_folder(out, "demo")
         result = run_demo(out, progress=False if is_quiet() else None)
         show(result.text)
         show_table(result.head, result.rows)
@@ -57,7 +61,9 @@ def demo_run(
 
 
 def reproduce_experiment(
-    experiment: Annotated[str, typer.Argument(help="Table or figure of the paper; see: fedlas list experiments")],
+    experiment: Annotated[
+        str, typer.Argument(metavar="EXPERIMENT", help="Table or figure; see: fedlas list experiments")
+    ],
     data: Annotated[
         str | None, typer.Option(rich_help_panel=WHAT, help="Data sets, separated by commas; all by default.")
     ] = None,
@@ -66,7 +72,8 @@ def reproduce_experiment(
         typer.Option(rich_help_panel=WHAT, help="Models, separated by commas; those of the protocol by default."),
     ] = None,
     losses: Annotated[
-        str | None, typer.Option(rich_help_panel=WHAT, help="Rows of the table, separated by commas; all by default.")
+        str | None,
+        typer.Option(rich_help_panel=WHAT, help="Losses (rows of the table), separated by commas; all by default."),
     ] = None,
     seeds: Annotated[
         str | None,
@@ -93,7 +100,10 @@ def reproduce_experiment(
     ] = None,
     detail: Annotated[
         Detail,
-        typer.Option(rich_help_panel=WHAT, help="Numbers to show: ours, both (with those of the paper) or full."),
+        typer.Option(
+            rich_help_panel=WHAT,
+            help="Numbers in the tables: ours, both (ours and the paper's) or full (with intervals and differences).",
+        ),
     ] = Detail.both,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", rich_help_panel=HOW, help="Print the plan and the table without training.")
@@ -103,7 +113,7 @@ def reproduce_experiment(
         typer.Option(rich_help_panel=HOW, help="Stop after this many minutes; the same command continues."),
     ] = None,
     executor: Annotated[
-        Executor, typer.Option(rich_help_panel=HOW, help="Train on this machine (local) or on a Ray cluster (ray).")
+        Executor, typer.Option(rich_help_panel=HOW, help="Where to train: on this machine or on a Ray cluster.")
     ] = Executor.local,
     address: Annotated[
         str | None, typer.Option(rich_help_panel=HOW, help="Address of the Ray cluster, such as auto.")
@@ -112,14 +122,16 @@ def reproduce_experiment(
         int | None, typer.Option(rich_help_panel=HOW, help="Processes on this machine; one per GPU by default.")
     ] = None,
     gpus_per_run: Annotated[
-        float | None, typer.Option(rich_help_panel=HOW, help="GPUs for each run, from 0 to 1.")
+        float | None, typer.Option(rich_help_panel=HOW, help="Fraction of a GPU for each run, from 0 to 1.")
     ] = None,
     cpus_per_run: Annotated[float, typer.Option(rich_help_panel=HOW, help="CPUs that Ray reserves for each run.")] = 1,
     device: Annotated[
-        str | None, typer.Option(rich_help_panel=HOW, help="cpu or cuda; a GPU by default, if there is one.")
+        str | None, typer.Option(rich_help_panel=HOW, help="cpu or cuda; by default a GPU, if there is one.")
     ] = None,
-    runs: Annotated[Path, typer.Option(rich_help_panel=WHERE, help="Folder of the run folders.")] = Path("runs"),
-    ledger: Annotated[Path, typer.Option(rich_help_panel=WHERE, help="Folder of the ledger.")] = Path("results"),
+    runs: Annotated[Path, typer.Option(rich_help_panel=WHERE, help="Folder for the runs.")] = Path("runs"),
+    ledger: Annotated[Path, typer.Option(rich_help_panel=WHERE, help="Folder of the ledger of finished runs.")] = Path(
+        "results"
+    ),
     out: Annotated[
         Path | None, typer.Option(rich_help_panel=WHERE, help="Write tables and figures to this folder.")
     ] = None,
@@ -150,10 +162,12 @@ def reproduce_experiment(
         chosen = experiment_named(experiment)
         check_writable([], out)
         suffixes = (*TABLE_SUFFIXES, *FIGURE_SUFFIXES)
-        check_overwrite_in(out, chosen.file_names, suffixes, overwrite=overwrite)
+        own = is_own_folder(out, experiment)
+        check_overwrite_in(out, chosen.file_names, suffixes, overwrite=overwrite or own)
         choice = Choice(
-            data=words(data), models=words(model), losses=words(losses), protocol=protocol, changes=parsed(settings),
-            seeds=chosen.seeds if seeds is None else numbers(seeds), split=split, data_root=data_root,
+            data=split_list(data), models=split_list(model), losses=split_list(losses), protocol=protocol,
+            changes=parse_settings(settings), seeds=chosen.seeds if seeds is None else parse_seeds(seeds),
+            split=split, data_root=data_root,
         )  # fmt: skip
         results = Ledger(ledger)
         plan = make_plan(chosen, choice, results, only, None if out is None or dry_run else runs)
@@ -176,6 +190,7 @@ def reproduce_experiment(
         if out is None and not final_tables:
             show(f"{experiment} is a figure; draw it with --out DIR", err=True)
         if out is not None:
+            mark_own_folder(out, experiment)
             written = save_results(
                 chosen, choice, ledger=results, runs=runs, folder=out, data_root=data_root, device=device
             )
@@ -188,17 +203,24 @@ def reproduce_experiment(
 
 @with_columns
 def compare_models(
-    first: Annotated[str, typer.Argument(help="Run folder, file of predictions, or ledger rows DATA/METHOD.")],
-    second: Annotated[str, typer.Argument(help="The same for the second model, on the same test samples.")],
+    first: Annotated[
+        str,
+        typer.Argument(
+            metavar="FIRST", help="Run folder, file of predictions, or runs of the ledger: DATA/PROTOCOL/METHOD."
+        ),
+    ],
+    second: Annotated[str, typer.Argument(metavar="SECOND", help="The same for the second model.")],
     metrics: Annotated[
         str | None,
-        typer.Option(help="Metrics, separated by commas; by default those of reports, if they are available."),
+        typer.Option(help="Metrics, separated by commas; by default those of reports."),
     ] = None,
     level: Level = 0.95,
     resamples: Annotated[int | None, typer.Option(help="Number of bootstrap resamples; 2,000 by default.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed for bootstrap intervals.")] = 0,
-    ledger: Annotated[Path, typer.Option(help="Folder of the ledger.")] = Path("results"),
-    json: Annotated[str | None, typer.Option(help="Write the result as JSON; - is standard output.")] = None,
+    seed: Seed = 0,
+    ledger: Annotated[Path, typer.Option(help="Folder of the ledger of finished runs.")] = Path("results"),
+    json: Annotated[
+        str | None, typer.Option(help="Write all results as JSON to this file; - is standard output.")
+    ] = None,
     overwrite: Overwrite = False,
     *,
     columns: Any,
@@ -213,7 +235,7 @@ def compare_models(
         check_writable([json_file])
         check_not_input([Path(first), Path(second)], [json_file])
         check_overwrite([json_file], overwrite=overwrite)
-        book, asked = Ledger(ledger), words(metrics)
+        book, asked = Ledger(ledger), split_list(metrics)
         options: dict[str, Any] = {"level": level, "resamples": resamples, "seed": seed}
         runs = find_runs(first, book, **columns), find_runs(second, book, **columns)
         comparisons = compare_runs(*runs, asked, **options)

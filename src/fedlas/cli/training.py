@@ -1,13 +1,15 @@
 """`fedlas train`, `predict` and `search`: commands that need a model."""
 
+import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from fedlas.cli.errors import one_line_errors
-from fedlas.cli.options import Device, Root, Settings, numbers, parsed, parsed_fields
+from fedlas.cli.options import Device, Root, Settings, parse_recipe_fields, parse_seeds, parse_settings
 from fedlas.cli.output_paths import Overwrite, check_overwrite, check_writable
 from fedlas.cli.terminal import is_quiet, show, show_table
 
@@ -15,14 +17,16 @@ from fedlas.cli.terminal import is_quiet, show, show_table
 def train_run(
     data: Annotated[str, typer.Option(help="Data set; see: fedlas list data")],
     loss: Annotated[str, typer.Option(help="Loss; see: fedlas list losses")],
-    model: Annotated[str | None, typer.Option(help="Model; that of the protocol by default.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model (see: fedlas list models); by default that of the protocol.")
+    ] = None,
     protocol: Annotated[
         str | None,
         typer.Option(help="Training protocol: paper, official, fast, small or standard; see: fedlas list recipes"),
     ] = None,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; by default runs/<data>-<model>-<loss>-<key>.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the folder, or start a new one.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the folder, if there is one.")] = False,
     data_root: Root = None,
     device: Device = None,
 ) -> None:
@@ -31,7 +35,7 @@ def train_run(
         from fedlas.training import fit, recipe_for
 
         check_writable([], out)
-        recipe = recipe_for(data, model, loss, protocol=protocol).with_settings(parsed_fields(settings))
+        recipe = recipe_for(data, model, loss, protocol=protocol).with_settings(parse_recipe_fields(settings))
         run = fit(recipe, out=out, resume=resume, data_root=data_root, device=device, progress=_progress())
         if os.environ.get("RANK", "0") == "0":
             show(run.folder)
@@ -39,19 +43,23 @@ def train_run(
 
 
 def predict_run(
-    run: Annotated[Path, typer.Argument(help="Run folder.")],
-    data: Annotated[str, typer.Option(help="Data set, or `folder` with --set path=DIR.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, as written by `fedlas train`.")],
+    data: Annotated[
+        str, typer.Option(help="Data set (see: fedlas list data), or folder with --set path=DIR for your own images.")
+    ],
     split: Annotated[
         str | None,
-        typer.Option(help="train, val, test or all (image folders only); test, or all of another folder, by default."),
+        typer.Option(
+            help="Split: train, val, test, or all (image folders only); by default test, or all for your own images."
+        ),
     ] = None,
-    state: Annotated[str, typer.Option(help="Weights: best or last.")] = "best",
+    state: Annotated[str, typer.Option(help="Weights to use: best (on the validation split) or last.")] = "best",
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEYWORD=VALUE", help="Set a keyword of the data set; may be repeated."),
+        typer.Option("--set", metavar="KEYWORD=VALUE", help="Set an option of the data set; may be repeated."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Output file; by default a new file in the predictions of the run.")
+        Path | None, typer.Option(help="Output file (.safetensors); by default in the folder predictions of the run.")
     ] = None,
     data_root: Root = None,
     device: Device = None,
@@ -62,7 +70,7 @@ def predict_run(
         from fedlas.training.recipe_text import value_of
 
         check_writable([out])
-        options = {name: value_of(text) for name, text in parsed(settings).items()}
+        options = {name: value_of(text) for name, text in parse_settings(settings).items()}
         path = predict_with(
             run,
             data,
@@ -79,15 +87,20 @@ def predict_run(
 
 def search_options(
     data: Annotated[str, typer.Option(help="Data set; see: fedlas list data")],
-    loss: Annotated[str, typer.Option(help="Loss whose keywords are searched.")],
+    loss: Annotated[str, typer.Option(help="Loss whose options are searched.")],
     over: Annotated[
-        list[str], typer.Option(help="Search range: NAME=LOW:HIGH, NAME=LOW:HIGH:log or NAME=A,B,C; may be repeated.")
+        list[str],
+        typer.Option(
+            metavar="NAME=RANGE", help="Range of an option: LOW:HIGH, LOW:HIGH:log or A,B,C; may be repeated."
+        ),
     ],
     trials: Annotated[int, typer.Option(help="Number of trials.")] = 20,
     metric: Annotated[
         str, typer.Option(help="Validation metric to optimise: nll, ece, aece, brier or accuracy.")
     ] = "nll",
-    model: Annotated[str | None, typer.Option(help="Model; that of the protocol by default.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model (see: fedlas list models); by default that of the protocol.")
+    ] = None,
     protocol: Annotated[
         str | None, typer.Option(help="Training protocol: paper, official, fast, small or standard.")
     ] = None,
@@ -98,20 +111,36 @@ def search_options(
     data_root: Root = None,
     device: Device = None,
 ) -> None:
-    """Search the keywords of a loss on the validation split; the test split is not used."""
+    """Search options of a loss on the validation split; the test split is not used."""
     with one_line_errors():
         from fedlas.experiments.search import FILE_NAME, Range, search
         from fedlas.training import recipe_for
 
         check_writable([], out)
-        check_overwrite([out / FILE_NAME], overwrite=overwrite)
-        recipe = recipe_for(data, model, loss, protocol=protocol).with_settings(parsed_fields(settings))
+        recipe = recipe_for(data, model, loss, protocol=protocol).with_settings(parse_recipe_fields(settings))
+        searched: dict[str, Any] = {"metric": metric, "seeds": parse_seeds(seeds)}
+        ranges = [Range.parse(text) for text in over]
+        record = out / FILE_NAME
+        check_overwrite([record], overwrite=overwrite or is_same_search(record, recipe, ranges, **searched))
         result = search(
-            recipe, [Range.parse(text) for text in over], trials=trials, folder=out, metric=metric,
-            seeds=numbers(seeds), device=device, data_root=data_root, progress=_progress(),
+            recipe, ranges, **searched, trials=trials, folder=out, device=device, data_root=data_root,
+            progress=_progress(),
         )  # fmt: skip
         chosen = " ".join(f"--set loss_options.{name}={value}" for name, value in result.best.options.items())
         show(f"{metric} {result.best.mean:.5f} on the validation split: {chosen}")
+
+
+def is_same_search(path: Path, recipe: Any, ranges: Sequence[Any], *, metric: str, seeds: Sequence[int]) -> bool:
+    """Return whether a file is the record of this search, which may then continue."""
+    from fedlas.experiments.search import Search
+
+    expected = Search(recipe, tuple(ranges), metric, tuple(seeds), 0, (), {}).to_dict()
+    try:
+        stored = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    names = ("format", "recipe", "ranges", "metric", "seeds")
+    return isinstance(stored, dict) and all(stored.get(n) == json.loads(json.dumps(expected[n])) for n in names)
 
 
 def _progress() -> bool | None:

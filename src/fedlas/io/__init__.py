@@ -15,7 +15,6 @@
 `fedlas.io.columns` lists the names of columns; nothing is guessed from values.
 """
 
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -34,8 +33,8 @@ from fedlas.io.table import Table, build_predictions, no_labels
 from fedlas.io.untrusted import check_file, content_errors, format_suffix, path_inside
 from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
 
-Watch = Callable[[float], None]
-Reader = Callable[[Path, ReadOptions, Watch | None], Table]
+Progress = Callable[[float], None]
+Reader = Callable[[Path, ReadOptions, Progress | None], Table]
 
 READERS: Mapping[str, Reader] = {
     ".safetensors": safetensors.read,
@@ -61,14 +60,14 @@ WRITERS: Mapping[str, Callable[[Predictions, bool], bytes]] = {
 
 
 def read_predictions(
-    path: str | Path, split: str | None = None, *, watch: Watch | None = None, **options: Unpack[ReadOptions]
+    path: str | Path, split: str | None = None, *, progress: Progress | None = None, **options: Unpack[ReadOptions]
 ) -> AnyPredictions:
     """Read predictions from a file of any format, or from a run folder.
 
     Args:
         path: the file; its suffix names the format.
         split: the split that the samples belong to, if the file does not name it; in a run folder, the split to read.
-        watch: called with the fraction of a text file that has been read.
+        progress: called with the fraction of a text file that has been read.
         options: roles of columns whose names do not show them, and labels from another file; see
             `fedlas.io.columns.ReadOptions`.
     """
@@ -83,7 +82,7 @@ def read_predictions(
         raise UserError(f"{path}: predictions are read from {known}, not from {path.suffix or 'this'}")
     options = _read_label_option(options)
     with content_errors(path):
-        return build_predictions(READERS[suffix](path, options, watch), path, options, split)
+        return build_predictions(READERS[suffix](path, options, progress), path, options, split)
 
 
 def _file_of_run(folder: Path, split: str | None) -> Path:
@@ -226,24 +225,3 @@ def same_predictions(first: AnyPredictions, second: AnyPredictions) -> bool:
         elif ours is not theirs and (isinstance(ours, Tensor) or ours != theirs):
             return False
     return True
-
-
-def write_if_same(
-    predictions: AnyPredictions, path: str | Path, existing: AnyPredictions | None, *, probs: bool = False
-) -> Path:
-    """Write predictions; raise if other predictions would be overwritten.
-
-    Args:
-        predictions: what is written.
-        path: the file; its suffix names the format.
-        existing: its present content, from `read_existing`.
-        probs: write probabilities instead of logits.
-    """
-    path = Path(path)
-    if existing is not None:
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about values that are as the user gave them
-            written = write_predictions(predictions, Path(folder) / path.name, probs=probs)
-            if not same_predictions(read_predictions(written), existing):
-                raise FileExistsError(f"{path} is there and holds other predictions; remove it, or name another file")
-    return write_predictions(predictions, path, probs=probs)

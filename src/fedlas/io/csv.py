@@ -71,12 +71,12 @@ class NumericColumns(NamedTuple):
     candidates: set[int]
 
 
-def read(path: Path, options: ReadOptions, watch: Callable[[float], None] | None = None) -> Table:
+def read(path: Path, options: ReadOptions, progress: Callable[[float], None] | None = None) -> Table:
     """Read a text table: columns of scores and features as numbers, all others as texts.
 
     If a row of probabilities does not sum to one, its digits show how much of that is rounding.
     """
-    with _open(path, header=options.get("header", True), watch=watch) as cells:
+    with _open(path, header=options.get("header", True), progress=progress) as cells:
         header = cells.names
         first = cells.first if len(cells.first) == len(header) else ["0"] * len(header)
         numeric = _numeric_columns(header, first, options, path)
@@ -132,11 +132,11 @@ def encode(predictions: Predictions, probs: bool) -> bytes:
 
 
 @contextmanager
-def _open(path: Path, *, header: bool, watch: Callable[[float], None] | None = None) -> Iterator[Cells]:
+def _open(path: Path, *, header: bool, progress: Callable[[float], None] | None = None) -> Iterator[Cells]:
     """Open a text table, and find what separates its cells."""
     check_file(path)
     with open_text(path, newline="") as file:
-        batches = read_batches(file, path, watch)
+        batches = read_batches(file, path, progress)
         first = next(batches, [""])
         # Where decimals are written as 0,5, columns are separated by semicolons.
         separators = (",", ";", "\t") if header else (";", ",", "\t")

@@ -20,9 +20,9 @@ TEXT_FIELDS = {"split", "format"}  # of an object of columns
 ONE_VALUE = {"labels", "ids", "paths"}  # fields of which a record has one value
 
 
-def read(path: Path, options: ReadOptions, watch: Callable[[float], None] | None = None) -> Table:
+def read(path: Path, options: ReadOptions, progress: Callable[[float], None] | None = None) -> Table:
     """Read a JSON file."""
-    del options, watch
+    del options, progress
     with file_errors(path), open_text(path) as file:
         content = _parse(file.read())
     if isinstance(content, list):
@@ -42,11 +42,11 @@ def read(path: Path, options: ReadOptions, watch: Callable[[float], None] | None
     return Table(columns, content.get("split"))
 
 
-def read_jsonl(path: Path, options: ReadOptions, watch: Callable[[float], None] | None = None) -> Table:
+def read_jsonl(path: Path, options: ReadOptions, progress: Callable[[float], None] | None = None) -> Table:
     """Read a file with a JSON object in each line."""
     del options
     with open_text(path) as file:
-        columns, lines = _join_records(_parse_lines(read_lines(file, path, watch), path), path, "line")
+        columns, lines = _join_records(_parse_lines(read_lines(file, path, progress), path), path, "line")
     return Table(columns, lines=lines)
 
 

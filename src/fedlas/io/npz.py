@@ -20,16 +20,16 @@ from fedlas.predictions import Predictions
 UNUSED = {"metrics"}  # of a PredictionOutput of Hugging Face: a dictionary, which is not read
 
 
-def read(path: Path, options: ReadOptions, watch: Callable[[float], None] | None = None) -> Table:
+def read(path: Path, options: ReadOptions, progress: Callable[[float], None] | None = None) -> Table:
     """Read an npz file: `logits` or `probs`, and optionally `labels`, `features`, `class_names`, `split`, ..."""
-    del options, watch
+    del options, progress
     arrays = read_arrays(path)
     return Table(arrays, str(arrays["split"]) if "split" in arrays else None)
 
 
-def read_npy(path: Path, options: ReadOptions, watch: Callable[[float], None] | None = None) -> Table:
+def read_npy(path: Path, options: ReadOptions, progress: Callable[[float], None] | None = None) -> Table:
     """Read probabilities, or logits with the option `logits`, from an npy file."""
-    del watch
+    del progress
     return Table({"logits" if options.get("logits") else "probs": read_array(path)})
 
 

@@ -17,9 +17,9 @@ from fedlas.io.untrusted import check_unpacked, file_errors
 from fedlas.predictions import Predictions
 
 
-def read(path: Path, options: ReadOptions, watch: Callable[[float], None] | None = None) -> Table:
+def read(path: Path, options: ReadOptions, progress: Callable[[float], None] | None = None) -> Table:
     """Read the columns of a parquet table that have a role; the others become an example of their type."""
-    del watch
+    del progress
     file = ParquetFile(path)
     columns = dict(file.examples)
     labels = [name for name, role in label_names(columns, options, path).items() if role == "label"]

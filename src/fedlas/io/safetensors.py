@@ -23,9 +23,9 @@ CHECKSUM = "fedlas.crc32"
 TEXTS = ("class_names", "ids", "paths")  # fields of predictions that are stored as JSON
 
 
-def read(path: Path, options: ReadOptions, watch: Callable[[float], None] | None = None) -> Table:
+def read(path: Path, options: ReadOptions, progress: Callable[[float], None] | None = None) -> Table:
     """Read the tensors and texts of a safetensors file of predictions, or of one that another tool wrote."""
-    del options, watch
+    del options, progress
     texts, tensors = read_safetensors(path)
     kind = texts.get("format", "")
     if kind.startswith('"fedlas.') and kind != json.dumps(FORMAT):

@@ -20,9 +20,9 @@ MORE_THAN_TENSORS = "it holds more than tensors, numbers and words, which is nev
 LEGACY = 0x1950A86A20F9469CFC6C  # begins a file of torch before 1.6
 
 
-def read(path: Path, options: ReadOptions, watch: Callable[[float], None] | None = None) -> Table:
+def read(path: Path, options: ReadOptions, progress: Callable[[float], None] | None = None) -> Table:
     """Read a dictionary of tensors."""
-    del options, watch
+    del options, progress
     with file_errors(path):
         try:
             with memory_errors():

@@ -166,21 +166,23 @@ def open_text(path: str | Path, newline: str | None = None) -> io.TextIOWrapper:
     return io.TextIOWrapper(content, newline=newline, encoding="utf-8-sig")
 
 
-def read_lines(file: io.TextIOWrapper, path: str | Path, watch: Callable[[float], None] | None = None) -> Iterator[str]:
+def read_lines(
+    file: io.TextIOWrapper, path: str | Path, progress: Callable[[float], None] | None = None
+) -> Iterator[str]:
     """Read the lines of a text; report progress as a fraction of the file."""
-    return chain.from_iterable(read_batches(file, path, watch))
+    return chain.from_iterable(read_batches(file, path, progress))
 
 
 def read_batches(
-    file: io.TextIOWrapper, path: str | Path, watch: Callable[[float], None] | None = None
+    file: io.TextIOWrapper, path: str | Path, progress: Callable[[float], None] | None = None
 ) -> Iterator[list[str]]:
     """Read the lines of a text, some at a time; report progress as a fraction of the file, unless it is compressed."""
-    watch = watch if file.seekable() else None
+    progress = progress if file.seekable() else None
     size = max(1, Path(path).stat().st_size)
     try:
         while lines := file.readlines(BATCH):
-            if watch is not None:
-                watch(min(1.0, file.buffer.tell() / size))  # type: ignore[attr-defined]
+            if progress is not None:
+                progress(min(1.0, file.buffer.tell() / size))  # type: ignore[attr-defined]
             yield lines
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is no text in UTF-8 ({error}); save it in that encoding") from error

@@ -396,7 +396,7 @@ def _read(path: Path, progress: Progress | None, columns: ReadOptions) -> AnyPre
     if stage is None:
         return read_predictions(path, **columns)
     stage(0.0)
-    found = read_predictions(path, watch=stage, **columns)
+    found = read_predictions(path, progress=stage, **columns)
     stage(1.0)  # some formats do not report progress
     return found
 
