@@ -491,3 +491,20 @@ def test_two_models_are_compared_from_arrays_files_and_predictions(tmp_path):
     assert files["ece"].difference == arrays["ece"].difference == found["ece"].difference
     with pytest.raises(ValueError, match="nosuch"):
         fedlas.compare(first, second, metrics=["nosuch"])
+
+
+def test_predictions_without_labels_are_calibrated_with_calibration_data():
+    """Labels are needed for cross-fitting alone."""
+    fitted_on, unlabelled = predictions(500, seed=1, split="other"), Predictions(predictions().logits)
+    calibrated = fedlas.calibrate(unlabelled, calibration=fitted_on)
+    assert torch.equal(calibrated.logits, posthoc.Temperature().fit(fitted_on).transform(unlabelled).logits)
+
+
+def test_metrics_of_a_comparison_are_a_list():
+    with pytest.raises(TypeError, match=r"\['ece'\]"):
+        fedlas.compare(predictions(), predictions(), metrics="ece")
+
+
+def test_a_negative_seed_of_a_comparison_raises():
+    with pytest.raises(ValueError, match="seed is -1"):
+        fedlas.compare(predictions(), predictions(), seed=-1)

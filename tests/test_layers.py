@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": {"extras", "formatting", "catalog", "predictions", "alignment", "ranks"},
     "posthoc": {"extras", "predictions", "io", "catalog", "metrics"},
     "ood": {"predictions", "metrics.result"},
-    "comparison": {"predictions", "io", "alignment", "metrics"},
+    "comparison": {"formatting", "predictions", "io", "alignment", "metrics"},
     "evaluation": {"extras", "predictions", "io", "alignment", "catalog", "metrics", "posthoc", "ood"},
     "data": {"extras", "catalog", "https"},
     "models": {"extras", "io", "catalog", "https"},

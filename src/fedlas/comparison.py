@@ -15,8 +15,9 @@ from typing import Any, Unpack
 
 import torch
 
+from fedlas import formatting
 from fedlas.alignment import SAMPLE_NAMES, align_samples, check_same_samples
-from fedlas.errors import UserError
+from fedlas.errors import UserError, UserTypeError
 from fedlas.io import as_predictions
 from fedlas.io.columns import ColumnOptions
 from fedlas.metrics.base import AbstractMetric, Resampling
@@ -119,17 +120,21 @@ class RunsComparison:
         name = f"{self.metric} %" if unit == 100 else self.metric
         rows = [[name, self._seeds(seed), *_cells(one)] for seed, one in self.by_seed.items()]
         if self.standard_error is not None:
-            difference = f"{unit * self.difference:+.4g} ± {unit * self.standard_error:.2g}"
-            rows.append([name, "mean", "", "", difference, *self._cells_over_seeds(unit)])
+            rows.append([name, "mean", "", "", *self._cells_over_seeds(percent=unit == 100)])
         return rows
 
-    def _cells_over_seeds(self, unit: int) -> list[str]:
+    def _cells_over_seeds(self, *, percent: bool) -> list[str]:
+        error = self.standard_error
+        assert error is not None
+        spread = formatting.number(error, -error, error, percent=percent)
         if self.over_seeds is None:
-            return ["", "", ""]
-        ends, p_value = self.over_seeds.interval(self.level), self.over_seeds.p_value
+            value, _ = formatting.difference(self.difference, -error, error, percent=percent)
+            return [f"{value} ± {spread}", "", "", ""]
+        ends = self.over_seeds.interval(self.level)
+        value, interval = formatting.difference(self.difference, ends.low, ends.high, percent=percent)
         first = (self.difference > 0) == bool(paired_metrics()[self.metric].higher_is_better)
         better = "" if ends.low <= 0 <= ends.high else "first" if first else "second"
-        return [f"[{unit * ends.low:+.4g}, {unit * ends.high:+.4g}]", f"{p_value:.3g}", better]
+        return [f"{value} ± {spread}", interval, formatting.p_value_cell(self.over_seeds.p_value), better]
 
     def _seeds(self, seed: int | None) -> str:
         both = (seed, self.second_seeds.get(seed, seed))
@@ -151,16 +156,9 @@ def _unit(one: Comparison) -> int:
 
 
 def _cells(one: Comparison) -> list[str]:
-    unit = _unit(one)
-    low, high = (unit * end for end in (one.interval.low, one.interval.high))
-    return [
-        f"{unit * float(one.first):.4g}",
-        f"{unit * float(one.second):.4g}",
-        f"{unit * one.difference:+.4g}",
-        f"[{low:+.4g}, {high:+.4g}]",
-        f"{one.p_value:.3g}",
-        one.better or "",
-    ]
+    ends, percent = (one.interval.low, one.interval.high), _unit(one) == 100
+    values = [formatting.number(float(result), *ends, percent=percent) for result in (one.first, one.second)]
+    return [*values, *one.cells(), formatting.p_value_cell(one.p_value), one.better or ""]
 
 
 def compare(
@@ -302,6 +300,8 @@ def compare_runs(
     """
     how = Resampling(level, resamples or RESAMPLES, seed)
     check_draws(level, how.resamples or RESAMPLES)
+    if isinstance(metrics, str):
+        raise UserTypeError(f"metrics takes a list of names, such as [{metrics!r}], not {metrics!r}")
     for name in metrics or ():
         if name not in paired_metrics():
             raise UserError(f"{name!r} cannot be compared; known: {', '.join(paired_metrics())}")

@@ -96,6 +96,11 @@ def p_value(value: float) -> str:
     return f"p < {SMALLEST_P}" if value < SMALLEST_P else f"p = {fixed(value, 3)}"
 
 
+def p_value_cell(value: float) -> str:
+    """Write a p-value for a table whose heading has its name, such as 0.012 or < 0.001."""
+    return p_value(value).removeprefix("p ").removeprefix("= ")
+
+
 def level(value: float) -> str:
     """Write a confidence level, such as 95 %."""
     return f"{significant(100 * value, 4)} %"

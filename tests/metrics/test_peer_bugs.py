@@ -1,10 +1,10 @@
 """Mistakes that other packages make, each as a test. Those that are not here stand where the thing itself is tested:
 
-confidence 1, 0; edges; number of bins; last bin; bin centres     test_calibration.py, test_bins.py, test_presets.py
+confidence 1, 0; edges; number of bins; last bin; bin centres     test_calibration.py, test_bin_sums.py, test_presets.py
 NaN, empty input, rows that do not sum to one, ties of the top    test_calibration.py
-counts beyond 2^24, sums in bf16                                  test_streaming.py, test_bins.py, test_gpu.py
+counts beyond 2^24, sums in bf16                                  test_streaming.py, test_bin_sums.py, test_metrics_gpu.py
 percent or fraction, definitions                                  test_result.py
-equal mass: least confident sample, constants, order, N < bins    test_calibration.py, test_bins.py
+equal mass: least confident sample, constants, order, N < bins    test_calibration.py, test_bin_sums.py
 class-wise: classes that never occur, other defaults              test_calibration.py, test_presets.py
 smooth ECE: kernel, bf16                                          test_smooth.py
 AURC: ties                                                        test_selective.py

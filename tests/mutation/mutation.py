@@ -5,7 +5,7 @@
     python tests/mutation/mutation.py run mutants.json reached.txt result.jsonl   # mutate src, run those tests
 
 `probe` and `run` rewrite files below `src/`, so use a separate checkout with its own environment. Between `probe` and
-`run`, run the tests to be examined with `--junitxml`, then restore `src/`. CONTRIBUTING.md describes the procedure.
+`run`, run the tests to be examined with `--junitxml`, then restore `src/`.
 """
 
 import argparse
@@ -31,7 +31,7 @@ STRATA = {
     "posthoc": ["posthoc"],
     "ood": ["ood"],
     "io": ["predictions.py", "alignment.py", "io"],
-    "train": ["train"],
+    "training": ["training"],
     "experiments": ["experiments"],
     "report": ["report"],
 }

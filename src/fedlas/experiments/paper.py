@@ -74,11 +74,6 @@ def ood_data(table: str, data: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(row["ood"] for row in rows))
 
 
-def paper_name(method: str) -> str:
-    """Give the paper's name of a method, or of anything else the name it has."""
-    return str(_paper()["methods"].get(method, method))
-
-
 def data_name(data: str) -> str:
-    """Give the paper's name of a data set, or of another one the name it has."""
+    """Return the paper's name of a data set; the name itself if the paper does not have it."""
     return str(_paper()["data"].get(data, data))

@@ -48,6 +48,8 @@ class Resampling:
 
     def __init__(self, level: float = 0.95, resamples: int | None = None, seed: int = 0) -> None:
         check_level(level, resamples)
+        if not 0 <= seed < 2**63:
+            raise UserError(f"seed is {seed}; a whole number from 0 to 2**63 - 1 is needed")
         self.level, self.resamples, self.seed = level, resamples, seed
 
     def rng(self) -> np.random.Generator:
@@ -163,10 +165,6 @@ class AbstractMetric(ABC):
     def accumulator(self, *args: Any, **options: Any) -> Accumulator:
         """Return an accumulator, which takes samples batch by batch: `update`, `merge`, `sync`, `compute`."""
         return Accumulator(self, self.store(*args, **options))
-
-    def of_top_labels(self, found: Pairs, bins: int) -> Result:
-        """Compute the metric of top-label confidences."""
-        return self(found, **({"bins": bins} if self.is_binned else {}))
 
     def columns(self, part: Predictions) -> dict[str, Tensor]:
         """Return what an evaluation keeps: columns with one value per sample, and sums without dimensions."""
