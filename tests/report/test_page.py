@@ -7,6 +7,7 @@ import json
 import re
 from contextlib import nullcontext
 from html.parser import HTMLParser
+from importlib import metadata
 
 import pytest
 import torch
@@ -81,7 +82,8 @@ def test_predictions_alone_make_a_page(tmp_path):
     assert [tag for tag, _ in Reader(text).tags].count("html") == 1
 
 
-def test_equal_input_makes_equal_bytes():
+def test_equal_input_makes_equal_bytes(monkeypatch):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1790000000")
     assert report_page(measured(60)) == report_page(measured(60))
 
 
@@ -213,6 +215,28 @@ def test_command_recipe_environment_and_definitions_are_written():
     ):
         assert wanted in words
     assert set(given.report.before.results) <= set(html.MEANINGS)
+
+
+def header_of(text: str) -> dict[str, str]:
+    """Return the entries of the header of a page."""
+    block = re.search(r'<dl id="about".*?</dl>', text, re.DOTALL)[0]
+    return dict(re.findall(r'<dt>(.*?)</dt><dd><bdi class="cut">(.*?)</bdi></dd>', block))
+
+
+def test_the_header_says_what_was_evaluated(monkeypatch, tmp_path):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1790000000")
+    recipe = {"data": "cifar10", "model": "resnet18"}
+    given = dataclasses.replace(measured(1_200), recipe=recipe, source=tmp_path / "run <1>.csv")
+    text = report_page({"fedlas_ls": given}, command="fedlas evaluate x.npz")
+    assert header_of(text) == {
+        "Model": "fedlas_ls", "Architecture": "resnet18", "Data": "cifar10", "File": "run &lt;1&gt;.csv",
+        "Split": "val", "Samples": "1,200", "Classes": "10", "Date": "2026-09-21", "fedlas": metadata.version("fedlas"),
+    }  # fmt: skip
+    assert text.index("fedlas evaluate x.npz") < text.index('<section id="summary"')
+    assert text.count("fedlas evaluate x.npz") == 1
+    two = header_of(report_page({"a": measured(60), "b": measured(80, split=None)}, resamples=50))
+    assert (two["Model"], two["Samples"], two["Classes"], two["Split"]) == ("a, b", "60, 80", "10", "val")
+    assert "Data" not in two
 
 
 def test_pictures_come_from_arrays_or_files_and_are_bounded(tmp_path, several, monkeypatch):

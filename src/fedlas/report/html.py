@@ -7,14 +7,17 @@ Texts that come from files (class names, paths, names of data sets) are untruste
 into an element that is not executed, and the script inserts them as text. A content security policy allows only the
 page's own script and style, by their hashes, and no network access.
 
-A page contains no time stamp: equal input gives equal bytes.
+The only time stamp of a page is the date in its header, in UTC; the environment variable SOURCE_DATE_EPOCH sets it.
+With the same date, equal input gives equal bytes.
 """
 
 import base64
 import hashlib
 import json
+import os
 import platform
 import re
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +29,7 @@ from fedlas.comparison import PairedTest, compare_models
 from fedlas.errors import UserError, UserTypeError
 from fedlas.evaluation import Report, evaluate
 from fedlas.extras import optional_module
-from fedlas.formatting import cell, level
+from fedlas.formatting import cell, count, level
 from fedlas.io.atomic import write_atomic
 from fedlas.metrics.registry import summary_metrics
 from fedlas.metrics.result import Result
@@ -366,6 +369,7 @@ def _filled(
         numbers=_numbers(data, list(reports.values())),
         definitions=_definitions(first),
         environment=_lines(environment),
+        header=_header(data, held, environment),
         command=None if command is None else text_data(command, LONG),
         script=trusted(script),
         style=trusted(style),
@@ -416,6 +420,30 @@ def _sections(data: Plain) -> list[tuple[str, str]]:
         "method": "Definitions and environment",
     }
     return [(name, titles[name]) for name, shown in there.items() if shown]
+
+
+def _header(data: Plain, held: Mapping[str, Model], environment: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return names and values of the header: model, data, split, samples, classes, date and version."""
+    recipes = [dict(model.recipe or {}) for model in held.values()]
+    values: dict[str, list[object]] = {
+        "Model": [one["name"] for one in data["models"]],
+        "Architecture": [recipe.get("model") for recipe in recipes],
+        "Data": [recipe.get("data") for recipe in recipes],
+        "File": [None if model.source is None else model.source.name for model in held.values()],
+        "Split": [one["split"] for one in data["models"]],
+        "Samples": [count(one["n"]) for one in data["models"]],
+        "Classes": [count(one["classes"]) if one["classes"] else "unknown" for one in data["models"]],
+        "Date": [_date()],
+        "fedlas": [environment["fedlas"]],
+    }
+    distinct = {name: list(dict.fromkeys(str(x) for x in found if x is not None)) for name, found in values.items()}
+    return [(name, text_data(", ".join(map(text_data, found)), LONG)) for name, found in distinct.items() if found]
+
+
+def _date() -> str:
+    """Return the date of today, or of SOURCE_DATE_EPOCH, in UTC."""
+    seconds = os.environ.get("SOURCE_DATE_EPOCH", "")
+    return time.strftime("%Y-%m-%d", time.gmtime(int(seconds) if seconds.isdecimal() else None))
 
 
 def _model_words(data: Plain, report: Report, model: Model) -> Plain:
