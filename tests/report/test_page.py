@@ -184,8 +184,8 @@ def test_json_in_a_page_comes_back():
 def test_sections_are_there_when_there_is_something_to_show(several):
     names = [a["id"] for t, a in Reader(several).tags if t == "section"]
     assert names == [
-        "summary", "comparison", "reliability", "confidences", "classes", "map", "selective", "ood", "norms",
-        "training", "samples", "method",
+        "summary", "recalibration", "comparison", "reliability", "confidences", "classes", "map", "selective", "ood",
+        "norms", "training", "samples", "method",
     ]  # fmt: skip
     plain = report_page(measured(60, features=None))
     names = [a["id"] for t, a in Reader(plain).tags if t == "section"]
@@ -197,7 +197,7 @@ def test_a_saved_report_alone_makes_a_page(tmp_path):
     report.save(tmp_path / "report.json")
     text = report_page(Report.load(tmp_path / "report.json"))
     names = [a["id"] for t, a in Reader(text).tags if t == "section"]
-    assert names == ["summary", "reliability", "confidences", "selective", "method"]
+    assert names == ["summary", "recalibration", "reliability", "confidences", "selective", "method"]
 
 
 def test_command_recipe_environment_and_definitions_are_written():

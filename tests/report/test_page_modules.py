@@ -18,7 +18,7 @@ KEYWORDS = set(
 )
 GLOBALS = {
     "Array", "Boolean", "Infinity", "IntersectionObserver", "Intl", "JSON", "Map", "Math", "Number", "Object",
-    "ResizeObserver", "Set", "String", "document", "requestAnimationFrame", "window",
+    "ResizeObserver", "Set", "String", "document", "navigator", "requestAnimationFrame", "window",
 }  # fmt: skip
 TWINS = {"formatCell", "formatNumber", "formatEdge"}  # of functions of `report.formatting` that only Python uses
 

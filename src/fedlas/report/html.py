@@ -49,6 +49,7 @@ from fedlas.report.page_data import (
     training_data,
 )
 from fedlas.report.page_script import FOLDER, join_modules
+from fedlas.report.recalibration import recommendations
 from fedlas.report.summary_text import direction, headline, sentences
 from fedlas.report.thumbnails import picture_of
 
@@ -375,7 +376,7 @@ def _filled(
         style=trusted(style),
         embedded=trusted(embedded(data)),
         policy=_policy(script, style),
-        sections=_sections(data),
+        sections=_sections(data, any(report.after for report in reports.values())),
         level=unbroken(level(data["level"])),
     )
     return text
@@ -388,11 +389,12 @@ def _policy(script: str, style: str) -> str:
     return "; ".join([*parts, "base-uri 'none'", "form-action 'none'"])
 
 
-def _sections(data: Plain) -> list[tuple[str, str]]:
+def _sections(data: Plain, has_calibrators: bool) -> list[tuple[str, str]]:
     """List the sections that there is something to show in."""
     models = data["models"]
     there = {
         "summary": True,
+        "recalibration": has_calibrators,
         "comparison": len(models) > 1,
         "reliability": True,
         "confidences": any("confidences" in state for one in models for state in one["states"]),
@@ -407,6 +409,7 @@ def _sections(data: Plain) -> list[tuple[str, str]]:
     }
     titles = {
         "summary": "Summary",
+        "recalibration": "Recalibration",
         "comparison": "Model comparison",
         "reliability": "Reliability",
         "confidences": "Confidence of correct and incorrect predictions",
@@ -453,6 +456,14 @@ def _model_words(data: Plain, report: Report, model: Model) -> Plain:
         "headline": unbroken(said[0].upper() + said[1:]),
         "direction": data["direction"],
         "sentences": [unbroken(text_data(line, LONG)) for line in sentences(report)],
+        "recommendations": [
+            {
+                "title": unbroken(text_data(one.title)),
+                "verdict": one.verdict,
+                "code": [(language, text_data(code, LONG)) for language, code in one.code],
+            }
+            for one in recommendations(report, model.predictions)
+        ],
         "recipe": _lines(model.recipe or {}),
         "environment": _lines(model.environment or {}),
     }

@@ -3,6 +3,7 @@ import { drawClassMap, setUpClassMap } from "./class_map.js";
 import { drawClasses, setUpClasses } from "./classes.js";
 import { drawComparison } from "./comparison.js";
 import { drawConfidences, setUpConfidences } from "./confidence.js";
+import { setUpCopying } from "./copy.js";
 import { find, onEvent, showSection } from "./dom.js";
 import { drawFeatureNorms } from "./feature_norms.js";
 import { drawOod, setUpOod } from "./ood.js";
@@ -79,6 +80,7 @@ function setUpPrinting() {
 setUpNavigation();
 setUpPrinting();
 setUpControls();
+setUpCopying();
 if (find("comparison")) drawComparison();
 drawModel();
 document.documentElement.dataset.ready = "true";
