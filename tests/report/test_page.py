@@ -167,6 +167,9 @@ def test_texts_of_files_are_data(attacked):
     assert between.isascii()
     assert not set("<>&") & set(between)
     assert max(len(name) for name in data["names"][0]) < 250
+    rows = data["models"][0]["slices"]["rows"]
+    assert {row[0] for row in rows} == {"predicted class", text_data(pages.HOSTILE[3])}
+    assert text_data(pages.HOSTILE[0]) in {row[1] for row in rows if row[0] != "predicted class"}
 
 
 RAN = "window.ran"
@@ -184,8 +187,8 @@ def test_json_in_a_page_comes_back():
 def test_sections_are_there_when_there_is_something_to_show(several):
     names = [a["id"] for t, a in Reader(several).tags if t == "section"]
     assert names == [
-        "summary", "recalibration", "comparison", "reliability", "confidences", "classes", "map", "selective", "ood",
-        "norms", "training", "samples", "method",
+        "summary", "recalibration", "comparison", "reliability", "confidences", "slices", "classes", "map", "selective",
+        "ood", "norms", "training", "samples", "method",
     ]  # fmt: skip
     plain = report_page(measured(60, features=None))
     names = [a["id"] for t, a in Reader(plain).tags if t == "section"]

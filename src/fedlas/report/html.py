@@ -31,6 +31,7 @@ from fedlas.evaluation import Report, evaluate
 from fedlas.extras import optional_module
 from fedlas.formatting import cell, count, level
 from fedlas.io.atomic import write_atomic
+from fedlas.metrics.base import Resampling
 from fedlas.metrics.registry import summary_metrics
 from fedlas.metrics.result import Result
 from fedlas.predictions import AnyPredictions
@@ -45,16 +46,19 @@ from fedlas.report.page_data import (
     norm_data,
     ood_data,
     sample_data,
+    slice_data,
     text_data,
     training_data,
 )
 from fedlas.report.page_script import FOLDER, join_modules
 from fedlas.report.recalibration import recommendations
+from fedlas.report.slices import RESAMPLES, SMALL, slices
 from fedlas.report.summary_text import direction, headline, sentences
 from fedlas.report.thumbnails import picture_of
 
 CLASS_DIAGRAMS = 3_000  # of all models together
 MOST_SAMPLES = 50
+MOST_SLICES = 50  # of all models together, but at least 10 of each
 PICTURE_BYTES = 1_500_000  # of all pictures together
 LONG = 2_000  # letters of a command, or of a value in a recipe
 
@@ -334,6 +338,11 @@ def _model(name: str, model: Model, report: Report, asked: _Asked, models: int) 
     if given is not None:
         one["ood"] = ood_data(given, model.ood, report, model.train_features)
         one["norms"] = norm_data(given)
+    if given is not None:
+        most = max(10, MOST_SLICES // models)
+        has_intervals = report.before["ece"].interval is not None
+        how = Resampling(asked.level, asked.resamples or RESAMPLES, asked.seed) if has_intervals else None
+        one["slices"] = slice_data(slices(given, bins=asked.bins, most=most, how=how))
     if given is not None and given.given_labels is not None and given.prediction is not None:
         one["class_table"] = class_data(given, report, most=CLASS_DIAGRAMS // models, level=asked.level)
         one["samples"] = sample_data(given, count=asked.samples)
@@ -378,6 +387,7 @@ def _filled(
         policy=_policy(script, style),
         sections=_sections(data, any(report.after for report in reports.values())),
         level=unbroken(level(data["level"])),
+        small=SMALL,
     )
     return text
 
@@ -398,6 +408,7 @@ def _sections(data: Plain, has_calibrators: bool) -> list[tuple[str, str]]:
         "comparison": len(models) > 1,
         "reliability": True,
         "confidences": any("confidences" in state for one in models for state in one["states"]),
+        "slices": any(one.get("slices") and one["slices"]["rows"] for one in models),
         "classes": any(one.get("class_table") for one in models),
         "map": any(one.get("class_table") for one in models),
         "selective": any("risk" in state for one in models for state in one["states"]),
@@ -413,6 +424,7 @@ def _sections(data: Plain, has_calibrators: bool) -> list[tuple[str, str]]:
         "comparison": "Model comparison",
         "reliability": "Reliability",
         "confidences": "Confidence of correct and incorrect predictions",
+        "slices": "Slices",
         "classes": "Classes",
         "map": "Over- and under-confidence by class",
         "selective": "Selective prediction",

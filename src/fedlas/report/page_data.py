@@ -35,6 +35,7 @@ from fedlas.ood.detection import Ranking, as_ood_predictions, ranking
 from fedlas.ood.scores import QUANTITIES, feature_norm, missing, score_of
 from fedlas.predictions import AnyPredictions, Array, Predictions, TopLabelPredictions, slices_of
 from fedlas.report.reliability_bins import non_empty_bins
+from fedlas.report.slices import Slices
 
 if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
     from fedlas.comparison import PairedTest
@@ -266,6 +267,20 @@ def _cells(
         *shared, index, mean, gap, is_significant = map(number, values)
         rows[line].append([index, accuracies.setdefault(tuple(shared), len(accuracies)), mean, gap, is_significant])
     return rows
+
+
+def slice_data(found: Slices) -> Plain:
+    """Return the table of slices by decreasing harm.
+
+    A row holds column, value, number of samples, accuracy, ECE with its interval, harm, and whether it is small.
+    """
+    rows = []
+    for one in found.listed:
+        interval = one.ece.interval
+        ends = (None, None) if interval is None else (interval.low, interval.high)
+        texts = [text_data(one.column), text_data(one.value)]
+        rows.append([*texts, one.n, number(one.accuracy), number(one.ece), *ends, number(one.harm), one.is_small])
+    return {"rows": rows, "total": found.total, "skipped": [text_data(name) for name in found.skipped]}
 
 
 def sample_data(predictions: AnyPredictions, *, count: int = 12, most: int = 3) -> Plain:

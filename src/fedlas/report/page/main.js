@@ -11,6 +11,7 @@ import { currentModel, selectModel } from "./page_state.js";
 import { drawReliability, setUpReliability } from "./reliability.js";
 import { drawRiskCoverage } from "./risk_coverage.js";
 import { drawSamples, setUpSamples } from "./samples.js";
+import { drawSlices } from "./slices.js";
 import { drawTraining } from "./training.js";
 
 function drawClassSections() {
@@ -25,6 +26,7 @@ function drawClassSections() {
 const SECTIONS = {
   reliability: drawReliability,
   confidences: drawConfidences,
+  slices: drawSlices,
   classes: drawClassSections,
   selective: drawRiskCoverage,
   ood: drawOod,
