@@ -40,7 +40,7 @@ def model(n: int = 700, classes: int = 10, scale: float = 2.0, seed: int = 0, **
     return Predictions(scale * (logits + 0.3 * noise), labels, **rest)
 
 
-def foreign(n: int = 300, classes: int = 10, spread: float = 1.5) -> Predictions:
+def ood_data(n: int = 300, classes: int = 10, spread: float = 1.5) -> Predictions:
     random = torch.Generator().manual_seed(1)
     return Predictions(spread * torch.randn(n, classes, generator=random), features=torch.rand(n, 6, generator=random))
 
@@ -69,7 +69,7 @@ def log(epochs: int = 12) -> list[dict[str, Any]]:
 @cache
 def models() -> dict[str, Model]:
     """Three models on the same samples, the first with everything that a page can show."""
-    first, ood = model(class_names=CIFAR10), {"street numbers": foreign(), "noise": foreign(200, spread=0.5)}
+    first, ood = model(class_names=CIFAR10), {"street numbers": ood_data(), "noise": ood_data(200, spread=0.5)}
     options: dict[str, Any] = {"resamples": 100}
     recipe = {"data": "cifar10", "loss": "fedlas_ls", "loss_options": {"alpha": 0.05, "beta": 4.0}}
     return {
@@ -109,7 +109,7 @@ def hostile() -> tuple[dict[str, Model], dict[str, Any]]:
     """A model, and the options of a page, in which every text is an attack."""
     metadata = {HOSTILE[3]: [HOSTILE[row % 10] for row in range(300)]}
     given = model(300, class_names=HOSTILE, split=HOSTILE[0], metadata=metadata)
-    ood = {name: foreign(50) for name in (HOSTILE[0], HOSTILE[1], HOSTILE[6])}
+    ood = {name: ood_data(50) for name in (HOSTILE[0], HOSTILE[1], HOSTILE[6])}
     report = evaluate(given, ood=ood, posthoc="temperature", resamples=50)
     made = Model(
         predictions=given,

@@ -187,8 +187,8 @@ def test_json_in_a_page_comes_back():
 def test_sections_are_there_when_there_is_something_to_show(several):
     names = [a["id"] for t, a in Reader(several).tags if t == "section"]
     assert names == [
-        "summary", "recalibration", "comparison", "reliability", "confidences", "slices", "classes", "map", "selective",
-        "ood", "norms", "training", "samples", "method",
+        "summary", "recalibration", "comparison", "reliability", "confidences", "slices", "classes", "map",
+        "confusions", "selective", "ood", "norms", "training", "samples", "method",
     ]  # fmt: skip
     plain = report_page(measured(60, features=None))
     names = [a["id"] for t, a in Reader(plain).tags if t == "section"]

@@ -41,6 +41,7 @@ from fedlas.report.page_data import (
     Plain,
     class_data,
     comparison_data,
+    confusion_data,
     model_data,
     names_data,
     norm_data,
@@ -345,6 +346,7 @@ def _model(name: str, model: Model, report: Report, asked: _Asked, models: int) 
         one["slices"] = slice_data(slices(given, bins=asked.bins, most=most, how=how))
     if given is not None and given.given_labels is not None and given.prediction is not None:
         one["class_table"] = class_data(given, report, most=CLASS_DIAGRAMS // models, level=asked.level)
+        one["confusions"] = confusion_data(given)
         one["samples"] = sample_data(given, count=asked.samples)
     return one
 
@@ -411,6 +413,7 @@ def _sections(data: Plain, has_calibrators: bool) -> list[tuple[str, str]]:
         "slices": any(one.get("slices") and one["slices"]["rows"] for one in models),
         "classes": any(one.get("class_table") for one in models),
         "map": any(one.get("class_table") for one in models),
+        "confusions": any(one.get("confusions") and one["confusions"]["by_count"] for one in models),
         "selective": any("risk" in state for one in models for state in one["states"]),
         "ood": any(one.get("ood") for one in models),
         "norms": any(one.get("norms") for one in models),
@@ -427,6 +430,7 @@ def _sections(data: Plain, has_calibrators: bool) -> list[tuple[str, str]]:
         "slices": "Slices",
         "classes": "Classes",
         "map": "Over- and under-confidence by class",
+        "confusions": "Confused classes",
         "selective": "Selective prediction",
         "ood": "OOD detection",
         "norms": "Feature norms",

@@ -3,6 +3,7 @@ import { drawClassMap, setUpClassMap } from "./class_map.js";
 import { drawClasses, setUpClasses } from "./classes.js";
 import { drawComparison } from "./comparison.js";
 import { drawConfidences, setUpConfidences } from "./confidence.js";
+import { drawConfusions } from "./confusions.js";
 import { setUpCopying } from "./copy.js";
 import { find, onEvent, showSection } from "./dom.js";
 import { drawFeatureNorms } from "./feature_norms.js";
@@ -28,6 +29,7 @@ const SECTIONS = {
   confidences: drawConfidences,
   slices: drawSlices,
   classes: drawClassSections,
+  confusions: drawConfusions,
   selective: drawRiskCoverage,
   ood: drawOod,
   norms: drawFeatureNorms,
