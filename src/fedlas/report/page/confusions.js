@@ -1,5 +1,6 @@
 // Pairs of classes that are confused most often, or with the most confidence.
 import { element, find, isolate, note, replaceContent, scrollRegion } from "./dom.js";
+import { csvButton, downloads } from "./download.js";
 import { formatCount, formatPercent, formatProbability } from "./format.js";
 import { className, currentModel } from "./page_state.js";
 
@@ -25,7 +26,10 @@ function confusionTable(title, rows, text) {
     element("thead", {}, element("tr", {}, ...head.map(([name, kind]) => element("th", { scope: "col", class: kind }, name)))),
     element("tbody", {}, ...rows.map(confusionRow)),
   );
-  return scrollRegion(`${title}, can be scrolled sideways`, table);
+  const columns = ["label", "prediction", "samples", "fraction_of_label", "mean_confidence"];
+  const named = ([label, prediction, ...numbers]) => [className(label), className(prediction), ...numbers];
+  const csv = csvButton(`confused classes ${title}`, () => [columns, rows.map(named)]);
+  return element("div", {}, scrollRegion(`${title}, can be scrolled sideways`, table), downloads(csv));
 }
 
 export function drawConfusions() {

@@ -1,5 +1,6 @@
 // The slices with the largest harm.
 import { element, find, isolate, note, replaceContent, scrollRegion } from "./dom.js";
+import { csvButton, downloads } from "./download.js";
 import { formatCount, formatInterval, formatLevel, formatPercent, formatTenth } from "./format.js";
 import { currentModel, data } from "./page_state.js";
 
@@ -33,7 +34,9 @@ export function drawSlices() {
   const { slices } = currentModel();
   const host = find("slice-table");
   const { rows, total, skipped } = slices ?? { rows: [], total: 0, skipped: [] };
-  if (rows.length) replaceContent(host, scrollRegion("Slices, can be scrolled", sliceTable(rows)));
+  const columns = ["column", "value", "samples", "accuracy", "ece", "ece_low", "ece_high", "harm", "small"];
+  const csv = downloads(csvButton("slices", () => [columns, rows]));
+  if (rows.length) replaceContent(host, scrollRegion("Slices, can be scrolled", sliceTable(rows)), csv);
   else replaceContent(host, note("This report has no predicted classes and no metadata of this model."));
   const shown = rows.length < total ? [`${formatCount(rows.length)} of ${formatCount(total)} slices are listed. `] : [];
   const names = skipped.flatMap((name, index) => [index ? ", " : "", isolate(name)]);
