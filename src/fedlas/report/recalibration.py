@@ -64,7 +64,7 @@ def _recommend(state: "State", is_calibrated: bool, of_probs: bool) -> Recommend
         note = f" T is the mean of {len(state.fits)} cross-fitted temperatures." if len(state.fits) > 1 else ""
         title = f"Divide the {what} by {temperature} (temperature scaling)"
         return Recommendation(title, verdict + note, _temperature_code(temperature, of_probs))
-    return Recommendation(f"Apply the calibrator {state.name}", verdict, _calibrator_code(name))
+    return Recommendation(f"Fit and apply the calibrator {state.name}", verdict, _calibrator_code(name))
 
 
 def _temperature_code(temperature: str, of_probs: bool) -> tuple[tuple[str, str], ...]:
@@ -73,7 +73,8 @@ def _temperature_code(temperature: str, of_probs: bool) -> tuple[tuple[str, str]
         ("PyTorch", f"probs = torch.softmax({torch_logits} / {temperature}, dim=1)"),
         (
             "NumPy",
-            f"z = {numpy_logits} / {temperature}; z = np.exp(z - z.max(axis=1, keepdims=True)); "
+            f"z = {numpy_logits} / {temperature}\n"
+            "z = np.exp(z - z.max(axis=1, keepdims=True))\n"
             "probs = z / z.sum(axis=1, keepdims=True)",
         ),
     )

@@ -158,7 +158,7 @@ def _quartiles(name: str, values: Float64[Tensor, " n"]) -> _Column | None:
         return None
     codes = torch.bucketize(values, edges[1:-1], right=False)
     texts = [
-        f"{'above ' if place else ''}{significant(low)} to {significant(high)}"
+        f"{'(' if place else '['}{significant(low)}, {significant(high)}]"
         for place, (low, high) in enumerate(pairwise(edges.tolist()))
     ]
     if bool(values.isnan().any()):

@@ -32,7 +32,7 @@ export function csvButton(title, table) {
   return downloadButton("CSV", title, () => saveText(fileName(title, "csv"), "text/csv", csvText(...table())));
 }
 
-export const downloads = (...buttons) => element("div", { class: "downloads" }, ...buttons);
+export const downloads = (...buttons) => element("div", { class: "downloads" }, "Download:", ...buttons);
 
 function copyStyles(from, to) {
   const style = window.getComputedStyle(from);
@@ -87,8 +87,8 @@ function metricRows() {
 
 // Buttons below the summary: metrics, and all data of the page
 export function setUpDownloads() {
-  find("summary-downloads").append(
+  find("summary-downloads").append(downloads(
     downloadButton("JSON", "all data of this page", () => saveText(fileName(data.title, "json"), "application/json", find("page-data").textContent)),
     csvButton("metrics", metricRows),
-  );
+  ));
 }
