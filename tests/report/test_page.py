@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fedlas.evaluation import Report, evaluate
-from fedlas.predictions import Predictions
+from fedlas.predictions import Predictions, TopLabelPredictions
 from fedlas.report import html
 from fedlas.report.html import embedded, report_page, save_page, unbroken
 from fedlas.report.model import Model
@@ -125,6 +125,24 @@ def test_pages_are_small(several):
     big = report_page(pages.many_classes())
     assert len(big.encode()) < 1_000_000
     assert len(data_of(big)["models"][0]["class_table"]["class"]) == 1_000
+
+
+def test_a_page_of_ten_thousand_samples_is_small():
+    metadata = {"site": [f"site {k % 40}" for k in range(10_000)], "id": [f"x{k}" for k in range(10_000)]}
+    text = report_page(measured(10_000, metadata=metadata, ids=range(10_000)))
+    assert len(text.encode()) < 1_500_000
+    assert len(data_of(text)["models"][0]["slices"]["rows"]) == html.MOST_SLICES == 50
+
+
+@pytest.mark.campaign
+def test_a_page_of_a_million_top_labels_is_small():
+    n, random = 1_000_000, torch.Generator().manual_seed(0)
+    confidence, prediction = 1 - 0.9 * torch.rand(n, generator=random), torch.randint(100, (n,), generator=random)
+    labels = torch.where(torch.rand(n, generator=random) < confidence, prediction, (prediction + 1) % 100)
+    given = TopLabelPredictions(confidence, labels=labels, prediction=prediction, ids=range(n))
+    text = report_page(Model(predictions=given, report=evaluate(given, intervals=False)))
+    assert len(text.encode()) < 3_000_000
+    assert len(data_of(text)["models"][0]["slices"]["rows"]) == 50
 
 
 def test_models_share_the_limit_of_class_diagrams(monkeypatch):
