@@ -85,3 +85,16 @@ def test_names_of_calibrators_are_quoted_and_escaped():
 def test_a_report_without_calibrators_has_no_recommendation():
     given = pages.model(200)
     assert 'id="recalibration"' not in report_page(Model(predictions=given, posthoc=()), resamples=50)
+
+
+def test_code_is_copied_or_selected(visit, several):
+    here = visit(several)
+    button = here.page.locator("button.copy").first
+    button.click()
+    here.page.wait_for_function("document.querySelector('button.copy').textContent !== 'Copy'")
+    if button.inner_text() == "Selected":
+        assert "torch.softmax" in here.page.evaluate("window.getSelection().toString()")
+    else:
+        assert button.inner_text() == "Copied"
+    button.blur()
+    assert button.inner_text() == "Copy"
