@@ -2,7 +2,7 @@
 
 confidence 1, 0; edges; number of bins; last bin; bin centres     test_calibration.py, test_bin_sums.py, test_presets.py
 NaN, empty input, rows that do not sum to one, ties of the top    test_calibration.py
-counts beyond 2^24, sums in bf16                                  test_streaming.py, test_bin_sums.py, test_metrics_gpu.py
+counts beyond 2^24, sums in bf16                   test_streaming.py, test_bin_sums.py, test_metrics_gpu.py
 percent or fraction, definitions                                  test_result.py
 equal mass: least confident sample, constants, order, N < bins    test_calibration.py, test_bin_sums.py
 class-wise: classes that never occur, other defaults              test_calibration.py, test_presets.py

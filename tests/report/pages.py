@@ -107,7 +107,8 @@ def many_classes() -> Model:
 @cache
 def hostile() -> tuple[dict[str, Model], dict[str, Any]]:
     """A model, and the options of a page, in which every text is an attack."""
-    given = model(300, class_names=HOSTILE, split=HOSTILE[0])
+    metadata = {HOSTILE[3]: [HOSTILE[row % 10] for row in range(300)]}
+    given = model(300, class_names=HOSTILE, split=HOSTILE[0], metadata=metadata)
     ood = {name: ood_data(50) for name in (HOSTILE[0], HOSTILE[1], HOSTILE[6])}
     report = evaluate(given, ood=ood, posthoc="temperature", resamples=50)
     made = Model(

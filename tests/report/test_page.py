@@ -7,12 +7,13 @@ import json
 import re
 from contextlib import nullcontext
 from html.parser import HTMLParser
+from importlib import metadata
 
 import pytest
 import torch
 
 from fedlas.evaluation import Report, evaluate
-from fedlas.predictions import Predictions
+from fedlas.predictions import Predictions, TopLabelPredictions
 from fedlas.report import html
 from fedlas.report.html import embedded, report_page, save_page, unbroken
 from fedlas.report.model import Model
@@ -81,7 +82,8 @@ def test_predictions_alone_make_a_page(tmp_path):
     assert [tag for tag, _ in Reader(text).tags].count("html") == 1
 
 
-def test_equal_input_makes_equal_bytes():
+def test_equal_input_makes_equal_bytes(monkeypatch):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1790000000")
     assert report_page(measured(60)) == report_page(measured(60))
 
 
@@ -125,6 +127,24 @@ def test_pages_are_small(several):
     assert len(data_of(big)["models"][0]["class_table"]["class"]) == 1_000
 
 
+def test_a_page_of_ten_thousand_samples_is_small():
+    metadata = {"site": [f"site {k % 40}" for k in range(10_000)], "id": [f"x{k}" for k in range(10_000)]}
+    text = report_page(measured(10_000, metadata=metadata, ids=range(10_000)))
+    assert len(text.encode()) < 1_500_000
+    assert len(data_of(text)["models"][0]["slices"]["rows"]) == html.MOST_SLICES == 50
+
+
+@pytest.mark.campaign
+def test_a_page_of_a_million_top_labels_is_small():
+    n, random = 1_000_000, torch.Generator().manual_seed(0)
+    confidence, prediction = 1 - 0.9 * torch.rand(n, generator=random), torch.randint(100, (n,), generator=random)
+    labels = torch.where(torch.rand(n, generator=random) < confidence, prediction, (prediction + 1) % 100)
+    given = TopLabelPredictions(confidence, labels=labels, prediction=prediction, ids=range(n))
+    text = report_page(Model(predictions=given, report=evaluate(given, intervals=False)))
+    assert len(text.encode()) < 3_000_000
+    assert len(data_of(text)["models"][0]["slices"]["rows"]) == 50
+
+
 def test_models_share_the_limit_of_class_diagrams(monkeypatch):
     monkeypatch.setattr(html, "CLASS_DIAGRAMS", 8)
     data = data_of(report_page({"a": measured(60), "b": measured(60, seed=3)}))
@@ -165,6 +185,9 @@ def test_texts_of_files_are_data(attacked):
     assert between.isascii()
     assert not set("<>&") & set(between)
     assert max(len(name) for name in data["names"][0]) < 250
+    rows = data["models"][0]["slices"]["rows"]
+    assert {row[0] for row in rows} == {"predicted class", text_data(pages.HOSTILE[3])}
+    assert text_data(pages.HOSTILE[0]) in {row[1] for row in rows if row[0] != "predicted class"}
 
 
 RAN = "window.ran"
@@ -182,8 +205,8 @@ def test_json_in_a_page_comes_back():
 def test_sections_are_there_when_there_is_something_to_show(several):
     names = [a["id"] for t, a in Reader(several).tags if t == "section"]
     assert names == [
-        "summary", "comparison", "reliability", "confidences", "classes", "map", "selective", "ood", "norms",
-        "training", "samples", "method",
+        "summary", "recalibration", "comparison", "reliability", "confidences", "slices", "classes", "map",
+        "confusions", "selective", "ood", "norms", "training", "samples", "method",
     ]  # fmt: skip
     plain = report_page(measured(60, features=None))
     names = [a["id"] for t, a in Reader(plain).tags if t == "section"]
@@ -195,7 +218,7 @@ def test_a_saved_report_alone_makes_a_page(tmp_path):
     report.save(tmp_path / "report.json")
     text = report_page(Report.load(tmp_path / "report.json"))
     names = [a["id"] for t, a in Reader(text).tags if t == "section"]
-    assert names == ["summary", "reliability", "confidences", "selective", "method"]
+    assert names == ["summary", "recalibration", "reliability", "confidences", "selective", "method"]
 
 
 def test_command_recipe_environment_and_definitions_are_written():
@@ -213,6 +236,28 @@ def test_command_recipe_environment_and_definitions_are_written():
     ):
         assert wanted in words
     assert set(given.report.before.results) <= set(html.MEANINGS)
+
+
+def header_of(text: str) -> dict[str, str]:
+    """Return the entries of the header of a page."""
+    block = re.search(r'<dl id="about".*?</dl>', text, re.DOTALL)[0]
+    return dict(re.findall(r'<dt>(.*?)</dt><dd><bdi class="cut">(.*?)</bdi></dd>', block))
+
+
+def test_the_header_says_what_was_evaluated(monkeypatch, tmp_path):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1790000000")
+    recipe = {"data": "cifar10", "model": "resnet18"}
+    given = dataclasses.replace(measured(1_200), recipe=recipe, source=tmp_path / "run <1>.csv")
+    text = report_page({"fedlas_ls": given}, command="fedlas evaluate x.npz")
+    assert header_of(text) == {
+        "Model": "fedlas_ls", "Architecture": "resnet18", "Data": "cifar10", "File": "run &lt;1&gt;.csv",
+        "Split": "val", "Samples": "1,200", "Classes": "10", "Date": "2026-09-21", "fedlas": metadata.version("fedlas"),
+    }  # fmt: skip
+    assert text.index("fedlas evaluate x.npz") < text.index('<section id="summary"')
+    assert text.count("fedlas evaluate x.npz") == 1
+    two = header_of(report_page({"a": measured(60), "b": measured(80, split=None)}, resamples=50))
+    assert (two["Model"], two["Samples"], two["Classes"], two["Split"]) == ("a, b", "60, 80", "10", "val")
+    assert "Data" not in two
 
 
 def test_pictures_come_from_arrays_or_files_and_are_bounded(tmp_path, several, monkeypatch):

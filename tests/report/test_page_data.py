@@ -98,6 +98,30 @@ def test_the_class_table_counts_predictions_and_labels():
     assert without["weight"][3] == 0
 
 
+@pytest.mark.parametrize("soft", [False, True])
+def test_confusions_are_counted_and_averaged(soft):
+    given = pages.model(3_000)
+    labels = given.labels
+    if soft:
+        given = Predictions(given.logits, 0.8 * torch.eye(10)[labels] + 0.02)
+    data = page_data.confusion_data(given)
+    confused = {}
+    for label, prediction, confidence in zip(labels, given.prediction, given.confidence.double(), strict=True):
+        if label != prediction:
+            confused.setdefault((int(label), int(prediction)), []).append(float(confidence))
+    counts = sorted((len(values) for values in confused.values()), reverse=True)
+    means = [sum(v) / len(v) for v in confused.values() if len(v) >= data["fewest"]]
+    assert [row[2] for row in data["by_count"]] == counts[:10]
+    assert [row[4] for row in data["by_confidence"]] == pytest.approx(sorted(means, reverse=True)[:10], rel=1e-12)
+    for label, prediction, count, fraction, confidence in data["by_count"] + data["by_confidence"]:
+        values = confused[label, prediction]
+        assert count == len(values)
+        assert fraction == count / int((labels == label).sum())
+        assert confidence == pytest.approx(sum(values) / count, rel=1e-12)
+    right = Predictions(torch.eye(3), torch.arange(3))
+    assert page_data.confusion_data(right)["by_count"] == []
+
+
 def cells_of(data, kind, k):
     """Bins of the diagram of a class: [bin, count, accuracy, low, high, confidence, gap, significant]."""
     cells = data[kind][data["drawn"].index(k)]

@@ -17,8 +17,9 @@ KEYWORDS = set(
     )
 )
 GLOBALS = {
-    "Array", "Boolean", "Infinity", "IntersectionObserver", "Intl", "JSON", "Map", "Math", "Number", "Object",
-    "ResizeObserver", "Set", "String", "document", "requestAnimationFrame", "window",
+    "Array", "Blob", "Boolean", "Infinity", "IntersectionObserver", "Intl", "JSON", "Map", "Math", "Number", "Object",
+    "ResizeObserver", "Set", "String", "URL", "XMLSerializer", "document", "encodeURIComponent",
+    "navigator", "requestAnimationFrame", "window",
 }  # fmt: skip
 TWINS = {"formatCell", "formatNumber", "formatEdge"}  # of functions of `report.formatting` that only Python uses
 

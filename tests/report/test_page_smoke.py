@@ -3,7 +3,15 @@
 
 def test_choosing_a_model_updates_all_its_figures(visit, several):
     here = visit(several)
-    watched = ("#reliability-diagrams", "#confidence-histogram", "#class-table tbody", "#map-figure", "#sample-list")
+    watched = (
+        "#reliability-diagrams",
+        "#confidence-histogram",
+        "#class-table tbody",
+        "#map-figure",
+        "#sample-list",
+        "#slice-table",
+        "#confusion-tables",
+    )
     before = {place: here.page.inner_html(place) for place in watched}
     assert here.count("#reliability-states input[type=radio]") == 3
     here.page.select_option("#model", "1")

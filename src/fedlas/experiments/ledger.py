@@ -4,7 +4,8 @@
     results/predictions/<id>.npz              the stored predictions from which both lines were computed
 
 No number enters a table except from here or, marked as printed, from the paper. A line is valid if its predictions are
-there, have the checksum it names, and give its numbers again: `stored_predictions.py` computes them, and says what is wrong. One
+there, have the checksum it names, and give its numbers again: `stored_predictions.py` computes them, and says what is
+wrong. One
 process writes at a time. Older runs stored no validation logits; they have one line, or a file for each of two.
 """
 

@@ -7,14 +7,17 @@ Texts that come from files (class names, paths, names of data sets) are untruste
 into an element that is not executed, and the script inserts them as text. A content security policy allows only the
 page's own script and style, by their hashes, and no network access.
 
-A page contains no time stamp: equal input gives equal bytes.
+The only time stamp of a page is the date in its header, in UTC; the environment variable SOURCE_DATE_EPOCH sets it.
+With the same date, equal input gives equal bytes.
 """
 
 import base64
 import hashlib
 import json
+import os
 import platform
 import re
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +29,9 @@ from fedlas.comparison import PairedTest, compare_models
 from fedlas.errors import UserError, UserTypeError
 from fedlas.evaluation import Report, evaluate
 from fedlas.extras import optional_module
-from fedlas.formatting import cell, level
+from fedlas.formatting import cell, count, level
 from fedlas.io.atomic import write_atomic
+from fedlas.metrics.base import Resampling
 from fedlas.metrics.registry import summary_metrics
 from fedlas.metrics.result import Result
 from fedlas.predictions import AnyPredictions
@@ -37,20 +41,25 @@ from fedlas.report.page_data import (
     Plain,
     class_data,
     comparison_data,
+    confusion_data,
     model_data,
     names_data,
     norm_data,
     ood_data,
     sample_data,
+    slice_data,
     text_data,
     training_data,
 )
 from fedlas.report.page_script import FOLDER, join_modules
+from fedlas.report.recalibration import recommendations
+from fedlas.report.slices import RESAMPLES, SMALL, slices
 from fedlas.report.summary_text import direction, headline, sentences
 from fedlas.report.thumbnails import picture_of
 
 CLASS_DIAGRAMS = 3_000  # of all models together
 MOST_SAMPLES = 50
+MOST_SLICES = 50  # of all models together, but at least 10 of each
 PICTURE_BYTES = 1_500_000  # of all pictures together
 LONG = 2_000  # letters of a command, or of a value in a recipe
 
@@ -330,8 +339,14 @@ def _model(name: str, model: Model, report: Report, asked: _Asked, models: int) 
     if given is not None:
         one["ood"] = ood_data(given, model.ood, report, model.train_features)
         one["norms"] = norm_data(given)
+    if given is not None:
+        most = max(10, MOST_SLICES // models)
+        has_intervals = report.before["ece"].interval is not None
+        how = Resampling(asked.level, asked.resamples or RESAMPLES, asked.seed) if has_intervals else None
+        one["slices"] = slice_data(slices(given, bins=asked.bins, most=most, how=how))
     if given is not None and given.given_labels is not None and given.prediction is not None:
         one["class_table"] = class_data(given, report, most=CLASS_DIAGRAMS // models, level=asked.level)
+        one["confusions"] = confusion_data(given)
         one["samples"] = sample_data(given, count=asked.samples)
     return one
 
@@ -366,13 +381,15 @@ def _filled(
         numbers=_numbers(data, list(reports.values())),
         definitions=_definitions(first),
         environment=_lines(environment),
+        header=_header(data, held, environment),
         command=None if command is None else text_data(command, LONG),
         script=trusted(script),
         style=trusted(style),
         embedded=trusted(embedded(data)),
         policy=_policy(script, style),
-        sections=_sections(data),
+        sections=_sections(data, any(report.after for report in reports.values())),
         level=unbroken(level(data["level"])),
+        small=SMALL,
     )
     return text
 
@@ -384,16 +401,19 @@ def _policy(script: str, style: str) -> str:
     return "; ".join([*parts, "base-uri 'none'", "form-action 'none'"])
 
 
-def _sections(data: Plain) -> list[tuple[str, str]]:
+def _sections(data: Plain, has_calibrators: bool) -> list[tuple[str, str]]:
     """List the sections that there is something to show in."""
     models = data["models"]
     there = {
         "summary": True,
+        "recalibration": has_calibrators,
         "comparison": len(models) > 1,
         "reliability": True,
         "confidences": any("confidences" in state for one in models for state in one["states"]),
+        "slices": any(one.get("slices") and one["slices"]["rows"] for one in models),
         "classes": any(one.get("class_table") for one in models),
         "map": any(one.get("class_table") for one in models),
+        "confusions": any(one.get("confusions") and one["confusions"]["by_count"] for one in models),
         "selective": any("risk" in state for one in models for state in one["states"]),
         "ood": any(one.get("ood") for one in models),
         "norms": any(one.get("norms") for one in models),
@@ -403,11 +423,14 @@ def _sections(data: Plain) -> list[tuple[str, str]]:
     }
     titles = {
         "summary": "Summary",
+        "recalibration": "Recalibration",
         "comparison": "Model comparison",
         "reliability": "Reliability",
         "confidences": "Confidence of correct and incorrect predictions",
+        "slices": "Slices",
         "classes": "Classes",
         "map": "Over- and under-confidence by class",
+        "confusions": "Confused classes",
         "selective": "Selective prediction",
         "ood": "OOD detection",
         "norms": "Feature norms",
@@ -418,6 +441,30 @@ def _sections(data: Plain) -> list[tuple[str, str]]:
     return [(name, titles[name]) for name, shown in there.items() if shown]
 
 
+def _header(data: Plain, held: Mapping[str, Model], environment: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return names and values of the header: model, data, split, samples, classes, date and version."""
+    recipes = [dict(model.recipe or {}) for model in held.values()]
+    values: dict[str, list[object]] = {
+        "Model": [one["name"] for one in data["models"]],
+        "Architecture": [recipe.get("model") for recipe in recipes],
+        "Data": [recipe.get("data") for recipe in recipes],
+        "File": [None if model.source is None else model.source.name for model in held.values()],
+        "Split": [one["split"] for one in data["models"]],
+        "Samples": [count(one["n"]) for one in data["models"]],
+        "Classes": [count(one["classes"]) if one["classes"] else "unknown" for one in data["models"]],
+        "Date": [_date()],
+        "fedlas": [environment["fedlas"]],
+    }
+    distinct = {name: list(dict.fromkeys(str(x) for x in found if x is not None)) for name, found in values.items()}
+    return [(name, text_data(", ".join(map(text_data, found)), LONG)) for name, found in distinct.items() if found]
+
+
+def _date() -> str:
+    """Return the date of today, or of SOURCE_DATE_EPOCH, in UTC."""
+    seconds = os.environ.get("SOURCE_DATE_EPOCH", "")
+    return time.strftime("%Y-%m-%d", time.gmtime(int(seconds) if seconds.isdecimal() else None))
+
+
 def _model_words(data: Plain, report: Report, model: Model) -> Plain:
     said = headline(report)
     return {
@@ -425,6 +472,14 @@ def _model_words(data: Plain, report: Report, model: Model) -> Plain:
         "headline": unbroken(said[0].upper() + said[1:]),
         "direction": data["direction"],
         "sentences": [unbroken(text_data(line, LONG)) for line in sentences(report)],
+        "recommendations": [
+            {
+                "title": unbroken(text_data(one.title)),
+                "verdict": one.verdict,
+                "code": [(language, text_data(code, LONG)) for language, code in one.code],
+            }
+            for one in recommendations(report, model.predictions)
+        ],
         "recipe": _lines(model.recipe or {}),
         "environment": _lines(model.environment or {}),
     }

@@ -35,6 +35,7 @@ from fedlas.ood.detection import Ranking, as_ood_predictions, ranking
 from fedlas.ood.scores import QUANTITIES, feature_norm, missing, score_of
 from fedlas.predictions import AnyPredictions, Array, Predictions, TopLabelPredictions, slices_of
 from fedlas.report.reliability_bins import non_empty_bins
+from fedlas.report.slices import Slices
 
 if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
     from fedlas.comparison import PairedTest
@@ -49,6 +50,7 @@ CONFIDENCE_BINS = 25
 CLASS_BINS = 10
 SCORE_BINS = 40
 NORM_BINS = 30
+MIN_CONFUSIONS = 5  # of a pair of classes that is listed by its mean confidence
 EPOCHS = 400
 
 Plain = dict[str, Any]
@@ -266,6 +268,50 @@ def _cells(
         *shared, index, mean, gap, is_significant = map(number, values)
         rows[line].append([index, accuracies.setdefault(tuple(shared), len(accuracies)), mean, gap, is_significant])
     return rows
+
+
+def confusion_data(predictions: AnyPredictions, *, most: int = 10) -> Plain:
+    """Return the pairs of label and predicted class that are confused most often, and those with the most confidence.
+
+    A row holds label, predicted class, number of samples, their fraction of all samples with this label, and their mean
+    confidence. Pairs of fewer than `MIN_CONFUSIONS` samples are not listed by confidence. The label of a sample with
+    soft labels is its most likely class.
+    """
+    assert predictions.prediction is not None
+    given = predictions.labels
+    labels = (given if given.ndim == 1 else given.argmax(1)).cpu()
+    prediction, classes = predictions.prediction.cpu(), predictions.num_classes
+    wrong = (labels != prediction).nonzero()[:, 0]
+    pairs, codes = (labels[wrong] * classes + prediction[wrong]).unique(return_inverse=True)
+    counts = count_up(codes, len(pairs))
+    confidence = add_up(exact(predictions.confidence).cpu()[wrong], codes, len(pairs)) / counts
+    truth, predicted = pairs // classes, pairs % classes
+    fraction = counts.double() / count_up(labels, classes)[truth]
+    columns = [truth, predicted, counts, fraction, confidence]
+
+    def rows(chosen: Tensor) -> list[list[float]]:
+        return [[*map(number, row)] for row in zip(*(column[chosen].tolist() for column in columns), strict=True)]
+
+    often = (counts >= MIN_CONFUSIONS).nonzero()[:, 0]
+    return {
+        "by_count": rows(counts.argsort(descending=True, stable=True)[:most]),
+        "by_confidence": rows(often[confidence[often].argsort(descending=True, stable=True)[:most]]),
+        "fewest": MIN_CONFUSIONS,
+    }
+
+
+def slice_data(found: Slices) -> Plain:
+    """Return the table of slices by decreasing harm.
+
+    A row holds column, value, number of samples, accuracy, ECE with its interval, harm, and whether it is small.
+    """
+    rows = []
+    for one in found.listed:
+        interval = one.ece.interval
+        ends = (None, None) if interval is None else (interval.low, interval.high)
+        texts = [text_data(one.column), text_data(one.value)]
+        rows.append([*texts, one.n, number(one.accuracy), number(one.ece), *ends, number(one.harm), one.is_small])
+    return {"rows": rows, "total": found.total, "skipped": [text_data(name) for name in found.skipped]}
 
 
 def sample_data(predictions: AnyPredictions, *, count: int = 12, most: int = 3) -> Plain:

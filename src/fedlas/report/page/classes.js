@@ -1,5 +1,6 @@
 // The class table: sorted, searched, in pages; the chosen class has a reliability diagram.
 import { element, find, isolate, note, onEvent, onPager, onRadio, replaceContent, setPager } from "./dom.js";
+import { csvButton, downloads } from "./download.js";
 import { formatCount, formatPercent, formatSamples, formatSigned } from "./format.js";
 import { className, currentModel } from "./page_state.js";
 import { showReliability } from "./reliability.js";
@@ -145,7 +146,10 @@ export function drawClasses() {
   chooseClass(view.matches.find((row) => row.drawn !== null) ?? null);
 }
 
+const csvRows = () => [COLUMNS.map(([key]) => key), classRows().map((row) => COLUMNS.map(([key]) => row[key]))];
+
 export function setUpClasses() {
+  find("class-downloads")?.append(downloads(csvButton("classes", csvRows)));
   onEvent("class-search", "input", () => {
     view.page = 0;
     searchRows();

@@ -1,5 +1,6 @@
 // Paired tests between models, and their reliability diagrams side by side.
 import { element, find, isolate, note, replaceContent, scrollRegion } from "./dom.js";
+import { csvButton, downloads } from "./download.js";
 import { decimalsOf, formatLevel, formatPValue, formatSigned } from "./format.js";
 import { data } from "./page_state.js";
 import { errorCaption, showReliability } from "./reliability.js";
@@ -38,10 +39,16 @@ function testTable(tests) {
   );
 }
 
+function csvRows() {
+  const name = (index) => data.models[index].name;
+  const row = ({ metric, first, second, difference, low, high, p, reason }) => [metric, name(first), name(second), difference, low, high, p, reason];
+  return [["metric", "first", "second", "difference", "low", "high", "p", "reason"], data.comparison.tests.map(row)];
+}
+
 export function drawComparison() {
   const { comparison, models } = data;
   const content = comparison
-    ? scrollRegion("Paired tests, can be scrolled sideways", testTable(comparison.tests))
+    ? element("div", {}, scrollRegion("Paired tests, can be scrolled sideways", testTable(comparison.tests)), downloads(csvButton("paired tests", csvRows)))
     : note("Paired tests need the predictions of every model.");
   replaceContent(find("comparison-tests"), content);
   const hosts = models.map(() => element("div"));

@@ -1,6 +1,7 @@
 // The frame of a figure: a caption, a drawing that follows the width of its container, a legend, and a table with the
 // same numbers. Marks of a drawing show a tooltip when pointed at or reached by keys.
 import { element, isolate, replaceContent, scrollRegion, table } from "./dom.js";
+import { figureDownloads } from "./download.js";
 import { svg } from "./svg.js";
 
 const drawings = new Map(); // container -> { draw, width }
@@ -38,7 +39,7 @@ export function showFigure(host, { title, caption = "", draw, legend = [], rows 
   });
   const keys = element("ul", { class: "legend" }, ...legend.map(([key, text]) => element("li", {}, key, isolate(text))));
   const heading = element("figcaption", {}, isolate(title), element("span", { class: "note" }, caption));
-  replaceContent(host, element("figure", {}, heading, container, ...(legend.length ? [keys] : []), details));
+  replaceContent(host, element("figure", {}, heading, container, ...(legend.length ? [keys] : []), details, figureDownloads(container, title, rows)));
   drawings.set(container, { draw, width: Math.max(200, Math.floor(container.getBoundingClientRect().width) || 640) });
   redraw(container);
   observer.observe(container);

@@ -3,13 +3,17 @@ import { drawClassMap, setUpClassMap } from "./class_map.js";
 import { drawClasses, setUpClasses } from "./classes.js";
 import { drawComparison } from "./comparison.js";
 import { drawConfidences, setUpConfidences } from "./confidence.js";
+import { drawConfusions } from "./confusions.js";
+import { setUpCopying } from "./copy.js";
 import { find, onEvent, showSection } from "./dom.js";
+import { setUpDownloads } from "./download.js";
 import { drawFeatureNorms } from "./feature_norms.js";
 import { drawOod, setUpOod } from "./ood.js";
 import { currentModel, selectModel } from "./page_state.js";
 import { drawReliability, setUpReliability } from "./reliability.js";
 import { drawRiskCoverage } from "./risk_coverage.js";
 import { drawSamples, setUpSamples } from "./samples.js";
+import { drawSlices } from "./slices.js";
 import { drawTraining } from "./training.js";
 
 function drawClassSections() {
@@ -24,7 +28,9 @@ function drawClassSections() {
 const SECTIONS = {
   reliability: drawReliability,
   confidences: drawConfidences,
+  slices: drawSlices,
   classes: drawClassSections,
+  confusions: drawConfusions,
   selective: drawRiskCoverage,
   ood: drawOod,
   norms: drawFeatureNorms,
@@ -79,6 +85,8 @@ function setUpPrinting() {
 setUpNavigation();
 setUpPrinting();
 setUpControls();
+setUpCopying();
+setUpDownloads();
 if (find("comparison")) drawComparison();
 drawModel();
 document.documentElement.dataset.ready = "true";

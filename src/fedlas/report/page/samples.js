@@ -1,5 +1,6 @@
 // The most over- and under-confident samples.
 import { element, find, isolate, onRadio, replaceContent } from "./dom.js";
+import { csvButton, downloads } from "./download.js";
 import { formatCount, formatPercent, formatProbability } from "./format.js";
 import { className, currentModel, data } from "./page_state.js";
 
@@ -37,7 +38,16 @@ export function drawSamples() {
   replaceContent(find("sample-list"), ...(items.length ? items : [element("li", { class: "note" }, text)]));
 }
 
+const SAMPLE_COLUMNS = ["kind", "row", "index", "id", "path", "label", "prediction", "confidence", "label_probability"];
+
+function csvRows() {
+  const values = (name, sample) => ({ ...sample, kind: name, label: className(sample.label), prediction: className(sample.prediction) });
+  const all = Object.entries(currentModel().samples ?? {}).flatMap(([name, samples]) => samples.map((sample) => values(`${name}-confident`, sample)));
+  return [SAMPLE_COLUMNS, all.map((sample) => SAMPLE_COLUMNS.map((name) => sample[name]))];
+}
+
 export function setUpSamples() {
+  find("sample-downloads")?.append(downloads(csvButton("over- and under-confident samples", csvRows)));
   onRadio("sample-kind", (value) => {
     kind = value;
     drawSamples();

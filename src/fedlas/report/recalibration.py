@@ -1,0 +1,96 @@
+"""Recommendations of a report page: what to do about miscalibration, with code to copy."""
+
+import re
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fedlas.formatting import significant
+from fedlas.predictions import AnyPredictions
+from fedlas.report.summary_text import direction, effect
+
+if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
+    from fedlas.evaluation import Report, State
+
+VERDICTS = {
+    "all": "On these samples this removes all detectable miscalibration.",
+    "most": "On these samples this removes most of the miscalibration.",
+    "part": "On these samples this removes part of the miscalibration.",
+    "unchanged": "On these samples this does not change the ECE significantly.",
+    "worse": "Not recommended: it makes the ECE significantly worse.",
+    "harm": "Not recommended: it makes accuracy or NLL significantly worse.",
+    "untested": "Its effect was not tested for significance.",
+}
+UNRELIABLE = "Not recommended: its fit is unreliable."
+CALIBRATED = "No miscalibration is detectable, so recalibration is not needed."
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A way to recalibrate a model.
+
+    Args:
+        title: the action in one line.
+        verdict: its effect on the evaluated samples.
+        code: lines of code to copy, by language.
+    """
+
+    title: str
+    verdict: str
+    code: tuple[tuple[str, str], ...]
+
+
+def recommendations(report: "Report", predictions: AnyPredictions | None = None) -> list[Recommendation]:
+    """Return one recommendation for each calibrator of a report.
+
+    Args:
+        report: the evaluation of a model.
+        predictions: its predictions, which say whether logits or probabilities were given.
+    """
+    of_probs = getattr(predictions, "given_probs", None) is not None
+    return [_recommend(state, direction(report.before) == "none", of_probs) for state in report.after.values()]
+
+
+def _recommend(state: "State", is_calibrated: bool, of_probs: bool) -> Recommendation:
+    name = re.sub(r" \d+$", "", state.name)  # calibrators of equal names are numbered
+    if any(fit.doubt for fit in state.fits):
+        verdict = UNRELIABLE
+    else:
+        found = effect(state)
+        verdict = CALIBRATED if is_calibrated and found not in {"worse", "harm"} else VERDICTS[found]
+    if name == "temperature" and "temperature" in state.parameters and "log_floor" not in state.parameters:
+        temperature = significant(state.parameters["temperature"])
+        what = "logarithms of the probabilities" if of_probs else "logits"
+        note = f" T is the mean of {len(state.fits)} cross-fitted temperatures." if len(state.fits) > 1 else ""
+        title = f"Divide the {what} by {temperature} (temperature scaling)"
+        return Recommendation(title, verdict + note, _temperature_code(temperature, of_probs))
+    return Recommendation(f"Fit and apply the calibrator {state.name}", verdict, _calibrator_code(name))
+
+
+def _temperature_code(temperature: str, of_probs: bool) -> tuple[tuple[str, str], ...]:
+    torch_logits, numpy_logits = ("torch.log(probs)", "np.log(probs)") if of_probs else ("logits", "logits")
+    return (
+        ("PyTorch", f"probs = torch.softmax({torch_logits} / {temperature}, dim=1)"),
+        (
+            "NumPy",
+            f"z = {numpy_logits} / {temperature}\n"
+            "z = np.exp(z - z.max(axis=1, keepdims=True))\n"
+            "probs = z / z.sum(axis=1, keepdims=True)",
+        ),
+    )
+
+
+def _calibrator_code(name: str) -> tuple[tuple[str, str], ...]:
+    """Return code that fits a calibrator on held-out predictions, saves it and applies it."""
+    return (
+        (
+            "Command line",
+            f"fedlas calibrate fit validation.npz --posthoc {shlex.quote(name)} --out calibrator.safetensors\n"
+            "fedlas calibrate apply calibrator.safetensors test.npz --out calibrated.npz",
+        ),
+        (
+            "Python, with the saved calibrator",
+            "from fedlas.posthoc import load_calibrator\n\n"
+            'calibrated_logits = load_calibrator("calibrator.safetensors").transform(logits)',
+        ),
+    )

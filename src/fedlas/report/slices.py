@@ -1,0 +1,186 @@
+"""Accuracy and calibration of slices of the samples: by predicted class, and by columns of metadata.
+
+The class of a slice is the predicted one. A calibrated model is calibrated on the samples predicted as a class, but not
+on the samples that have it as their label.
+
+Slices are ranked by harm, the number of samples times the ECE. Only those with the largest harm are listed, and only
+for these is an interval computed.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
+from typing import Any
+
+import torch
+from jaxtyping import Float64, Int64
+from torch import Tensor
+
+from fedlas.formatting import significant
+from fedlas.metrics.base import Resampling
+from fedlas.metrics.bin_sums import add_up, count_up, exact
+from fedlas.metrics.binning import Binning
+from fedlas.metrics.calibration_error import ece
+from fedlas.metrics.inputs import Pairs, pairs
+from fedlas.metrics.result import Result
+from fedlas.predictions import AnyPredictions
+
+SMALL = 100  # samples, below which a slice is marked
+MOST_VALUES = 50  # of a column; numbers with more distinct values are grouped by quartile
+MOST_COLUMNS = 50
+RESAMPLES = 1_000  # of the interval of one slice, by default
+CLASS = "predicted class"
+MISSING = "missing"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Samples with one value of a column.
+
+    Args:
+        column: name of the column.
+        value: its value, or range of values.
+        n: number of samples.
+        accuracy: fraction of correct predictions.
+        ece: ECE, with its interval if asked for.
+        harm: number of samples times the ECE.
+    """
+
+    column: str
+    value: str
+    n: int
+    accuracy: float
+    ece: Result
+    harm: float
+
+    @property
+    def is_small(self) -> bool:
+        """Whether there are so few samples that the ECE is mostly sampling noise."""
+        return self.n < SMALL
+
+
+@dataclass(frozen=True)
+class Slices:
+    """The slices with the largest harm.
+
+    Args:
+        listed: slices by decreasing harm.
+        total: number of all slices.
+        skipped: columns that have no slices, because they have one value or too many values.
+    """
+
+    listed: Sequence[Slice]
+    total: int
+    skipped: Sequence[str]
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column as group numbers.
+
+    Args:
+        name: name of the column.
+        values: value of each group.
+        codes: group of each sample.
+    """
+
+    name: str
+    values: Sequence[str]
+    codes: Int64[Tensor, " n"]
+
+
+def slices(predictions: AnyPredictions, *, bins: int = 15, most: int = 50, how: Resampling | None = None) -> Slices:
+    """Return the slices with the largest harm.
+
+    Args:
+        predictions: predictions with labels.
+        bins: number of bins of the ECE.
+        most: number of slices that are listed.
+        how: how intervals are computed; None for none.
+    """
+    columns: list[_Column] = []
+    skipped: list[str] = []
+    if predictions.prediction is not None:
+        columns.append(_class_column(predictions, predictions.prediction))
+    for name, values in islice((predictions.metadata or {}).items(), MOST_COLUMNS):
+        column = _group(name, values)
+        columns += [] if column is None else [column]
+        skipped += [name] if column is None else []
+    found = pairs(predictions)
+    harms = [_harms(found, column, bins) for column in columns]
+    ranked = sorted(
+        ((float(harm), place, group) for place, each in enumerate(harms) for group, harm in enumerate(each.tolist())),
+        key=lambda entry: (-entry[0], *entry[1:]),
+    )
+    ranked = [(harm, place, group) for harm, place, group in ranked if harm >= 0]  # negative: no samples
+    listed = [_measure(found, columns[place], group, bins, how) for _, place, group in ranked[:most]]
+    return Slices(sorted(listed, key=lambda one: -one.harm), len(ranked), skipped)
+
+
+def _class_column(predictions: AnyPredictions, prediction: Tensor) -> _Column:
+    """Return the predicted class as a column."""
+    names = predictions.class_names
+    present, codes = prediction.cpu().unique(return_inverse=True)
+    return _Column(CLASS, [f"class {k}" if names is None else names[k] for k in present.tolist()], codes)
+
+
+def _group(name: str, values: Iterable[object]) -> _Column | None:
+    """Return the groups of a column: its values, or quartiles of many numbers; None for one or too many values."""
+    texts = [MISSING if value is None or value == "" else str(value) for value in values]
+    number_of = {text: code for code, text in enumerate(sorted(set(texts)))}
+    if len(number_of) < 2:
+        return None
+    codes = torch.tensor([number_of[text] for text in texts])
+    if len(number_of) <= MOST_VALUES:
+        return _Column(name, list(number_of), codes)
+    numbers = [math.nan if text == MISSING else _number(text) for text in number_of]
+    if any(number is None for number in numbers):
+        return None
+    distinct = torch.tensor(numbers, dtype=torch.float64)
+    return _quartiles(name, distinct[codes])
+
+
+def _number(text: str) -> float | None:
+    """Return the finite number that a text writes, if it does."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _quartiles(name: str, values: Float64[Tensor, " n"]) -> _Column | None:
+    """Return four groups of equally many samples, and one of missing values."""
+    known = values[~values.isnan()].sort().values
+    edges = known[[round(part / 4 * (len(known) - 1)) for part in range(5)]].unique()
+    if len(edges) < 3:
+        return None
+    codes = torch.bucketize(values, edges[1:-1], right=False)
+    texts = [
+        f"{'(' if place else '['}{significant(low)}, {significant(high)}]"
+        for place, (low, high) in enumerate(pairwise(edges.tolist()))
+    ]
+    if bool(values.isnan().any()):
+        codes[values.isnan()] = len(texts)
+        texts.append(MISSING)
+    return _Column(name, texts, codes)
+
+
+def _harms(found: Pairs, column: _Column, bins: int) -> Float64[Tensor, " groups"]:
+    """Return the number of samples times the ECE of every group of a column; -1 without samples."""
+    confidence, correct = exact(found.confidence), exact(found.correct)
+    index = Binning(bins).index(found.confidence).to(confidence.device)
+    codes, groups = column.codes.to(confidence.device), len(column.values)
+    gaps = add_up(confidence - correct, codes * bins + index, groups * bins).view(groups, bins)
+    return gaps.abs().sum(1).masked_fill(count_up(codes, groups) == 0, -1).cpu()
+
+
+def _measure(found: Pairs, column: _Column, group: int, bins: int, how: Resampling | None) -> Slice:
+    rows = (column.codes == group).nonzero()[:, 0].to(found.confidence.device)
+    about = replace(found.about, n=len(rows))
+    part = Pairs(found.confidence[rows], found.correct[rows], about)
+    options: dict[str, Any] = {"bins": bins}
+    result = ece(part, **options) if how is None else ece.interval.measure(ece, part, None, how, **options)
+    accuracy = float(exact(part.correct).mean())
+    return Slice(column.name, column.values[group], len(rows), accuracy, result, len(rows) * float(result))

@@ -1,0 +1,94 @@
+"""Downloads of the report page: JSON of all data, CSV of the tables, SVG and PNG of the charts."""
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from report import pages
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture
+def saved(visit: Any, several: Path, tmp_path: Path) -> Any:
+    """Return a function that clicks a download button and returns the name and content of the file."""
+    here = visit(several, accept_downloads=True)
+
+    def click(selector: str) -> tuple[str, bytes]:
+        with here.page.expect_download() as given:
+            here.page.locator(selector).first.click()
+        given.value.save_as(tmp_path / "file")
+        return given.value.suggested_filename, (tmp_path / "file").read_bytes()
+
+    click.data = here.page.evaluate("JSON.parse(document.getElementById('page-data').textContent)")
+    return click
+
+
+def rows_of(content: bytes) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(content.decode("utf-8"), newline="")))
+
+
+def test_all_data_and_metrics_are_downloaded_at_full_precision(saved):
+    name, content = saved("#summary-downloads button[aria-label^='Download JSON']")
+    assert name == "three-models.json"
+    assert json.loads(content) == saved.data
+    name, content = saved("#summary-downloads button[aria-label^='Download CSV']")
+    assert name == "metrics.csv"
+    rows = rows_of(content)
+    first = next(row for row in rows if row["metric"] == "ece")
+    expected = saved.data["models"][0]["states"][0]["results"]["ece"]
+    assert [float(first[key]) for key in ("value", "low", "high")] == [
+        expected[key] for key in ("value", "low", "high")
+    ]
+    assert {row["model"] for row in rows} == {"sure", "unsure", "other"}
+
+
+def test_every_table_is_downloaded(saved):
+    model = saved.data["models"][0]
+    rows = rows_of(saved("#slice-table button")[1])
+    assert [float(row["harm"]) for row in rows] == [row[7] for row in model["slices"]["rows"]]
+    rows = rows_of(saved("#confusion-tables button")[1])
+    assert [int(row["samples"]) for row in rows] == [row[2] for row in model["confusions"]["by_count"]]
+    assert rows[0]["label"] in pages.CIFAR10
+    rows = rows_of(saved("#class-downloads button")[1])
+    assert [float(row["weight"]) for row in rows] == model["class_table"]["weight"]
+    rows = rows_of(saved("#sample-downloads button")[1])
+    assert [(row["kind"], row["id"]) for row in rows if row["kind"] == "over-confident"] == [
+        ("over-confident", sample["id"]) for sample in model["samples"]["over"]
+    ]
+    rows = rows_of(saved("#comparison-tests button")[1])
+    assert len(rows) == len(saved.data["comparison"]["tests"])
+
+
+def test_charts_are_downloaded_as_pictures_that_stand_alone(saved):
+    chart = "#reliability-diagrams .downloads button"
+    name, content = saved(f"{chart}:text-is('SVG')")
+    assert name == "uncalibrated.svg"
+    root = ElementTree.fromstring(content)
+    assert root.tag == f"{SVG}svg"
+    assert root.find(f"{SVG}title").text == "Uncalibrated"
+    shapes = [one for one in root.iter(f"{SVG}rect") if one.get("fill", "").startswith("rgb")]
+    assert len(shapes) > 10
+    assert {one.get("id") for one in root.iter(f"{SVG}pattern")} == {"hatch-over", "hatch-under"}
+    assert b"class=" not in content
+    name, content = saved(f"{chart}:text-is('PNG')")
+    assert name == "uncalibrated.png"
+    assert content.startswith(b"\x89PNG")
+    rows = rows_of(saved(f"{chart}:text-is('CSV')")[1])
+    bins = saved.data["models"][0]["states"][0]["diagrams"]["width"]["bins"]
+    assert [int(row["Samples"]) for row in rows] == [row[2] for row in bins]
+
+
+def test_texts_in_csv_files_are_quoted_and_never_formulas(modules):
+    text = modules.evaluate(
+        """async () => (await import("/csv.js")).csvText(
+            ["a", "b"], [["=1+1", 'say "x", y'], ["-5", -0.1], [null, "line\\nbreak"], ["@sum", true]])"""
+    )
+    assert list(csv.reader(io.StringIO(text, newline=""))) == [
+        ["a", "b"], ["'=1+1", 'say "x", y'], ["-5", "-0.1"], ["", "line\nbreak"], ["'@sum", "true"],
+    ]  # fmt: skip

@@ -1,0 +1,100 @@
+"""The page says what to do about miscalibration, with code that does it."""
+
+import dataclasses
+import html
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from fedlas.evaluation import Report, State, evaluate
+from fedlas.metrics import ece
+from fedlas.posthoc import build_calibrator
+from fedlas.predictions import Predictions
+from fedlas.report.html import report_page
+from fedlas.report.model import Model
+from fedlas.report.recalibration import CALIBRATED, UNRELIABLE, VERDICTS, recommendations
+from report import pages
+
+pytest.importorskip("jinja2")
+
+
+def evaluated(given: Predictions, posthoc: str = "temperature") -> Report:
+    return evaluate(given, posthoc=posthoc, resamples=100)
+
+
+def run(code: str, **names: object) -> object:
+    """Execute a snippet; return the probabilities that it computes."""
+    exec(code, names)
+    return names["probs"]
+
+
+@pytest.mark.parametrize("of_probs", [False, True])
+def test_the_code_divides_the_logits_by_the_temperature(of_probs):
+    given = pages.model(2_000)
+    if of_probs:
+        given = Predictions.from_probs(given.probs.double(), given.labels)
+    report = evaluated(given)
+    [action] = recommendations(report, given)
+    shown = float(re.search(r"by ([\d.]+) ", action.title)[1])
+    assert shown == pytest.approx(report.after["temperature"].parameters["temperature"], rel=5e-3)
+    assert action.verdict.startswith(VERDICTS["all"])
+    code, expected = dict(action.code), torch.softmax(given.logits.double() / shown, dim=1)
+    logits, probs = given.logits.double(), given.probs.double()
+    by_torch = run(code["PyTorch"], torch=torch, logits=logits, probs=probs)
+    by_numpy = run(code["NumPy"], np=np, logits=logits.numpy(), probs=probs.numpy())
+    for computed in (by_torch, torch.from_numpy(by_numpy)):
+        assert torch.allclose(computed, expected, atol=1e-9)
+    assert float(ece(by_torch, given.labels)) < float(report["ece"]) / 2
+
+
+def test_other_calibrators_are_fitted_saved_and_loaded(tmp_path, monkeypatch):
+    given = pages.model(600)
+    [action] = recommendations(evaluated(given, "isotonic"), given)
+    code = dict(action.code)
+    assert "--posthoc isotonic" in code["Command line"]
+    assert "calibrate apply calibrator.safetensors" in code["Command line"]
+    monkeypatch.chdir(tmp_path)
+    build_calibrator("isotonic").fit(given).save("calibrator.safetensors")
+    names = {"logits": given.logits}
+    exec(code["Python, with the saved calibrator"], names)
+    assert names["calibrated_logits"].shape == given.logits.shape
+
+
+def test_calibrated_models_and_unreliable_fits_are_named():
+    calibrated = pages.model(2_000, scale=1.0)
+    [action] = recommendations(evaluated(calibrated), calibrated)
+    assert action.verdict.startswith(CALIBRATED)
+    report = evaluated(pages.model(600))
+    state = report.after["temperature"]
+    doubted = dataclasses.replace(state, fits=tuple(dataclasses.replace(fit, doubt="x") for fit in state.fits))
+    [action] = recommendations(dataclasses.replace(report, after={"temperature": doubted}))
+    assert action.verdict.startswith(UNRELIABLE)
+
+
+def test_names_of_calibrators_are_quoted_and_escaped():
+    report = evaluated(pages.model(200))
+    name = "<b>; rm -rf '~'"
+    hostile: State = dataclasses.replace(report.after["temperature"], name=name)
+    text = report_page(Model(report=dataclasses.replace(report, after={name: hostile})))
+    assert "<b>" not in text
+    assert "--posthoc '<b>; rm -rf '\"'\"'~'\"'\"''" in html.unescape(text)
+
+
+def test_a_report_without_calibrators_has_no_recommendation():
+    given = pages.model(200)
+    assert 'id="recalibration"' not in report_page(Model(predictions=given, posthoc=()), resamples=50)
+
+
+def test_code_is_copied_or_selected(visit, several):
+    here = visit(several)
+    button = here.page.locator("button.copy").first
+    button.click()
+    here.page.wait_for_function("document.querySelector('button.copy').textContent !== 'Copy'")
+    if button.inner_text() == "Selected":
+        assert "torch.softmax" in here.page.evaluate("window.getSelection().toString()")
+    else:
+        assert button.inner_text() == "Copied"
+    button.blur()
+    assert button.inner_text() == "Copy"
