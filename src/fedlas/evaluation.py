@@ -451,7 +451,7 @@ def calibrate(
             else calibration,
             "calibration",
         )
-    leaked = 0 if other is None or full.labels is None else samples_in_both(full, other)
+    leaked = 0 if other is None or full.given_labels is None else samples_in_both(full, other)
     steps, fold_of = _Steps(folds, None), _assign_folds(len(full), folds, seed)
     fitted = _fit_calibrator(posthoc, full, other, fold_of, steps, whole=False, leaked=leaked)
     return fitted.transform(full, slice(0, len(full)))
