@@ -497,7 +497,10 @@ def test_predictions_without_labels_are_calibrated_with_calibration_data():
     """Labels are needed for cross-fitting alone."""
     fitted_on, unlabelled = predictions(500, seed=1, split="other"), Predictions(predictions().logits)
     calibrated = fedlas.calibrate(unlabelled, calibration=fitted_on)
-    assert torch.equal(calibrated.logits, posthoc.Temperature().fit(fitted_on).transform(unlabelled).logits)
+    expected = posthoc.Temperature().fit(fitted_on).transform(unlabelled).logits
+    assert torch.equal(calibrated.logits, expected)
+    from_table = fedlas.calibrate({"logits": unlabelled.logits}, calibration=fitted_on)
+    assert torch.equal(from_table.logits, expected)
 
 
 def test_metrics_of_a_comparison_are_a_list():

@@ -442,7 +442,10 @@ def calibrate(
     if not isinstance(posthoc, str | AbstractCalibrator):
         raise UserTypeError(f"posthoc is a name or a built calibrator, such as Temperature(), not {posthoc!r}")
     _check_cross_fit(folds, seed)
-    full = with_every_class(as_predictions(predictions, labels, logits=logits, **columns), "calibration")
+    cross_fit = calibration is None and not _is_fitted(posthoc)
+    full = with_every_class(
+        as_predictions(predictions, labels, logits=logits, labelled=cross_fit, **columns), "calibration"
+    )
     other = None
     if calibration is not None and not _is_fitted(posthoc):
         other = with_every_class(

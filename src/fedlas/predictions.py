@@ -153,7 +153,7 @@ class Predictions:
     def __init__(self, logits: Array, labels: Array | None = None, **fields: Unpack[OptionalFields]) -> None:
         scores = two_columns(as_floats(logits, "logits"), "logits")
         check_finite(scores)
-        _warn_of_suspicious_sums(scores)
+        warn_about_probabilities(scores)
         self._fill(scores, labels, fields)
 
     @classmethod
@@ -894,7 +894,7 @@ def _normalize(table: Tensor) -> Float[Tensor, "n classes"]:
     return table / sums[:, None].to(table.dtype)
 
 
-def _warn_of_suspicious_sums(logits: Tensor) -> None:
+def warn_about_probabilities(logits: Tensor) -> None:
     """Warn of logits that are probabilities or percentages."""
     for total, remedy in SUSPICIOUS_SUMS.items():
         # The first rows rule out nearly all tables.

@@ -136,7 +136,7 @@ def test_bins_of_equal_mass_hold_equally_many_samples():
 
 
 def test_a_constant_probability_is_one_bin_in_any_type():
-    logits = torch.tensor([[1.0, 0.0]]).repeat(40, 1)
+    logits = torch.tensor([[2.0, 1.0]]).repeat(40, 1)
     labels = (torch.arange(40) < 10).long()
     calibrator = HistogramBinning(binning="mass").fit(logits.double(), labels)
     for dtype in (torch.float64, torch.float32):
@@ -295,3 +295,9 @@ def test_a_flipped_bit_in_the_metadata_of_a_file_raises(tmp_path, word):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"t\.safetensors"):
         load_calibrator(path)
+
+
+def test_probabilities_given_as_logits_warn():
+    logits = torch.randn(200, 4)
+    with pytest.warns(UserWarning, match="every row of the logits lies between 0 and 1"):
+        Temperature().fit(logits.softmax(1), logits.argmax(1).roll(1))

@@ -103,7 +103,7 @@ def _read_label_option(options: ReadOptions) -> ReadOptions:
 
 
 def as_predictions(
-    given: Any, labels: Any = None, *, logits: Any = None, **columns: Unpack[ColumnOptions]
+    given: Any, labels: Any = None, *, logits: Any = None, labelled: bool = True, **columns: Unpack[ColumnOptions]
 ) -> AnyPredictions:
     """Return predictions of arrays, a file, a DataFrame, a mapping of arrays or a Hugging Face `PredictionOutput`.
 
@@ -111,6 +111,7 @@ def as_predictions(
         given: one of these. An array (NumPy, torch, JAX, ...) holds probabilities, a `PredictionOutput` logits.
         labels: the labels of arrays, or those of a file or table without labels.
         logits: logits instead of `given`, or True if `given` holds logits.
+        labelled: raise if a file or table has no labels.
         columns: roles of the columns of a file or table, as in `read_predictions`.
     """
     if given is None and logits is not None:
@@ -126,7 +127,8 @@ def as_predictions(
     options: Any = dict(columns, labels=labels, logits=bool(logits))
     check_options(options)
     if isinstance(given, str | Path):
-        return require_labels(read_predictions(given, **options), given)
+        predictions = read_predictions(given, **options)
+        return require_labels(predictions, given) if labelled else predictions
     if isinstance(given, Mapping) or hasattr(given, "columns"):
         table = Table(
             {str(name): values for name, values in dict(given).items()}
@@ -134,7 +136,8 @@ def as_predictions(
             else frame_columns(given)
         )
         kind = type(given).__name__
-        return require_labels(build_predictions(table, kind, _read_label_option(options)), kind)
+        predictions = build_predictions(table, kind, _read_label_option(options))
+        return require_labels(predictions, kind) if labelled else predictions
     return _from_array(given, labels, bool(logits), columns)
 
 

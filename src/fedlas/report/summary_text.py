@@ -94,6 +94,8 @@ def headline(report: "Report") -> str:
     if two:
         said.append(f"for the probability of one class the ECE is {_value(state['classwise_ece'])}")
     place = at_confidence(state.bins["width"], level=_level(state))
+    if place is not None and place.is_calibrated and way not in {"none", "unknown"}:
+        place = worst_bin(state, _level(state))  # an example of the error
     if place is not None:
         said.append(f"at {_about(place)} confidence the accuracy is {percent(place.accuracy, place.low, place.high)}")
     done = _headline_calibrator(report)

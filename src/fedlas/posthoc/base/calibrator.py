@@ -43,6 +43,7 @@ from fedlas.predictions import (
     check_rows,
     slices_of,
     two_columns,
+    warn_about_probabilities,
     with_every_class,
 )
 
@@ -407,6 +408,7 @@ def _samples(
     if len(table) == 0:
         raise UserError("there is no sample to fit on")
     check_rows("logits", table, torch.isfinite(table).all(1), "holds NaN or infinity")
+    warn_about_probabilities(table)
     return Samples(exact(table), check_labels(truth, *table.shape)), split
 
 
