@@ -56,7 +56,7 @@ def test_figures_do_not_replace_files_of_that_name(tmp_path, name):
 
 
 def test_figures_are_drawn_again_and_beside_other_files(given, monkeypatch):
-    monkeypatch.setattr("fedlas.report.figures.style.content_of", lambda *_, **__: b"a picture")  # nobody looks at it
+    monkeypatch.setattr("fedlas.report.figures.style.figure_bytes", lambda *_, **__: b"a picture")  # nobody looks at it
     monkeypatch.setattr("fedlas.report.figures.saving._of_all", lambda *_: ())  # the others are enough
     folder = given / "figures"
     folder.mkdir()

@@ -231,7 +231,7 @@ def test_norms_that_a_run_wrote_down_wrongly_are_found(run, kept, tmp_path):
     found = kept["indicator-theorem-digits"]
     assert found.trained.violations > 0
     assert found.trained.largest_violation > 0.1
-    assert found.drawn.violations == 0
+    assert found.initial.violations == 0
 
 
 def test_another_test_split_is_refused(run, tmp_path):
