@@ -116,10 +116,11 @@ def test_private_terms_are_not_used(checked, term):
 
 
 def test_private_terms_are_found_in_prose_and_identifiers():
-    line = "Judged: OODSet, local_crews, LocalCrew of our\n    own; too_sure. Say whether strangers told it apart."
+    line = "Judged: ForeignSet, local_crews, LocalCrew of our\n    own; too_sure. Say whether strangers told it apart."
     counts = {term: number for term, (pattern, _) in TERMS.items() if (number := len(list(find(pattern, line))))}
     assert counts == {
-        "stranger": 1, "judge": 1, "crew": 2, "too sure": 1, "say whether": 1, "told": 1, "of our own": 1,
+        "foreign data": 1, "stranger": 1, "judge": 1, "crew": 2, "too sure": 1, "say whether": 1, "told": 1,
+        "of our own": 1,
     }  # fmt: skip
 
 

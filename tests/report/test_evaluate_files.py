@@ -254,7 +254,7 @@ def test_conditions(result):
 
 
 @pytest.mark.parametrize("text", ["ece", "ece>", ">0.1", "ece=0.1", "ece>a", "a.b.c>1", "ece>0.1 or so", ""])
-def test_what_is_no_condition(text):
+def test_invalid_conditions_raise(text):
     with pytest.raises(ValueError, match=r"condition|before >"):
         Condition.parse(text)
 

@@ -144,8 +144,8 @@ def _training_figures(held: "Mapping[str, Model]") -> Iterator[NamedFigure]:
     modes = {name: [_with_modes(model.log)] for name, model in logged.items() if _with_modes(model.log)}
     parts = [dict(list(modes.items())[start : start + GATES]) for start in range(0, len(modes), GATES)]
     for number, part in enumerate(parts, start=1):
-        data = gate.gate_data(part, "")
-        yield "gate" if len(parts) == 1 else f"gate-{number}", gate.gate_figure(data), data
+        stability = gate.gate_data(part, "")
+        yield "gate" if len(parts) == 1 else f"gate-{number}", gate.gate_figure(stability), stability
 
 
 def _with_modes(log: "Sequence[Mapping[str, Any]]") -> list[Mapping[str, Any]]:
