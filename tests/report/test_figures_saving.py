@@ -136,7 +136,7 @@ def test_nothing_is_cut_off_too_small_or_overlaps(every):
 
 
 def test_the_check_itself_sees_what_is_wrong():
-    with style.new_figure(style.COLUMN, 1.5) as figure:
+    with style.figure_of_size(style.COLUMN, 1.5) as figure:
         panel = figure.subplots()
         panel.set_title("a title that is much too long for a column of this width, and goes on")
         panel.set_xlabel("small", fontsize=5)

@@ -17,10 +17,10 @@ from fedlas.report.figures.style import (
     OVER,
     PALE,
     UNDER,
+    figure_of_size,
     fit_label,
     label_outer_axes,
     legend_below,
-    new_figure,
     panel_grid,
     safe_label,
     title_width,
@@ -121,7 +121,7 @@ def _interval(result: Result) -> tuple[float, float] | None:
 
 def over_under_figure(models: Sequence[OverUnder]) -> Any:
     """Draw O-ECE to the right and U-ECE to the left, one row for each model; return the matplotlib figure."""
-    with new_figure(COLUMN, 0.85 + 0.22 * len(models)) as figure:
+    with figure_of_size(COLUMN, 0.85 + 0.22 * len(models)) as figure:
         panel = figure.subplots()
         for row, data in enumerate(models):
             sides = (
@@ -200,7 +200,7 @@ def class_map_figure(data: ClassMap) -> Any:
     hollow ones under-confident.
     """
     steps = len(data.edges) - 1
-    with new_figure(COLUMN, 1.1 + 0.19 * len(data.names)) as figure:
+    with figure_of_size(COLUMN, 1.1 + 0.19 * len(data.names)) as figure:
         panel = figure.subplots()
         rectangle = optional_module("matplotlib.patches").Rectangle
         for row, (gaps, counts) in enumerate(zip(data.gap, data.samples, strict=True)):

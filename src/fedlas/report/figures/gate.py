@@ -16,9 +16,9 @@ from fedlas.report.figures.style import (
     PAGE,
     PALE,
     LineStyle,
+    figure_of_size,
     fit_label,
     line_style,
-    new_figure,
     safe_label,
     title_width,
     to_floats,
@@ -72,7 +72,7 @@ def smoothing_data(alpha: float, values: Mapping[tuple[float, str], tuple[Tensor
 def smoothing_figure(data: SmoothingCurve) -> Any:
     """Draw smoothing against the indicator: a marker for each beta, a line style for each mode; return the figure."""
     betas = list(dict.fromkeys(curve.beta for curve in data.curves))
-    with new_figure(COLUMN, 2.6) as figure:
+    with figure_of_size(COLUMN, 2.6) as figure:
         panel = figure.subplots()
         for curve in data.curves:
             colour, marker = COLOURS_AND_MARKERS[(len(betas) - 1 - betas.index(curve.beta)) % len(COLOURS_AND_MARKERS)]
@@ -177,7 +177,7 @@ def gate_figure(data: GateStability) -> Any:
     count = len(data.positive) + 1
     columns = min(count, ACROSS)
     rows = -(-count // columns)
-    with new_figure(PAGE, 2.5 * rows + 0.12 * max(0, count - 3)) as figure:
+    with figure_of_size(PAGE, 2.5 * rows + 0.12 * max(0, count - 3)) as figure:
         panels = list(figure.subplots(rows, columns, sharex=True, squeeze=False).flat)
         for empty in panels[count:]:
             empty.set_axis_off()

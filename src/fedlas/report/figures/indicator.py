@@ -22,10 +22,10 @@ from fedlas.report.figures.style import (
     OVER,
     PAGE,
     PALE,
+    figure_of_size,
     fit_label,
     label_outer_axes,
     legend_below,
-    new_figure,
     panel_grid,
     safe_label,
     title_width,
@@ -86,7 +86,7 @@ def indicator_data(predictions: Predictions, title: str) -> Indicator:
 
 def indicator_figure(data: Indicator) -> Any:
     """Draw norm against confidence, with a histogram of each; return the matplotlib figure."""
-    with new_figure(COLUMN, 3.2) as figure:
+    with figure_of_size(COLUMN, 3.2) as figure:
         ratios = {"width_ratios": (4, 1), "height_ratios": (1, 4)}
         (top, corner), (panel, side) = figure.subplots(2, 2, sharex="col", sharey="row", gridspec_kw=ratios)
         corner.remove()
@@ -290,7 +290,7 @@ def activations_figure(data: Activations) -> Any:
     rows = max(len(data.high), len(data.low))
     most = max(max(example.features) for example in (*data.high, *data.low))
     least = min(0.0, *(min(example.features) for example in (*data.high, *data.low)))
-    with new_figure(PAGE, 0.5 + 1.1 * rows) as figure:
+    with figure_of_size(PAGE, 0.5 + 1.1 * rows) as figure:
         ratios = {"width_ratios": (1, 3, 1, 3)}
         panels = figure.subplots(rows, 4, squeeze=False, gridspec_kw=ratios)
         for first, column, colour in ((0, data.high, MIDDLE), (2, data.low, LIGHT)):

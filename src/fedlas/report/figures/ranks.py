@@ -12,7 +12,7 @@ from typing import Any
 
 from fedlas import formatting
 from fedlas.metrics.mean_rank import mean_ranks
-from fedlas.report.figures.style import DARK, PAGE, fit_label, new_figure, safe_label
+from fedlas.report.figures.style import DARK, PAGE, figure_of_size, fit_label, safe_label
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def rank_figure(data: Ranks) -> Any:
     left = (count + 1) // 2
     step, top = 0.17, 0.62 + 0.11 * len(data.groups)
     height = top + step * left + 0.5
-    with new_figure(PAGE, height) as figure:
+    with figure_of_size(PAGE, height) as figure:
         panel = figure.subplots()
         panel.set_axis_off()
         low, high = 1.0, float(count)

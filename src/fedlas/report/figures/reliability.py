@@ -22,10 +22,10 @@ from fedlas.report.figures.style import (
     PAGE,
     PALE,
     UNDER,
+    figure_of_size,
     fit_label,
     legend_below,
     line_style,
-    new_figure,
     title_width,
 )
 from fedlas.report.page_data import smooth_data
@@ -105,7 +105,7 @@ def reliability_figure(rows: Mapping[str, Sequence[Reliability]]) -> Any:
     columns = max(len(row) for row in rows.values())
     width = COLUMN if columns <= 2 else max(PAGE, 1.3 * columns)
     side = min(2.2, (width - 0.5) / columns, (TALLEST / len(rows) - 0.5) / 1.3)
-    with new_figure(width, (1.3 * side + 0.5) * len(rows) + 0.6) as figure:
+    with figure_of_size(width, (1.3 * side + 0.5) * len(rows) + 0.6) as figure:
         ratios = [4.0, 1.0] * len(rows)
         panels = figure.subplots(2 * len(rows), columns, squeeze=False, sharex=True, sharey="row", height_ratios=ratios)
         for number, (name, row) in enumerate(rows.items()):
@@ -179,7 +179,7 @@ def reliability_lines_figure(models: Sequence[Reliability]) -> Any:
 @contextmanager
 def _panels(models: int) -> Iterator[tuple[Any, Any, Any]]:
     """Yield a figure with a panel for curves, and a lower one for the distribution of the confidence."""
-    with new_figure(COLUMN, 3.1 + 0.14 * -(-models // 2)) as figure:
+    with figure_of_size(COLUMN, 3.1 + 0.14 * -(-models // 2)) as figure:
         panel, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
         panel.plot([0, 1], [0, 1], color=PALE, linewidth=0.8, linestyle="--")
         yield figure, panel, below

@@ -8,7 +8,7 @@ from fedlas.formatting import percent
 from fedlas.metrics.inputs import Given, pairs
 from fedlas.metrics.selective import aurc
 from fedlas.report import page_data
-from fedlas.report.figures.style import COLUMN, PALE, fit_label, legend_below, line_style, new_figure
+from fedlas.report.figures.style import COLUMN, PALE, figure_of_size, fit_label, legend_below, line_style
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def risk_data(given: Given, title: str) -> RiskCurve:
 
 def risk_figure(models: Sequence[RiskCurve]) -> Any:
     """Draw risk-coverage curves, with thin lines for a perfect ranking; return the matplotlib figure."""
-    with new_figure(COLUMN, 2.4 + 0.14 * -(-len(models) // 2)) as figure:
+    with figure_of_size(COLUMN, 2.4 + 0.14 * -(-len(models) // 2)) as figure:
         panel = figure.subplots()
         for number, data in enumerate(models):
             look = line_style(number)

@@ -135,7 +135,7 @@ def figure_style() -> Iterator[None]:
 
 
 @contextmanager
-def new_figure(width: float, height: float) -> Iterator[Any]:
+def figure_of_size(width: float, height: float) -> Iterator[Any]:
     """Yield an empty figure; apply the style of all figures inside the block."""
     with figure_style():
         yield _figure_class()(figsize=(width, height), layout="constrained")
@@ -188,7 +188,7 @@ def panel_grid(
     """
     columns = count if count <= per_column else 2 if count in {2, 4} else 3
     rows = -(-count // columns)
-    with new_figure(COLUMN if count <= per_column else PAGE, 0.75 + height * rows + extra_height) as figure:
+    with figure_of_size(COLUMN if count <= per_column else PAGE, 0.75 + height * rows + extra_height) as figure:
         panels = figure.subplots(rows, columns, squeeze=False, sharex=share_axes, sharey=share_axes)
         axes = list(panels.flat)
         for empty in axes[count:]:

@@ -17,8 +17,8 @@ from fedlas.report.figures.style import (
     LIGHT,
     MIDDLE,
     PAGE,
+    figure_of_size,
     fit_label,
-    new_figure,
     safe_label,
     title_width,
     to_floats,
@@ -157,7 +157,7 @@ class Theorems:
 def theorem_figure(data: Theorems) -> Any:
     """Draw norms against the largest hidden logits, and the histograms of the ratios; return the matplotlib figure."""
     trained = data.trained
-    with new_figure(PAGE, 2.5) as figure:
+    with figure_of_size(PAGE, 2.5) as figure:
         *clouds, panel = figure.subplots(1, 3)
         for cloud, theorem in zip(clouds, (trained, data.initial), strict=True):
             top, low = 1.05 * max(theorem.norm), min(0.0, *theorem.hidden)

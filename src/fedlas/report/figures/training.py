@@ -13,10 +13,10 @@ from fedlas.report.figures.style import (
     PAGE,
     PALE,
     LineStyle,
+    figure_of_size,
     fit_label,
     legend_below,
     line_style,
-    new_figure,
     safe_label,
 )
 
@@ -62,7 +62,7 @@ def has_epochs(log: Sequence[Mapping[str, Any]]) -> bool:
 
 def training_figure(models: Sequence[LearningCurve]) -> Any:
     """Draw training loss, accuracy, ECE, O-ECE and U-ECE by epoch; return the matplotlib figure."""
-    with new_figure(PAGE, 2.0 + 0.14 * math.ceil(len(models) / 3)) as figure:
+    with figure_of_size(PAGE, 2.0 + 0.14 * math.ceil(len(models) / 3)) as figure:
         loss, accuracy, error, parts = figure.subplots(1, 4)
         if all(value is None for data in models for value in (*data.over, *data.under)):
             parts.set_visible(False)
@@ -122,7 +122,7 @@ def feedback_figure(models: Sequence[Feedback]) -> Any:
 
     Lines become darker with the value of the indicator; vertical lines mark changes of the learning rate.
     """
-    with new_figure(PAGE, 0.4 + 1.7 * len(models)) as figure:
+    with figure_of_size(PAGE, 0.4 + 1.7 * len(models)) as figure:
         for (left, right), data in zip(figure.subplots(len(models), 2, squeeze=False), models, strict=True):
             for panel, rows, factor in ((left, data.strengths, 1), (right, data.gaps, 100)):
                 bins = len(rows[0])
@@ -197,7 +197,7 @@ def alpha_figure(models: Sequence[Alphas]) -> Any:
 
     A grey histogram shows the indicator of the first model in its last epoch.
     """
-    with new_figure(PAGE, 2.1 + 0.14 * math.ceil(len(models) / 3)) as figure:
+    with figure_of_size(PAGE, 2.1 + 0.14 * math.ceil(len(models) / 3)) as figure:
         left, right = figure.subplots(1, 2)
         left.axhline(1, color=PALE, linewidth=0.8, linestyle=":")
         for number, data in enumerate(models):
