@@ -4,10 +4,10 @@ Handwritten digits and `small_cnn`, so that it takes minutes on a CPU: `python b
 its default keywords, and nothing was searched. The epoch is the one with the best validation accuracy, the
 temperature is fitted on the validation split, and all numbers are of the 797 test images, one for each seed.
 
-    enough    all 800 training images, 15 epochs: nearly every prediction is correct
-    by_heart  40 images, 60 epochs, no weight decay: low accuracy, and plain cross-entropy is over-confident (the recipe
-              of `make demo`, whose settings were chosen for this)
-    noise     800 images, 30 % of the training labels wrong: networks become under-confident on clean labels
+    enough       all 800 training images, 15 epochs: nearly every prediction is correct
+    overfitting  40 images, 60 epochs, no weight decay: low accuracy, and plain cross-entropy is over-confident (the
+                 recipe of `make demo`, whose settings were chosen for this)
+    noise        800 images, 30 % of the training labels wrong: networks become under-confident on clean labels
 
 The numbers are written to benchmarks/choosing.json, and `scripts/pages` makes the tables of them.
 """
@@ -29,7 +29,7 @@ from fedlas.training import Recipe, fit_many, recipe_for
 SEEDS = (1, 2, 3, 4, 5)
 SITUATIONS: dict[str, dict[str, Any]] = {
     "enough": {},
-    "by_heart": {
+    "overfitting": {
         "epochs": 60,
         "batch_size": 10,
         "lr": 0.2,

@@ -59,7 +59,7 @@ def results_tables(ledger: Ledger, like: Choice | None = None, name: str = "sota
     """
     experiment, made = experiment_named(name), []
     places = {(line.protocol, line.recipe.data, line.recipe.model) for line in ledger.lines.values()}
-    named = experiment.known_data() if isinstance(experiment, AbstractGrid) else None
+    named = experiment.data_sets() if isinstance(experiment, AbstractGrid) else None
     if like is not None and like.data is not None:
         named = like.data
     for protocol, data, model in sorted(places, key=lambda place: (place[0] not in AS_PRINTED, place)):
@@ -99,7 +99,7 @@ def _summary(ledger: Ledger) -> str:
 def _section(name: str, ledger: Ledger, protocols: Sequence[str]) -> list[str]:
     experiment = experiment_named(name)
     splits: dict[str, set[str]] = {TEST: set()}  # and the data that was evaluated on another one
-    known = experiment.known_data() if isinstance(experiment, AbstractGrid) else ()
+    known = experiment.data_sets() if isinstance(experiment, AbstractGrid) else ()
     for line in ledger.lines.values():
         if line.recipe.data in known and line.split in LOOKS:
             splits.setdefault(line.split, set()).add(line.recipe.data)

@@ -120,7 +120,7 @@ def test_every_help_ends_in_an_example():
         assert f"Example: fedlas {command}".strip() in text[-120:]
 
 
-def test_the_version_is_told():
+def test_version_option_prints_the_version():
     done = call("--version")
     assert (done.exit_code, done.stdout) == (0, f"fedlas {fedlas.__version__}\n")
 
@@ -157,7 +157,7 @@ def test_predictions_on_any_data(run, tmp_path):
     assert (tmp_path / "test.safetensors").read_bytes() == Run(run).predictions_file("best-test").read_bytes()
 
 
-def test_a_run_folder_is_judged_with_all_that_lies_in_it(run, tmp_path):
+def test_evaluate_a_run_folder_uses_all_of_its_files(run, tmp_path):
     page, kept = tmp_path / "page.html", tmp_path / "answer.json"
     copy = tmp_path / "again-0.5"
     shutil.copytree(run, copy)
@@ -289,7 +289,7 @@ def test_the_demo_shows_five_losses(tmp_path, monkeypatch):
 
     monkeypatch.setattr(demo, "EPOCHS", 1)
     monkeypatch.setattr(demo, "evaluate", partial(fedlas.evaluate, intervals=False))  # which take most of the time
-    monkeypatch.setattr("fedlas.report.figures.style.content_of", lambda *_, **__: b"a picture")
+    monkeypatch.setattr("fedlas.report.figures.style.figure_bytes", lambda *_, **__: b"a picture")
     done = call("demo", "--out", str(tmp_path))
     assert done.exit_code == 0, done.output
     papers = {"ce": "CE", "ls": "LS", "fedlas_ls": "FeDLaS-LS", "mbls": "MbLS", "fedlas_mbls": "FeDLaS-MbLS"}

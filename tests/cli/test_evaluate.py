@@ -168,7 +168,7 @@ def test_exit_codes_on_a_closed_pipe(files):
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
 
 
-def test_a_condition_that_cannot_be_told_loses_nothing(files):
+def test_fail_if_without_the_requested_value_still_writes_the_result(files):
     kept = files / "answer.json"
     done = call("evaluate", files / "test.csv", "--posthoc", "", "--json", kept, "--fail-if", "mce.high>0.1")
     assert (done.exit_code, "mce.high" in done.stderr) == (1, True)
@@ -261,7 +261,7 @@ def test_a_calibrator_with_a_keyword_and_one_that_is_none(files):
     assert not (files / "x.csv").exists()
 
 
-def test_foreign_data(files):
+def test_ood_command_reports_detection(files):
     done = call("ood", files / "test.csv", f"far={files / 'far.npz'}", "--json", files / "ood.json")
     assert done.exit_code == 0, done.output
     read = read_predictions(files / "test.csv"), {"far": read_predictions(files / "far.npz")}
@@ -305,7 +305,7 @@ def test_compare_for_programs(files):
     assert drawn_by["--seed", "0"] != drawn_by["--seed", "1"]
 
 
-def test_every_file_of_foreign_data_moves_the_progress(files, monkeypatch):
+def test_every_ood_file_advances_the_progress_bar(files, monkeypatch):
     seen = []
 
     @contextmanager

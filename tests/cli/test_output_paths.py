@@ -77,8 +77,8 @@ def test_existing_files_need_overwrite(tmp_path, monkeypatch, words, name):
 
 def test_overwrite_replaces_files_of_any_content(given, monkeypatch):
     monkeypatch.chdir(given)
-    monkeypatch.setattr("fedlas.report.figures.style.content_of", lambda *_, **__: b"an image")
-    monkeypatch.setattr("fedlas.report.figures.saving._of_all", lambda *_: ())
+    monkeypatch.setattr("fedlas.report.figures.style.figure_bytes", lambda *_, **__: b"an image")
+    monkeypatch.setattr("fedlas.report.figures.saving._shared_figures", lambda *_: ())
     assert call("calibrate", "fit", "val.csv", "--out", "fitted.safetensors").exit_code == 0
     (given / "figures").mkdir()
     for name in ("page.html", "evaluation.json", "ood.json", "comparison.json", "calibrator.safetensors", "out.csv"):

@@ -153,7 +153,7 @@ def test_controls_confirmation_and_ablations_follow_the_search(evaluated, monkey
     assert {one.seed for one in confirmed} == {1}
     assert confirmed[0].loss_options == own.loss_options
     line = book.find(own)
-    monkeypatch.setattr(closed_loop_tables, "_found", lambda *_: [line, line, line])
+    monkeypatch.setattr(closed_loop_tables, "_finished_lines", lambda *_: [line, line, line])
     tables = {one.name: one for one in experiment.tables(book, CHOICE)}
     assert [row.name for row in tables["closed_loop-controls"].rows] == [*CONTROLS["rows"], "closed_loop"]
     assert {cell.values for row in tables["closed_loop-controls-comparison"].rows for cell in row.cells} == {(0.0,)}

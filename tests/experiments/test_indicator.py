@@ -207,7 +207,7 @@ def test_the_theorem_holds_on_every_test_sample_of_a_trained_network(trained, fi
     folder, _ = figures
     found = read(folder, "indicator-theorem-digits")
     written = trained.predictions("best-test")
-    for state in ("trained", "drawn"):
+    for state in ("trained", "initial"):
         assert found[state]["pairs"] == 797 * 10
         assert found[state]["violations"] == 0
         assert found[state]["largest_violation"] < 1e-5
@@ -215,7 +215,7 @@ def test_the_theorem_holds_on_every_test_sample_of_a_trained_network(trained, fi
         (remark,) = found[state]["remarks"]
         assert "bias" in remark
     assert found["trained"]["norm"] == pytest.approx(written.features[:, 0].tolist(), rel=1e-6)
-    assert found["trained"]["norm"] != pytest.approx(found["drawn"]["norm"], rel=1e-2)
+    assert found["trained"]["norm"] != pytest.approx(found["initial"]["norm"], rel=1e-2)
     weight = load(trained.checkpoint)["best"]["fc.weight"]
     shown = read(folder, "indicator-activations-digits")["low"][0]
     hidden = [sum(a if w > 0 else -a for a, w in zip(shown["features"], row, strict=True)) for row in weight.tolist()]
@@ -231,7 +231,7 @@ def test_norms_that_a_run_wrote_down_wrongly_are_found(run, kept, tmp_path):
     found = kept["indicator-theorem-digits"]
     assert found.trained.violations > 0
     assert found.trained.largest_violation > 0.1
-    assert found.drawn.violations == 0
+    assert found.initial.violations == 0
 
 
 def test_another_test_split_is_refused(run, tmp_path):

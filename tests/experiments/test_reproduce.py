@@ -312,7 +312,7 @@ def test_printed_numbers_are_marked_among_all_rows_of_the_paper():
         assert "**1.29**" not in table.markdown("both")
 
 
-def test_rows_of_the_ablations_are_told_apart_in_latex():
+def test_latex_rows_of_the_ablations_have_unique_labels():
     (table,) = experiment_named("ablations").tables(Ledger("nowhere"), Choice(protocol="fast"))
     labels = [line.partition(" & ")[0] for line in table.latex().splitlines() if " & " in line]
     assert len(set(labels)) == len(labels)
@@ -393,7 +393,7 @@ def test_the_command_shows_plan_and_table_and_starts_nothing(trained, tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted(CATALOG.entries))
-def test_planned_runs_say_what_tells_them_apart(name):
+def test_rows_of_planned_runs_are_unique(name):
     plan = make_plan(experiment_named(name), Choice(seeds=(1, 2)), Ledger("nowhere"))
     without_folders = [tuple(row[:-1]) for row in plan.rows()]
     assert len(set(without_folders)) == len(without_folders)

@@ -233,7 +233,7 @@ def test_models_are_named_after_their_files(tmp_path):
     assert [name.split("/")[-2:] for name in names] == [["a", "test"], ["b", "test"], ["lr=0.1"]]
 
 
-def test_confidence_alone_is_judged_without_a_calibrator(tmp_path):
+def test_top_confidence_is_evaluated_without_a_calibrator(tmp_path):
     rows = "\n".join(f"0.9{i % 10},{'ab'[i % 3 == 0]},a" for i in range(60))
     (tmp_path / "top.csv").write_text(f"confidence,prediction,label\n{rows}\n")
     result = evaluate_files([tmp_path / "top.csv"], resamples=100)
@@ -254,7 +254,7 @@ def test_conditions(result):
 
 
 @pytest.mark.parametrize("text", ["ece", "ece>", ">0.1", "ece=0.1", "ece>a", "a.b.c>1", "ece>0.1 or so", ""])
-def test_what_is_no_condition(text):
+def test_invalid_conditions_raise(text):
     with pytest.raises(ValueError, match=r"condition|before >"):
         Condition.parse(text)
 

@@ -14,7 +14,7 @@ from fedlas.report import figures
 from fedlas.report.figures import (
     activations_data,
     activations_figure,
-    course_data,
+    epoch_statistics,
     gate_data,
     gate_figure,
     indicator_data,
@@ -35,8 +35,8 @@ def test_a_reliability_diagram_draws_its_data(tmp_path):
     generator = torch.Generator().manual_seed(0)
     made = Predictions(3 * torch.randn(200, 5, generator=generator), torch.randint(0, 5, (200,), generator=generator))
     data = reliability_data(histogram(made).bins, 0.25, "one")
-    assert sum(data.share) == pytest.approx(1)
-    gaps = [s * abs(a - c) for s, a, c in zip(data.share, data.accuracy, data.confidence, strict=True)]
+    assert sum(data.fraction) == pytest.approx(1)
+    gaps = [s * abs(a - c) for s, a, c in zip(data.fraction, data.accuracy, data.confidence, strict=True)]
     from fedlas.metrics import ece
 
     assert sum(gaps) == pytest.approx(float(ece(made)))
@@ -191,14 +191,14 @@ def test_the_theorem_holds_for_random_networks(width, classes, signed):
     assert data.norm == pytest.approx(norms, rel=1e-6)
     assert data.hidden == pytest.approx(largest, rel=1e-6, abs=1e-6)
     assert data.correlation == pytest.approx(pearson(norms, largest), nan_ok=True)
-    assert data.recovered == pytest.approx(sum(h / n for h, n in zip(largest, norms, strict=True) if n) / 30)
+    assert data.mean_ratio == pytest.approx(sum(h / n for h, n in zip(largest, norms, strict=True) if n) / 30)
     used = [gap / room if room else 0 for gap, room in plain]
     said = made.logits.argmax(1).tolist()
     own = [used[n * classes + said[n]] for n in range(30)]
-    assert data.used_by_answer == tuple(
+    assert data.ratio_predicted == tuple(
         sum(min(19, max(0, int(20 * value))) == step for value in own) for step in range(20)
     )
-    assert sum(data.used_by_others) == 30 * (classes - 1)
+    assert sum(data.ratio_others) == 30 * (classes - 1)
 
 
 @pytest.mark.parametrize(("factor", "side"), [(0.3, "left"), (40.0, "right"), (math.nan, "unknown")])
@@ -248,7 +248,7 @@ def test_the_theorem_is_drawn_point_by_point():
         assert drawn == list(zip(data.hidden, data.norm, strict=True))
         assert panel.get_title().startswith(data.title)
         assert "hidden logit" in panel.get_xlabel()
-    assert last.patches[0].get_data().values.tolist() == pytest.approx([n / 40 for n in one.used_by_answer])
+    assert last.patches[0].get_data().values.tolist() == pytest.approx([n / 40 for n in one.ratio_predicted])
     assert "0 of 160 " in last.get_title()
     assert one.remarks[0] in figure.get_suptitle()
 
@@ -273,13 +273,13 @@ def log(values, word="flip_rate", first=1):
 
 
 def test_a_course_has_mean_and_range_over_the_seeds_that_are_there():
-    course = course_data("x", [log([None, 0.4, 0.2]), log([None, 0.2]), []], "flip_rate")
+    course = epoch_statistics("x", [log([None, 0.4, 0.2]), log([None, 0.2]), []], "flip_rate")
     assert course.epochs == (2, 3)
     assert course.mean == pytest.approx((0.3, 0.2))
     assert (course.low, course.high) == ((0.2, 0.2), (0.4, 0.2))
-    assert course.each == ((0.4, 0.2), (0.2, None), (None, None))
-    assert course_data("x", [[{"epoch": 1, "gate": {}}]], "positive").epochs == ()
-    assert course_data("x", [log([None, 0.0])], "flip_rate").mean == (0.0,)  # no flips are a number too
+    assert course.per_seed == ((0.4, 0.2), (0.2, None), (None, None))
+    assert epoch_statistics("x", [[{"epoch": 1, "gate": {}}]], "positive").epochs == ()
+    assert epoch_statistics("x", [log([None, 0.0])], "flip_rate").mean == (0.0,)  # no flips are a number too
 
 
 def test_the_gate_is_drawn_as_logged():
@@ -341,7 +341,7 @@ def test_names_from_others_are_no_formulas_anywhere():
     ]
     for figure in figures:
         figure.draw_without_rendering()  # would raise at the first formula
-        words = [text.get_text() for text in figure.findobj(Text) if "frac" in text.get_text()]
+        words = [text.get_text() for text in figure.findobj(Text) if r"\frac" in text.get_text()]
         assert words
         assert all(len(line) <= 110 and r"\$\frac" in line for text in words for line in text.split("\n")[:1])
 
@@ -361,7 +361,7 @@ def test_a_figure_is_written_with_its_data(tmp_path):
     assert read["norm_auroc"] is None
 
 
-def test_a_figure_is_written_whole_or_not_at_all(tmp_path):
+def test_figures_are_written_atomically(tmp_path):
 
     class Broken:
         def savefig(self, file, **options):

@@ -64,7 +64,7 @@ def test_filled_bins_have_exact_ranges_and_empty_ones_are_left_out(level):
         assert data.upper[place] == pytest.approx((number + 1) / 15)
         assert data.confidence[place] == pytest.approx(sum(c for c, _ in inside) / n)
         assert data.accuracy[place] == pytest.approx(right / n)
-        assert data.share[place] == pytest.approx(n / 300)
+        assert data.fraction[place] == pytest.approx(n / 300)
         low = 0.0 if right == 0 else beta.ppf((1 - level) / 2, right, n - right + 1)
         high = 1.0 if right == n else beta.ppf((1 + level) / 2, right + 1, n - right)
         assert (data.low[place], data.high[place]) == pytest.approx((low, high), abs=1e-9)
@@ -83,16 +83,16 @@ def test_bars_end_at_accuracy_and_hatches_at_confidence():
         assert (bar.get_hatch()[0] == "/") == (confidence > accuracy)
     ranges = [segment[:, 1].tolist() for segment in above.collections[0].get_segments()]
     assert ranges == [list(pair) for pair in zip(data.low, data.high, strict=True)]
-    assert [bar.get_height() for bar in below.patches] == list(data.share)
+    assert [bar.get_height() for bar in below.patches] == list(data.fraction)
     assert (above.get_xlim(), above.get_ylim(), below.get_ylim()[0]) == ((0, 1), (0, 1), 0)
     assert above.get_ylabel() == "model\naccuracy"
 
 
 def test_panels_that_share_an_axis_have_room_for_the_tallest_bar():
     spread, peaked = reliability(pages.model(300, scale=0.4)), reliability(pages.model(300, scale=9.0))
-    assert max(peaked.share) > 1.5 * max(spread.share)
+    assert max(peaked.fraction) > 1.5 * max(spread.fraction)
     figure = reliability_figure({"": [spread, peaked]})
-    assert figure.axes[2].get_ylim()[1] > max(peaked.share)
+    assert figure.axes[2].get_ylim()[1] > max(peaked.fraction)
     spread, peaked = (confidence_data(pages.model(300, scale=s), "x") for s in (0.4, 9.0))
     axes = confidence_figure([spread, peaked]).axes
     assert axes[0].get_ylim() == axes[1].get_ylim()
@@ -127,7 +127,7 @@ def test_several_models_are_lines_in_one_panel_with_bands():
     for patch, one in zip(below.patches, models, strict=True):
         values, edges, _ = patch.get_data()
         filled = {edge: value for edge, value in zip(edges, values, strict=False) if value}
-        assert list(filled.values()) == list(one.share)
+        assert list(filled.values()) == list(one.fraction)
         assert list(filled) == pytest.approx(one.lower)
     assert (panel.get_xlim(), panel.get_ylim()) == ((0, 1), (0, 1))
     assert not reliability_lines_figure([models[0]] * 5).axes[0].collections  # five bands would hide each other
@@ -174,25 +174,25 @@ def test_smooth_curves_are_cut_where_there_is_nothing():
     assert len(panel.collections) == 3
 
 
-def test_confidences_of_right_and_wrong_answers_are_counted():
+def test_histograms_count_correct_and_incorrect_predictions():
     given = pages.model(300)
     data = confidence_data(given, "one")
-    for kind, wanted in ((data.right, 1), (data.wrong, 0)):
+    for kind, wanted in ((data.correct, 1), (data.incorrect, 0)):
         inside = in_bins(given, 25)
         assert list(kind) == [sum(right == wanted for _, right in inside.get(n, ())) for n in range(25)]
     assert data.confidence == pytest.approx(sum(c for c, _ in samples(given)) / 300)
     assert data.accuracy == pytest.approx(sum(right for _, right in samples(given)) / 300)
     (panel,) = confidence_figure([data]).axes
     right, wrong = panel.patches
-    assert list(right.get_data().values) == pytest.approx([n / sum(data.right) for n in data.right])
-    assert list(wrong.get_data().values) == pytest.approx([n / sum(data.wrong) for n in data.wrong])
+    assert list(right.get_data().values) == pytest.approx([n / sum(data.correct) for n in data.correct])
+    assert list(wrong.get_data().values) == pytest.approx([n / sum(data.incorrect) for n in data.incorrect])
     assert right.get_hatch() is None
     assert wrong.get_hatch()
     drawn = labelled(panel)
     assert drawn["mean confidence"].get_xdata()[0] == data.confidence
     assert drawn["accuracy"].get_xdata()[0] == data.accuracy
     assert drawn["accuracy"].get_linestyle() != drawn["mean confidence"].get_linestyle()
-    assert re.search(f"{int(sum(data.right))} .*{int(sum(data.wrong))} ", panel.get_title())
+    assert re.search(f"{int(sum(data.correct))} .*{int(sum(data.incorrect))} ", panel.get_title())
 
 
 def test_over_and_under_confidence_are_bars_of_either_side():
@@ -205,15 +205,15 @@ def test_over_and_under_confidence_are_bars_of_either_side():
         assert data[-1].over == pytest.approx(sum(gap for gap in gaps if gap > 0))
         assert data[-1].under == pytest.approx(-sum(gap for gap in gaps if gap < 0))
         interval = report["over_ece"].interval
-        assert data[-1].over_range == (interval.low, interval.high)
+        assert data[-1].over_interval == (interval.low, interval.high)
     (panel,) = over_under_figure(data).axes
     widths = [bar.get_width() for bar in panel.patches]
     assert widths == pytest.approx([100 * x for one in data for x in (one.over, -one.under)])
     assert panel.patches[0].get_hatch() != panel.patches[1].get_hatch()
     assert [label.get_text() for label in panel.get_yticklabels()] == ["sure", "unsure"]
     ends = [list(line.get_xdata()) for line in panel.lines[:4]]
-    assert ends[0] == pytest.approx([100 * end for end in data[0].over_range])
-    assert ends[3] == pytest.approx([-100 * end for end in data[1].under_range])
+    assert ends[0] == pytest.approx([100 * end for end in data[0].over_interval])
+    assert ends[3] == pytest.approx([-100 * end for end in data[1].under_interval])
     low, high = panel.get_xlim()
     assert low == -high
     assert high > max(abs(end) for pair in ends for end in pair)
@@ -223,7 +223,7 @@ def test_over_and_under_confidence_are_bars_of_either_side():
 
 def test_without_intervals_there_are_bars_alone():
     data = over_under_data(evaluate(pages.model(100), intervals=False).before, "x")
-    assert (data.over_range, data.under_range) == (None, None)
+    assert (data.over_interval, data.under_interval) == (None, None)
     assert len(over_under_figure([data]).axes[0].lines) == 1  # the line at zero
 
 
@@ -267,7 +267,7 @@ def test_of_many_classes_those_furthest_off_are_shown():
     assert re.search("7 of .*40", class_map_figure(data).get_suptitle())
 
 
-def test_risk_is_the_share_of_errors_among_the_most_confident():
+def test_risk_is_the_error_rate_of_the_most_confident_samples():
     given = pages.model(120)
     data = risk_data(given, "one")
     order = sorted(samples(given), reverse=True)

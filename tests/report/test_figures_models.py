@@ -35,13 +35,13 @@ NEMENYI = (1.960, 2.343, 2.569, 2.728, 2.850, 2.949, 3.031, 3.102, 3.164)
 
 
 @pytest.fixture(scope="module")
-def foreign():
+def ood_case():
     given, sets = pages.model(200), {"noise": pages.ood_data(90), "other": pages.ood_data(60, spread=0.5)}
     return given, sets, ood_data(given, sets, evaluate(given, ood=sets, intervals=False), "one")
 
 
-def test_foreign_scores_are_ranked_as_pairs_are(foreign):
-    given, sets, data = foreign
+def test_auroc_of_ood_scores_equals_pairwise_ranking(ood_case):
+    given, sets, data = ood_case
     assert [one.name for one in data.sets] == ["noise", "other"]
     for held in data.sets:
         for score in held.scores:
@@ -63,8 +63,8 @@ def test_foreign_scores_are_ranked_as_pairs_are(foreign):
             assert sum(score.ood) == pytest.approx(1, abs=1e-3)
 
 
-def test_roc_curves_and_histograms_are_drawn_from_the_data(foreign):
-    _, _, data = foreign
+def test_roc_curves_and_histograms_are_drawn_from_the_data(ood_case):
+    _, _, data = ood_case
     figure = roc_figure(data)
     assert [panel.get_title() for panel in figure.axes] == ["noise", "other"]
     assert figure.get_suptitle() == "one"
@@ -84,7 +84,7 @@ def test_roc_curves_and_histograms_are_drawn_from_the_data(foreign):
         assert (known.get_hatch(), bool(strange.get_hatch())) == (None, True)
 
 
-def test_foreign_data_that_is_missing_is_asked_for():
+def test_missing_ood_data_is_an_error():
     given, sets = pages.model(60), {"noise": pages.ood_data(20)}
     with pytest.raises(ValueError, match="evaluate"):
         ood_data(given, sets, evaluate(given, intervals=False), "x")
@@ -106,7 +106,7 @@ def test_norms_are_compared_with_confidence_in_tenths():
         assert data.nci[tenth] == pytest.approx(sum((norms[n] - mean) / spread for n in chosen) / 20, abs=1e-4)
         assert data.confidence[tenth] == pytest.approx(float(given.confidence[chosen].mean()), rel=1e-4)
         assert data.accuracy[tenth] == pytest.approx(float(given.correct[chosen].double().mean()), abs=1e-4)
-    assert (sum(data.right), sum(data.wrong)) == (int(given.correct.sum()), int((~given.correct).sum()))
+    assert (sum(data.correct), sum(data.incorrect)) == (int(given.correct.sum()), int((~given.correct).sum()))
     (panel,) = norm_figure([data]).axes
     lines = {line.get_label(): line for line in panel.lines}
     assert list(lines["mean confidence"].get_ydata()) == list(data.confidence)
@@ -172,7 +172,7 @@ def test_smoothing_is_twice_a_sigmoid():
         assert up == pytest.approx(2 / (1 + math.exp(-1.5 * gamma)), rel=1e-4)
         assert down == pytest.approx(2 / (1 + math.exp(1.5 * gamma)), rel=1e-4)
     assert (data.edges[0], data.edges[-1]) == (-4.5, 4.5)  # one more bin on either side
-    assert sum(data.share) == pytest.approx(1)
+    assert sum(data.fraction) == pytest.approx(1)
     left, right = alpha_figure([data]).axes
     assert list(left.lines[1].get_ydata()) == list(data.ratio)
     up, down = right.lines
@@ -188,7 +188,7 @@ def test_a_gate_without_beta_or_histogram_has_a_mean_alone():
         del record["gate"]["gamma_histogram"]
     both = [alpha_data(made, "bare"), alpha_data(pages.log(3), "no beta")]
     assert [(one.gamma, one.positive) for one in both] == [((), ()), ((), ())]
-    assert both[0].share == ()
+    assert both[0].fraction == ()
     figure = alpha_figure(both)
     figure.draw_without_rendering()
     assert figure.axes[0].get_position().width > 0.3  # nothing without end pushes the panels aside

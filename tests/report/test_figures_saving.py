@@ -136,7 +136,7 @@ def test_nothing_is_cut_off_too_small_or_overlaps(every):
 
 
 def test_the_check_itself_sees_what_is_wrong():
-    with style.paper(style.COLUMN, 1.5) as figure:
+    with style.figure_of_size(style.COLUMN, 1.5) as figure:
         panel = figure.subplots()
         panel.set_title("a title that is much too long for a column of this width, and goes on")
         panel.set_xlabel("small", fontsize=5)
@@ -173,7 +173,7 @@ def test_lines_of_one_panel_are_distinct_in_grey(every):
 
 
 def test_forty_lines_differ_in_marker_or_dashes():
-    looks = [style.stroke(n) for n in range(40)]
+    looks = [style.line_style(n) for n in range(40)]
     assert len({(one.marker, str(one.dash)) for one in looks}) == 40
     first = looks[:3]
     assert all(abs(luminance(a.colour) - luminance(b.colour)) > 0.25 for a, b in combinations(first, 2))
@@ -194,7 +194,7 @@ def test_forty_lines_differ_in_marker_or_dashes():
     ],
 )
 def test_names_from_others_are_words_and_boxes(text, wanted):
-    assert style.shown(text) == wanted
+    assert style.safe_label(text) == wanted
 
 
 @pytest.mark.parametrize(
@@ -235,8 +235,8 @@ def test_files_are_listed_and_hold_what_was_drawn(tmp_path):
     assert all(held["figure"] == name for name, held in read.items())
     lines = read["reliability_lines"]["data"]
     assert [one["title"] for one in lines] == ["uncalibrated"]
-    assert sum(lines[0]["share"]) == pytest.approx(1)
-    assert sum(read["confidence"]["data"][0]["right"]) == int(given.correct.sum())
+    assert sum(lines[0]["fraction"]) == pytest.approx(1)
+    assert sum(read["confidence"]["data"][0]["correct"]) == int(given.correct.sum())
     assert read["class_map"]["classes"] == 10
 
 
@@ -273,7 +273,7 @@ def gates_of(models):
     """Return the figures of gates; those of training, which take longer, are not drawn."""
     with pytest.MonkeyPatch.context() as patch:
         keep_only(patch, ("gate_figure",))
-        return {name: (figure, data) for name, figure, data in saving._of_logs(models)}
+        return {name: (figure, data) for name, figure, data in saving._training_figures(models)}
 
 
 def test_the_gate_is_drawn_of_every_log_that_has_one():
@@ -293,10 +293,10 @@ def test_the_gate_is_drawn_of_every_log_that_has_one():
 
 
 def test_names_that_make_the_same_file_name_are_numbered():
-    assert saving._endings(["a b", "a/b", "A-b", "…"]) == {
+    assert saving._suffixes(["a b", "a/b", "A-b", "…"]) == {
         "a b": "-a-b", "a/b": "-a-b-2", "A-b": "-A-b-3", "…": "-model"
     }  # fmt: skip
-    assert saving._endings(["only one"]) == {"only one": ""}
+    assert saving._suffixes(["only one"]) == {"only one": ""}
 
 
 @pytest.mark.parametrize(

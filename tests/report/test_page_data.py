@@ -192,7 +192,7 @@ def test_the_samples_shown_are_the_worst():
     assert page_data.sample_data(given[given.correct])["over"] == []
 
 
-def test_foreign_data_has_curves_and_the_numbers_of_the_report():
+def test_ood_data_has_roc_curves_and_the_numbers_of_the_report():
     given, sets = pages.model(), {"noise": pages.ood_data()}
     report = evaluate(given, ood=sets, intervals=False)
     data = page_data.ood_data(given, sets, report)

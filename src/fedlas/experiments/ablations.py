@@ -89,7 +89,7 @@ class Ablations(AbstractGrid):
     def methods(self) -> dict[str, str]:
         return {name: variant.about for name, variant in _variants().items()}
 
-    def known_data(self) -> Sequence[str]:
+    def data_sets(self) -> Sequence[str]:
         return ("cifar10",)
 
     def measured(self, data: str, choice: Choice) -> Sequence[Measured]:

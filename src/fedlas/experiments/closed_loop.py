@@ -1,8 +1,8 @@
-"""`closed_loop` against cross-entropy, temperature scaling and PS-KD, by the design in docs/closed_loop_design.md.
+"""Evaluation of `closed_loop` against cross-entropy, temperature scaling and PS-KD (docs/closed_loop_design.md).
 
-Six configurations of each method are compared on V2, without test predictions; the chosen ones are trained with the
-seeds of the table. Then follow controls of the label budget and ablations. Fashion-MNIST takes the configurations of
-CIFAR-100. Data and methods can be selected; the protocol is always "standard".
+Six configurations of each method are compared on V2, without test predictions; the selected ones are trained with all
+seeds. Controls of the label budget and ablations follow. Fashion-MNIST uses the configurations of CIFAR-100. Data sets
+and methods can be selected; the protocol is always "standard".
 """
 
 from pathlib import Path
@@ -31,11 +31,13 @@ class ClosedLoopEvaluation(AbstractExperiment):
     seeds = (1, 2, 3, 4, 5)
 
     def plan(self, choice: Choice, ledger: Ledger) -> list[PlannedRun]:
-        """List the runs of the search and, for each method whose search is complete, all others."""
-        found = [
-            PlannedRun(design.search_recipe(data, one, choice), design.PROTOCOL, design.POSTHOC, V2, (one.row,))
+        """Return the runs of the search and, for each method whose search is complete, all other runs."""
+        runs = [
+            PlannedRun(
+                design.search_recipe(data, candidate, choice), design.PROTOCOL, design.POSTHOC, V2, (candidate.row,)
+            )
             for data in design.data_sets(choice)
-            for one in design.candidates(choice)
+            for candidate in design.candidates(choice)
             if data not in design.CONFIRMATION
         ]
         for data in design.data_sets(choice):
@@ -44,18 +46,19 @@ class ClosedLoopEvaluation(AbstractExperiment):
                     recipes = [
                         design.primary_recipe(data, (method, posthoc), seed, choice, ledger) for seed in choice.seeds
                     ]
-                    found += [_wanted(one, design.row_name(method, posthoc)) for one in recipes if one is not None]
+                    row = design.row_name(method, posthoc)
+                    runs += [_planned_run(recipe, row) for recipe in recipes if recipe is not None]
         for data in design.controlled(choice):
             for row in design.control_rows(choice):
                 recipes = [design.control_recipe(data, row, seed, choice, ledger) for seed in design.CONTROLS["seeds"]]
-                found += [_wanted(one, row) for one in recipes if one is not None]
+                runs += [_planned_run(recipe, row) for recipe in recipes if recipe is not None]
         for row in design.ablation_rows(choice):
             recipes = [design.ablation_recipe(row, seed, choice, ledger) for seed in design.ABLATIONS["seeds"]]
-            found += [_wanted(one, row) for one in recipes if one is not None]
-        return found
+            runs += [_planned_run(recipe, row) for recipe in recipes if recipe is not None]
+        return runs
 
     def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
-        """Make all tables; those of comparisons, controls and ablations when there are runs for them."""
+        """Return all tables; those of comparisons, controls and ablations only if their runs are finished."""
         return [
             search_table(ledger, choice),
             primary_table(ledger, choice),
@@ -65,13 +68,15 @@ class ClosedLoopEvaluation(AbstractExperiment):
         ]
 
     def draw(self, drawing: Drawing) -> list[Path]:
-        """Draw strengths and calibration gaps over the epochs of the first run on each data set."""
+        """Draw strengths and calibration gaps by epoch, of the first run on each data set."""
         choice, row = drawing.choice, (design.OURS, None)
         lines = {data: primary_lines(drawing.ledger, choice, data, row) for data in design.data_sets(choice)}
-        found = [feedback_data(one[0].curve, data_name(data)) for data, one in lines.items() if one]
-        known = [one for one in found if one is not None]
-        return save_with_data(feedback_figure(known), known, drawing.folder, "closed_loop_feedback") if known else []
+        candidates = [feedback_data(finished[0].curve, data_name(data)) for data, finished in lines.items() if finished]
+        feedback = [data for data in candidates if data is not None]
+        if not feedback:
+            return []
+        return save_with_data(feedback_figure(feedback), feedback, drawing.folder, "closed_loop_feedback")
 
 
-def _wanted(recipe: Recipe, row: str) -> PlannedRun:
+def _planned_run(recipe: Recipe, row: str) -> PlannedRun:
     return PlannedRun(recipe, design.PROTOCOL, design.POSTHOC, rows=(row,))

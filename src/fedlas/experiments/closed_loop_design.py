@@ -1,4 +1,4 @@
-"""Recipes of the evaluation of `closed_loop`, as docs/closed_loop_design.md fixes them."""
+"""Recipes of the evaluation of `closed_loop`, as specified in docs/closed_loop_design.md."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,14 @@ POSTHOC = (None, TEMPERATURE)
 _DESIGN = json.loads(resources.files("fedlas.experiments").joinpath("closed_loop.json").read_text(encoding="utf-8"))
 METHODS: Mapping[str, str] = _DESIGN["methods"]
 OOD: Mapping[str, list[str]] = _DESIGN["ood"]
-FAMILIES: Sequence[Sequence[str]] = _DESIGN["families"]  # data sets whose tests are corrected together
-CONFIRMATION: Mapping[str, str] = _DESIGN["confirmation"]  # data without a search, and whose configurations it takes
+FAMILIES: Sequence[Sequence[str]] = _DESIGN["families"]  # data sets whose p-values are corrected together
+CONFIRMATION: Mapping[str, str] = _DESIGN[
+    "confirmation"
+]  # data sets without a search: the data set whose configurations they use
 CONTROLS: Mapping[str, Any] = _DESIGN["controls"]
 ABLATIONS: Mapping[str, Any] = _DESIGN["ablations"]
 OURS = "closed_loop"
-# Of each method, fields of the recipe that differ from the protocol, in the order of the design.
+# For each method, the recipe fields that differ from the protocol, in the order of the design.
 CONFIGURATIONS: Mapping[str, Sequence[Mapping[str, Any]]] = _DESIGN["configurations"]
 
 
@@ -33,7 +35,7 @@ class Candidate:
 
     Args:
         method: the loss.
-        number: of the configuration, from 1.
+        number: number of the configuration, starting at 1.
     """
 
     method: str
@@ -52,12 +54,12 @@ class Candidate:
 
 
 def search_recipe(data: str, candidate: Candidate, choice: Choice) -> Recipe:
-    """Make the recipe of a configuration in the search, which makes no test predictions."""
+    """Return the recipe of a configuration in the search; it makes no test predictions."""
     return _recipe(data, candidate, SEARCH_SEED, choice, splits=("val",))
 
 
 def primary_recipe(data: str, row: tuple[str, str | None], seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:
-    """Make the recipe of a run of a method, raw or + TS; None as long as its search is not complete."""
+    """Return the recipe of a method, with or without temperature scaling; None if its search is incomplete."""
     chosen = selected(data, *row, choice, ledger)
     if chosen is None:
         return None
@@ -65,39 +67,39 @@ def primary_recipe(data: str, row: tuple[str, str | None], seed: int, choice: Ch
 
 
 def selected(data: str, method: str, posthoc: str | None, choice: Choice, ledger: Ledger) -> Candidate | None:
-    """Return the configuration with the lowest NLL on V2; None as long as the search is not complete."""
+    """Return the configuration with the lowest NLL on V2; None if the search is incomplete."""
     data = CONFIRMATION.get(data, data)
-    rivals = [one for one in candidates(choice) if one.method == method]
-    lines = [ledger.find(search_recipe(data, one, choice), posthoc, V2) for one in rivals]
-    found = [line.metrics["nll"][0] for line in lines if line is not None]
-    return rivals[found.index(min(found))] if len(found) == len(rivals) else None
+    searched = [candidate for candidate in candidates(choice) if candidate.method == method]
+    lines = [ledger.find(search_recipe(data, candidate, choice), posthoc, V2) for candidate in searched]
+    nll = [line.metrics["nll"][0] for line in lines if line is not None]
+    return searched[nll.index(min(nll))] if len(nll) == len(searched) else None
 
 
 def control_recipe(data: str, row: str, seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:
-    """Make the recipe of a control of the label budget: the method's configuration after temperature scaling."""
+    """Return the recipe of a control of the label budget, with the configuration selected for temperature scaling."""
     control = CONTROLS["rows"][row]
-    made = primary_recipe(data, (control["method"], TEMPERATURE), seed, choice, ledger)
-    return None if made is None else made.replace(ood=(), **control["recipe"])
+    base = primary_recipe(data, (control["method"], TEMPERATURE), seed, choice, ledger)
+    return None if base is None else base.replace(ood=(), **control["recipe"])
 
 
 def ablation_recipe(row: str, seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:
-    """Make the recipe of an ablation; None as long as what it depends on is missing."""
+    """Return the recipe of an ablation; None if runs that it depends on are missing."""
     variant = ABLATIONS["variants"][row]
-    made = primary_recipe(ABLATIONS["data"], (OURS, None), seed, choice, ledger)
-    if made is None:
+    base = primary_recipe(ABLATIONS["data"], (OURS, None), seed, choice, ledger)
+    if base is None:
         return None
-    options = {**made.loss_options, **variant.get("loss_options", {})}
+    options = {**base.loss_options, **variant.get("loss_options", {})}
     if "strengths" in variant:
-        other = next(one for one in ABLATIONS["seeds"] if one != seed)
-        recorded = ledger.find(made.replace(seed=other))
+        other = next(other for other in ABLATIONS["seeds"] if other != seed)
+        recorded = ledger.find(base.replace(seed=other))
         if recorded is None:
             return None
         options["replay"] = _strengths(recorded)[-1:] if variant["strengths"] == "last" else _strengths(recorded)
-    return made.replace(ood=(), loss_options=options, **variant.get("recipe", {}))
+    return base.replace(ood=(), loss_options=options, **variant.get("recipe", {}))
 
 
 def _strengths(line: Line) -> list[dict[str, Any]]:
-    """Return strengths and edges of each epoch; in the first one all strengths are equal."""
+    """Return the strengths and edges of each epoch; all strengths are equal in the first epoch."""
     states = [{name: epoch["loss_state"][name] for name in ("strengths", "edges")} for epoch in line.curve]
     start = {**states[0], "strengths": [ABLATIONS["start"]] * len(states[0]["strengths"])}
     return [start, *states[:-1]]
@@ -113,13 +115,13 @@ def _recipe(data: str, candidate: Candidate, seed: int, choice: Choice, **fields
     return _standard_recipe(data, model, candidate, seed, tuple(choice.changes.items())).replace(**fields)
 
 
-@lru_cache(maxsize=1024)  # tables look the recipes of a search up many times
+@lru_cache(maxsize=1024)  # tables look up the recipes of a search many times
 def _standard_recipe(
     data: str, model: str | None, candidate: Candidate, seed: int, settings: tuple[tuple[str, str], ...]
 ) -> Recipe:
     changes = CONFIGURATIONS[candidate.method][candidate.number - 1]
-    made = recipe_for(data, model, candidate.method, protocol=PROTOCOL, seed=seed, **changes)
-    return made.with_settings(dict(settings))
+    recipe = recipe_for(data, model, candidate.method, protocol=PROTOCOL, seed=seed, **changes)
+    return recipe.with_settings(dict(settings))
 
 
 def data_sets(choice: Choice) -> tuple[str, ...]:
@@ -144,7 +146,7 @@ def ablation_rows(choice: Choice) -> list[str]:
 
 
 def methods(choice: Choice) -> list[str]:
-    """Return the methods that are compared."""
+    """Return the methods to compare."""
     return choice.of(METHODS, choice.losses, "method")
 
 

@@ -17,7 +17,7 @@ from fedlas.metrics.seeds import SeedComparison, ece_values, holm, over_seeds
 from fedlas.report.tables import Cell, Column, Row, Table
 from fedlas.training.recipe import Recipe
 
-FEWEST_SEEDS = 5  # of the comparisons, by the design
+FEWEST_SEEDS = 5  # minimum for comparisons, by the design
 OTHERS = (("ce", TEMPERATURE), ("pskd", None), ("pskd", TEMPERATURE))
 TESTED = {"nll": "NLL", "aurc": "AURC x 1000"}
 METRIC_COLUMNS = (
@@ -33,7 +33,7 @@ MARGINS = {"accuracy": ("accuracy", -0.005), "ece": ("ECE", 0.005), "brier": ("B
 
 
 def search_table(ledger: Ledger, choice: Choice) -> Table:
-    """Make the table of the search: NLL on V2 of every configuration, and which are selected."""
+    """Return the table of the search: NLL on V2 of every configuration, with the selected ones in the notes."""
     searched = [data for data in data_sets(choice) if data not in design.CONFIRMATION]
     columns = tuple(
         Column(heading, data_name(data), percent=False, digits=4, ranked=False)
@@ -41,8 +41,12 @@ def search_table(ledger: Ledger, choice: Choice) -> Table:
         for heading in ("NLL", "NLL after TS")
     )
     rows = tuple(
-        Row(one.row, one.about, tuple(_search_cell(ledger, choice, data, one, p) for data in searched for p in POSTHOC))
-        for one in design.candidates(choice)
+        Row(
+            candidate.row,
+            candidate.about,
+            tuple(_search_cell(ledger, choice, data, candidate, posthoc) for data in searched for posthoc in POSTHOC),
+        )
+        for candidate in design.candidates(choice)
     )
     notes = [
         f"V2, seed {design.SEARCH_SEED}. NLL after TS: the temperature is fitted on the other half of V2.",
@@ -54,8 +58,8 @@ def search_table(ledger: Ledger, choice: Choice) -> Table:
             for method in methods(choice)
             for posthoc in POSTHOC
         }
-        known = ", ".join(f"{row}: {one.number}" for row, one in chosen.items() if one is not None)
-        notes += [f"Selected on {data_name(data)}: {known}."] if known else []
+        numbers = ", ".join(f"{row}: {candidate.number}" for row, candidate in chosen.items() if candidate is not None)
+        notes += [f"Selected on {data_name(data)}: {numbers}."] if numbers else []
     return Table("closed_loop-search", "Search of hyperparameters", columns, rows, tuple(notes))
 
 
@@ -65,13 +69,13 @@ def _search_cell(ledger: Ledger, choice: Choice, data: str, candidate: Candidate
 
 
 def primary_table(ledger: Ledger, choice: Choice) -> Table:
-    """Make the primary table: every metric of every method, raw and after temperature scaling."""
+    """Return the primary table: every metric of every method, before and after temperature scaling."""
     measures = _measures(data_sets(choice))
     rows = []
     for method in methods(choice):
         for posthoc in POSTHOC:
             lines = {data: primary_lines(ledger, choice, data, (method, posthoc)) for data in data_sets(choice)}
-            cells = tuple(_cell(lines[data], one, len(choice.seeds)) for data, one in measures)
+            cells = tuple(_cell(lines[data], measured, len(choice.seeds)) for data, measured in measures)
             rows.append(Row(row_name(method, posthoc), _label(method, posthoc), cells))
     notes = ("Weights of the last epoch; the temperature is fitted on V2. Mean and standard deviation over seeds.",)
     title = "Closed loop, CE and PS-KD"
@@ -81,13 +85,13 @@ def primary_table(ledger: Ledger, choice: Choice) -> Table:
 def primary_lines(
     ledger: Ledger, choice: Choice, data: str, row: tuple[str, str | None], seeds: Sequence[int] | None = None
 ) -> list[Line]:
-    """Find the lines of a row of the primary table."""
+    """Return the ledger lines of a row of the primary table."""
     seeds = choice.seeds if seeds is None else seeds
-    return _found(ledger, [design.primary_recipe(data, row, seed, choice, ledger) for seed in seeds], row[1])
+    return _finished_lines(ledger, [design.primary_recipe(data, row, seed, choice, ledger) for seed in seeds], row[1])
 
 
 def comparison_tables(ledger: Ledger, choice: Choice) -> list[Table]:
-    """Make the tables of the tests and of the margins; none until every run of a family is in the ledger."""
+    """Return the tables of tests and margins of each family of data sets whose runs are all in the ledger."""
     if len(choice.seeds) < FEWEST_SEEDS or set(methods(choice)) != set(design.METHODS):
         return []
     families = [family for family in design.FAMILIES if set(family) <= set(data_sets(choice))]
@@ -100,7 +104,7 @@ def _family_tables(ledger: Ledger, choice: Choice, family: Sequence[str]) -> lis
         for data in family
         for method, posthoc in ((OURS, None), *OTHERS)
     }
-    if any(len(found) < len(choice.seeds) for found in lines.values()):
+    if any(len(finished) < len(choice.seeds) for finished in lines.values()):
         return []
     values = _SampleValues(ledger)
     tests = {
@@ -109,11 +113,11 @@ def _family_tables(ledger: Ledger, choice: Choice, family: Sequence[str]) -> lis
         for other in OTHERS
         for metric in TESTED
     }
-    adjusted = dict(zip(tests, holm([one.p_value for one in tests.values()]), strict=True))
+    adjusted = dict(zip(tests, holm([test.p_value for test in tests.values()]), strict=True))
     rows = []
-    for (data, other, metric), one in tests.items():
+    for (data, other, metric), test in tests.items():
         about = f"{data_name(data)}: closed loop - {_label(*other)}, {TESTED[metric]}"
-        cells = (*_difference(one, metric), Cell((one.p_value,)), Cell((adjusted[data, other, metric],)))
+        cells = (*_difference(test, metric), Cell((test.p_value,)), Cell((adjusted[data, other, metric],)))
         rows.append(Row(f"{data}/{row_name(*other)}/{metric}", about, cells))
     columns = tuple(_plain_column(word) for word in ("difference", "low", "high", "p", "p (Holm)"))
     note = "Mean difference over seeds, 95 % interval over seeds and test samples (t), Holm correction over all rows."
@@ -126,15 +130,15 @@ def _family_tables(ledger: Ledger, choice: Choice, family: Sequence[str]) -> lis
 def _margin_table(
     name: str, values: "_SampleValues", lines: Mapping[tuple[str, str, str | None], list[Line]], family: Sequence[str]
 ) -> Table:
-    """Make the table of one-sided bounds against CE + TS, and their margins."""
+    """Return the table of one-sided bounds of the difference from CE + TS, with their margins."""
     rows = []
     for data in family:
         for metric, (word, margin) in MARGINS.items():
-            one = values.compare(lines[data, OURS, None], lines[data, "ce", TEMPERATURE], metric)
-            ends = one.interval(0.9)
+            comparison = values.compare(lines[data, OURS, None], lines[data, "ce", TEMPERATURE], metric)
+            ends = comparison.interval(0.9)
             bound = ends.low if margin < 0 else ends.high
             inside = float(bound > margin if margin < 0 else bound < margin)
-            cells = tuple(Cell((value,)) for value in (one.difference, bound, margin, inside))
+            cells = tuple(Cell((value,)) for value in (comparison.difference, bound, margin, inside))
             rows.append(Row(f"{data}/{metric}", f"{data_name(data)}: {word}", cells))
     columns = tuple(_plain_column(word) for word in ("difference", "bound", "margin", "inside"))
     note = "closed loop - (CE + TS); one-sided 95 % bound over seeds and test samples. inside: 1 if within the margin."
@@ -142,11 +146,11 @@ def _margin_table(
 
 
 def control_tables(ledger: Ledger, choice: Choice) -> list[Table]:
-    """Make the table of controls of the label budget, and their differences from `closed_loop`."""
+    """Return the tables of controls of the label budget, and of their differences from `closed_loop`."""
     seeds, tables = design.CONTROLS["seeds"], []
     measures = _measures(design.controlled(choice), ood=False)
     lines = {
-        (data, row): _found(
+        (data, row): _finished_lines(
             ledger, [design.control_recipe(data, row, seed, choice, ledger) for seed in seeds], TEMPERATURE
         )
         for data in design.controlled(choice)
@@ -156,11 +160,13 @@ def control_tables(ledger: Ledger, choice: Choice) -> list[Table]:
         return []
     about = {row: f"{design.CONTROLS['rows'][row]['about']} + TS" for row in design.control_rows(choice)}
     rows = [
-        Row(row, words, tuple(_cell(lines[data, row], one, len(seeds)) for data, one in measures))
+        Row(row, words, tuple(_cell(lines[data, row], measured, len(seeds)) for data, measured in measures))
         for row, words in about.items()
     ]
     ours = {data: primary_lines(ledger, choice, data, (OURS, None), seeds) for data in design.controlled(choice)}
-    rows.append(Row(OURS, _label(OURS, None), tuple(_cell(ours[data], one, len(seeds)) for data, one in measures)))
+    rows.append(
+        Row(OURS, _label(OURS, None), tuple(_cell(ours[data], measured, len(seeds)) for data, measured in measures))
+    )
     note = (
         f"Seeds {', '.join(map(str, seeds))}; configurations of the + TS rows. Mean and standard deviation over seeds."
     )
@@ -187,70 +193,74 @@ def control_tables(ledger: Ledger, choice: Choice) -> list[Table]:
 
 
 def ablation_table(ledger: Ledger, choice: Choice) -> list[Table]:
-    """Make the table of ablations, raw; none without runs."""
+    """Return the table of ablations before temperature scaling; no table without runs."""
     data, seeds = design.ABLATIONS["data"], design.ABLATIONS["seeds"]
     lines = {
-        row: _found(ledger, [design.ablation_recipe(row, seed, choice, ledger) for seed in seeds], None)
+        row: _finished_lines(ledger, [design.ablation_recipe(row, seed, choice, ledger) for seed in seeds], None)
         for row in design.ablation_rows(choice)
     }
     if not any(lines.values()):
         return []
     measures = _measures([data], ood=False)
     about = {row: design.ABLATIONS["variants"][row]["about"] for row in lines}
-    shown = {OURS: primary_lines(ledger, choice, data, (OURS, None), seeds), **lines}
+    row_lines = {OURS: primary_lines(ledger, choice, data, (OURS, None), seeds), **lines}
     rows = tuple(
-        Row(row, about.get(row, "selected configuration"), tuple(_cell(found, one, len(seeds)) for _, one in measures))
-        for row, found in shown.items()
+        Row(
+            row,
+            about.get(row, "selected configuration"),
+            tuple(_cell(finished, measured, len(seeds)) for _, measured in measures),
+        )
+        for row, finished in row_lines.items()
     )
     note = f"Seeds {', '.join(map(str, seeds))}, without temperature scaling; one factor at a time."
     return [Table("closed_loop-ablations", "Ablations of the closed loop", _columns(measures), rows, (note,))]
 
 
 def _measures(sets: Sequence[str], *, ood: bool = True) -> list[tuple[str, Measured]]:
-    """List the columns of a table of metrics, each with its data set."""
-    found = []
+    """Return the metrics in the columns of a table, each with its data set."""
+    measures = []
     for data in sets:
-        found += [(data, Measured(metric, heading, higher_is_better=up)) for metric, heading, up in METRIC_COLUMNS]
+        measures += [(data, Measured(metric, heading, higher_is_better=up)) for metric, heading, up in METRIC_COLUMNS]
         for name in design.OOD.get(data, ()) if ood else ():
-            found.append((data, Measured("auroc", f"AUROC {data_name(name)} %", higher_is_better=True, ood=name)))
-    return found
+            measures.append((data, Measured("auroc", f"AUROC {data_name(name)} %", higher_is_better=True, ood=name)))
+    return measures
 
 
 def _columns(measures: Sequence[tuple[str, Measured]]) -> tuple[Column, ...]:
-    shown = {"NLL": (False, 4), "Brier": (False, 4), "AURC x 1000": (False, 2)}
+    formats = {"NLL": (False, 4), "Brier": (False, 4), "AURC x 1000": (False, 2)}
     return tuple(
         Column(
-            one.heading,
+            measured.heading,
             data_name(data),
-            one.higher_is_better,
-            percent=shown.get(one.heading, (True, 2))[0],
-            digits=shown.get(one.heading, (True, 2))[1],
+            measured.higher_is_better,
+            percent=formats.get(measured.heading, (True, 2))[0],
+            digits=formats.get(measured.heading, (True, 2))[1],
         )
-        for data, one in measures
+        for data, measured in measures
     )
 
 
-def _cell(lines: Sequence[Line], one: Measured, planned: int) -> Cell:
-    scale = 1000 if one.metric == "aurc" else 1
-    found = [measure for line in lines if (measure := one.of(line)) is not None]
-    return Cell(tuple(scale * value for value, _, _ in found), planned=planned)
+def _cell(lines: Sequence[Line], measured: Measured, planned: int) -> Cell:
+    scale = 1000 if measured.metric == "aurc" else 1
+    measures = [measure for line in lines if (measure := measured.of(line)) is not None]
+    return Cell(tuple(scale * value for value, _, _ in measures), planned=planned)
 
 
-def _found(ledger: Ledger, recipes: Sequence[Recipe | None], posthoc: str | None) -> list[Line]:
-    lines = [ledger.find(one, posthoc) for one in recipes if one is not None]
+def _finished_lines(ledger: Ledger, recipes: Sequence[Recipe | None], posthoc: str | None) -> list[Line]:
+    lines = [ledger.find(recipe, posthoc) for recipe in recipes if recipe is not None]
     return [line for line in lines if line is not None]
 
 
-def _difference(one: SeedComparison, metric: str) -> tuple[Cell, ...]:
-    scale, ends = 1000 if metric == "aurc" else 1, one.interval()
-    return tuple(Cell((scale * value,)) for value in (one.difference, ends.low, ends.high))
+def _difference(comparison: SeedComparison, metric: str) -> tuple[Cell, ...]:
+    scale, ends = 1000 if metric == "aurc" else 1, comparison.interval()
+    return tuple(Cell((scale * value,)) for value in (comparison.difference, ends.low, ends.high))
 
 
 class _SampleValues:
-    """Metrics of each test sample; every line of the ledger is read once, though several comparisons need it.
+    """Metrics of each test sample; the predictions of each ledger line are read once.
 
     Args:
-        ledger: the lines and their stored predictions.
+        ledger: ledger with the stored predictions.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -262,17 +272,17 @@ class _SampleValues:
         return over_seeds(*([self._of(line)[metric] for line in lines] for lines in (ours, theirs)))
 
     def _of(self, line: Line) -> dict[str, Tensor]:
-        """Return for each metric one value per test sample, whose mean is the metric."""
+        """Return the values of each metric for all test samples; their mean is the metric."""
         if line.id not in self._read:
-            kept = load_stored_predictions(line, self._ledger)
-            stored, top = kept.of_each_sample(), kept.tops()
-            found = {name: one.values for name, one in stored.items()} | {"ece": ece_values(top)}
-            found |= {
+            predictions = load_stored_predictions(line, self._ledger)
+            stored, top = predictions.of_each_sample(), predictions.tops()
+            values = {name: metric.values for name, metric in stored.items()} | {"ece": ece_values(top)}
+            values |= {
                 name: of_each_sample(paired_metrics()[name], top).values
                 for name in (*TESTED, *MARGINS)
-                if name not in found
+                if name not in values
             }
-            self._read[line.id] = found
+            self._read[line.id] = values
         return self._read[line.id]
 
 

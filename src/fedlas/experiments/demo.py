@@ -1,11 +1,11 @@
 """The demonstration: the calibration of five losses on handwritten digits.
 
-With all training images, nearly every model is accurate and well calibrated. So the training set has only about four
-images per digit, for many epochs and without weight decay. The models memorise them, and with plain cross-entropy they
-are over-confident on all other images (with each of the seeds 1, 2 and 3).
+With all training images, nearly every model is accurate and well calibrated. Therefore the models are trained on only
+about four images per digit, for many epochs and without weight decay. They overfit, and with plain cross-entropy they
+are over-confident on test images (with each of the seeds 1, 2 and 3).
 
 About 17 settings were tried, with the results of all five losses in view, until cross-entropy was clearly
-miscalibrated. So the demonstration illustrates the metrics and is no evidence for any loss.
+miscalibrated. The demonstration illustrates the metrics and is no evidence for any loss.
 """
 
 import logging
@@ -22,7 +22,7 @@ from fedlas.training.protocols import compared_losses
 logger = logging.getLogger(__name__)
 
 SAMPLES, BATCH, EPOCHS = 40, 10, 60
-FIGURES, FIGURE = "figures", "reliability"  # the folder, and the name of the files in it
+FIGURES, FIGURE = "figures", "reliability"  # folder, and file name without extension
 METRICS = ("accuracy", "ece", "aece", "over_ece", "under_ece", "nll")
 HEAD = ("loss", "paper", "", "accuracy %", "ECE %", "AECE %", "O-ECE %", "U-ECE %", "NLL")
 TEXT = f"""\
@@ -39,10 +39,10 @@ class DemoResult:
     """Results of the demonstration.
 
     Args:
-        text: what was done.
-        head: headings of the table.
-        rows: one for each loss.
-        files: figures and run folders.
+        text: description of the experiment.
+        head: column headings of the table.
+        rows: rows of the table, one for each loss.
+        files: paths of the figures and run folders.
     """
 
     text: str
@@ -68,29 +68,29 @@ def recipes() -> Iterator[Recipe]:
 
 
 def run_demo(folder: Path, *, progress: bool | None = None) -> DemoResult:
-    """Train, evaluate and draw; finished runs are not trained again.
+    """Train and evaluate all models and draw the figures; skip training of finished runs.
 
     Args:
         folder: folder for run folders and figures.
         progress: show progress bars; None for terminals only.
     """
-    wanted = list(recipes())
+    planned = list(recipes())
     reports: dict[str, Report] = {}
     runs: list[Run] = []
-    trained = fit_many(wanted, folder=folder, progress=progress)
-    for number, (recipe, run) in enumerate(zip(wanted, trained, strict=True), start=1):
-        logger.info("trained %s (%d of %d)", recipe.loss, number, len(wanted))
+    trained = fit_many(planned, folder=folder, progress=progress)
+    for number, (recipe, run) in enumerate(zip(planned, trained, strict=True), start=1):
+        logger.info("trained %s (%d of %d)", recipe.loss, number, len(planned))
         reports[recipe.loss] = evaluate(
             run.predictions("best-test"), posthoc=["temperature"], calibration=run.predictions("best-val")
         )
         runs.append(run)
     paper = compared_losses()
     rows = [_row(name, paper[name], report) for name, report in reports.items()]
-    drawn = {
+    diagrams = {
         "as trained": [_diagram(report.before, paper[name]) for name, report in reports.items()],
         "temperature": [_diagram(_calibrated(report), paper[name]) for name, report in reports.items()],
     }
-    figure = save_with_data(reliability_figure(drawn), drawn, folder / FIGURES, FIGURE, ("png",))
+    figure = save_with_data(reliability_figure(diagrams), diagrams, folder / FIGURES, FIGURE, ("png",))
     return DemoResult(TEXT, HEAD, rows, [*figure, *(run.folder for run in runs)])
 
 

@@ -1,11 +1,11 @@
-"""The paper's figure on the gate's stability: how many samples are in each mode, and how many change it, by epoch.
+"""The paper's figure on gate stability: fraction of samples in each mode and flip rate, by epoch.
 
-With psi the mode of a training sample in an epoch, +1 or -1: the proportions are the shares of both among the samples
-seen in the epoch, the flip rate is the share of samples whose mode differs from the epoch before, among those seen in
-both. Runs log them, here they get a mean and a range over seeds. The runs are those of the main table.
+The mode psi of a training sample in an epoch is +1 or -1. The figure shows the fraction of samples in each mode, and
+the flip rate: the fraction of samples whose mode differs from the previous epoch, among those seen in both epochs.
+Runs log these numbers; mean and range over seeds are computed here. The runs are those of the main table.
 
-The paper calls +1 "overconfident" and -1 "under-confident". What the gate learns is to lower the training loss, so the
-table has two more numbers that say what it does: the mean of alpha_i / alpha, and the share of psi = -sign(gamma).
+The paper calls +1 "overconfident" and -1 "under-confident". Since the gate learns to lower the training loss, the
+table has two more statistics: the mean of alpha_i / alpha, and the fraction of samples with psi = -sign(gamma).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fedlas.experiments.base import AbstractExperiment, Choice, Drawing, PlannedRun
 from fedlas.experiments.ledger import Ledger, Line
 from fedlas.experiments.paper import data_name
-from fedlas.report.figures import course_data, gate_data, gate_figure, save_with_data
+from fedlas.report.figures import epoch_statistics, gate_data, gate_figure, save_with_data
 from fedlas.report.tables import Cell, Column, Row, Table
 from fedlas.training.protocols import compared_losses, list_recipes, recipe_for
 from fedlas.training.recipe import Recipe
@@ -137,7 +137,7 @@ def _lines(ledger: Ledger, choice: Choice, place: Place, loss: str) -> list[Line
 
 
 def _cell(ledger: Ledger, choice: Choice, place: Place, loss: str, one: Number) -> Cell:
-    courses = [course_data(loss, [line.curve], one.word) for line in _lines(ledger, choice, place, loss)]
+    courses = [epoch_statistics(loss, [line.curve], one.word) for line in _lines(ledger, choice, place, loss)]
     values = tuple(course.mean[-1 if one.last else 0] for course in courses if course.mean)
     return Cell(values, planned=len(choice.seeds))
 

@@ -1,7 +1,7 @@
-"""The base class of tables of methods against data sets and models, as most of the paper's are.
+"""Base class of experiments whose table has methods in rows, and data sets and models in columns.
 
-A subclass in a file of its own names the methods, data sets, models and metrics. The base class plans the runs and
-fills the cells from ledger lines, one value per seed, with the paper's number beside them.
+A subclass names the methods, data sets, models and metrics. The base class plans the runs and fills the cells from
+ledger lines, with one value per seed and the paper's number.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Measured:
         ood: the OOD data set of an AUROC.
         printed_as: name of the OOD data set in the paper's numbers.
         score: the OOD score of an AUROC.
-        printed: whether the paper has it.
+        printed: whether the paper has this metric.
     """
 
     metric: str
@@ -51,12 +51,12 @@ class Measured:
 
     def of(self, line: Line) -> Measure | None:
         """Return the value and interval in a ledger line."""
-        held = line.metrics if self.ood is None else line.ood.get(self.ood, {})
-        return held.get(self.metric if self.ood is None else self.score)
+        measures = line.metrics if self.ood is None else line.ood.get(self.ood, {})
+        return measures.get(self.metric if self.ood is None else self.score)
 
 
 def evaluated_split(recipe: Recipe, choice: Choice) -> str:
-    """Return the split to evaluate; "test" if the preprocessing of the official code equals that of the recipe."""
+    """Return the split to evaluate: "test" if the official code preprocesses images as the recipe does."""
     return choice.split if official_preprocessing_differs(recipe.data, recipe.data_options) else TEST
 
 
@@ -64,16 +64,16 @@ class AbstractGrid(AbstractExperiment):
     """A table with methods in rows, and data sets, models and metrics in columns."""
 
     title: ClassVar[str]
-    compared: ClassVar[bool] = True  # whether the paper has such numbers
+    compared: ClassVar[bool] = True  # whether the paper has numbers to compare with
     one_network: ClassVar[bool] = False  # whether to use only the first model of each data set
-    ranked: ClassVar[tuple[str, ...]] = ()  # headings of the columns that have mean ranks
+    ranked: ClassVar[tuple[str, ...]] = ()  # headings of the columns for which mean ranks are added
 
     @property
     def methods(self) -> dict[str, str]:
         """Rows in the paper's order, with the paper's names."""
         return paper.methods(self.name)
 
-    def known_data(self) -> Sequence[str]:
+    def data_sets(self) -> Sequence[str]:
         """List the data sets, in the paper's order."""
         return paper.data_sets(self.name)
 
@@ -88,7 +88,7 @@ class AbstractGrid(AbstractExperiment):
 
     def ood_data(self, data: str, choice: Choice) -> tuple[str, ...]:
         """Return the OOD data sets of a data set."""
-        return tuple(sorted({one.ood for one in self.measured(data, choice) if one.ood is not None}))
+        return tuple(sorted({measured.ood for measured in self.measured(data, choice) if measured.ood is not None}))
 
     def uses_official_ood(self, data: str, choice: Choice) -> bool:
         """Return whether OOD data is preprocessed as by the official code, and that differs from ours."""
@@ -103,16 +103,16 @@ class AbstractGrid(AbstractExperiment):
     def places(self, choice: Choice) -> list[Place]:
         """Return the chosen data sets and models."""
         protocol = protocol_named(choice.protocol)
-        # Any data set may be named; without a name, those of the paper that the protocol has a network for.
-        known = choice.data or [data for data in self.known_data() if protocol.models(data)]
-        found = []
-        for data in known:
-            # Without a network of the protocol, the recipe says what is wrong.
+        # The default are the data sets of the paper for which the protocol has a network.
+        data_sets = choice.data or [data for data in self.data_sets() if protocol.models(data)]
+        places = []
+        for data in data_sets:
+            # If the protocol has no network for the data set, creating the recipe raises the error.
             models = choice.models or self.models(data, choice.protocol) or (self._no_model(data, choice),)
-            found += [Place(data, model) for model in models]
-        if not found:
+            places += [Place(data, model) for model in models]
+        if not places:
             raise UserError(f"the protocol {protocol.name!r} has no network for the data of this experiment")
-        return found
+        return places
 
     def _no_model(self, data: str, choice: Choice) -> str:
         return recipe_for(data, protocol=choice.protocol).model
@@ -122,12 +122,12 @@ class AbstractGrid(AbstractExperiment):
         return choice.of(self.methods, choice.losses, "row")
 
     def recipe(self, place: Place, row: str, seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:
-        """Return the recipe of one run; None while it depends on runs that are not in the ledger."""
+        """Return the recipe of one run; None if it depends on runs that are not in the ledger."""
         del ledger
-        made = recipe_for(place.data, place.model, loss_of(row), protocol=choice.protocol, seed=seed)
-        made = made.with_settings(choice.changes)
-        splits = tuple(dict.fromkeys((*made.splits, evaluated_split(made, choice))))
-        return made.replace(ood=self.ood_data(place.data, choice), splits=splits)
+        recipe = recipe_for(place.data, place.model, loss_of(row), protocol=choice.protocol, seed=seed)
+        recipe = recipe.with_settings(choice.changes)
+        splits = tuple(dict.fromkeys((*recipe.splits, evaluated_split(recipe, choice))))
+        return recipe.replace(ood=self.ood_data(place.data, choice), splits=splits)
 
     def plan(self, choice: Choice, ledger: Ledger) -> list[PlannedRun]:
         return [
@@ -140,10 +140,11 @@ class AbstractGrid(AbstractExperiment):
 
     def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
         places, rows = self.places(choice), self.rows(choice)
-        asked = [(place, one) for place in places for one in self.measured(place.data, choice)]
+        cells = [(place, measured) for place in places for measured in self.measured(place.data, choice)]
         compared = choice.protocol in PUBLISHED and not choice.changes
         columns = [
-            Column(one.heading, _heading(place), one.higher_is_better, compared=compared) for place, one in asked
+            Column(measured.heading, _heading(place), measured.higher_is_better, compared=compared)
+            for place, measured in cells
         ]
         filled = [
             Row(
@@ -154,7 +155,7 @@ class AbstractGrid(AbstractExperiment):
             for row in rows
         ]
         others = tuple(
-            Row(row, about, tuple(self._cell((), choice, place, row, one) for place, one in asked))
+            Row(row, about, tuple(self._cell((), choice, place, row, measured) for place, measured in cells))
             for row, about in self.methods.items()
             if row not in rows
         )
@@ -195,14 +196,14 @@ class AbstractGrid(AbstractExperiment):
     def _mean_accuracy(
         self, ledger: Ledger, choice: Choice, places: Sequence[Place], row: str, seed: int
     ) -> float | None:
-        """Return the mean accuracy of one seed; None while a run is missing."""
+        """Return the mean accuracy of one seed; None if a run is missing."""
         recipes = [self.recipe(place, row, seed, choice, ledger) for place in places]
-        found = [
+        lines = [
             None if recipe is None else ledger.find(recipe, calibrator_of(row), evaluated_split(recipe, choice))
             for recipe in recipes
         ]
-        known = [line.metrics["accuracy"][0] for line in found if line is not None]
-        return fmean(known) if len(known) == len(places) else None
+        accuracies = [line.metrics["accuracy"][0] for line in lines if line is not None]
+        return fmean(accuracies) if len(accuracies) == len(places) else None
 
     def notes(self, choice: Choice) -> tuple[str, ...]:
         """Return the notes below a table."""
@@ -223,21 +224,22 @@ class AbstractGrid(AbstractExperiment):
     def _cells(self, ledger: Ledger, choice: Choice, place: Place, row: str) -> list[Cell]:
         """Return the cells of a row for one data set and model, one per metric."""
         recipes = [self.recipe(place, row, seed, choice, ledger) for seed in choice.seeds]
-        posthoc, made = calibrator_of(row), [recipe for recipe in recipes if recipe is not None]
-        found = [ledger.find(recipe, posthoc, evaluated_split(recipe, choice)) for recipe in made]
-        lines = [line for line in found if line is not None]
-        return [self._cell(lines, choice, place, row, one) for one in self.measured(place.data, choice)]
+        posthoc, available = calibrator_of(row), [recipe for recipe in recipes if recipe is not None]
+        lines = [ledger.find(recipe, posthoc, evaluated_split(recipe, choice)) for recipe in available]
+        finished = [line for line in lines if line is not None]
+        return [self._cell(finished, choice, place, row, measured) for measured in self.measured(place.data, choice)]
 
-    def _cell(self, lines: Sequence[Line], choice: Choice, place: Place, row: str, one: Measured) -> Cell:
-        found = [measure for line in lines if (measure := one.of(line)) is not None]
-        theirs = (place.model,) if choice.protocol in PUBLISHED else published_models(place.data)[:1]
-        beside = [
-            paper.printed(self.name, row, place.data, model, metric=one.metric, ood=one.printed_as) for model in theirs
+    def _cell(self, lines: Sequence[Line], choice: Choice, place: Place, row: str, measured: Measured) -> Cell:
+        measures = [measure for line in lines if (measure := measured.of(line)) is not None]
+        paper_models = (place.model,) if choice.protocol in PUBLISHED else published_models(place.data)[:1]
+        printed = [
+            paper.printed(self.name, row, place.data, model, metric=measured.metric, ood=measured.printed_as)
+            for model in paper_models
         ]
         return Cell(
-            values=tuple(value for value, _, _ in found),
-            intervals=tuple((low, high) for _, low, high in found if low is not None and high is not None),
-            printed=beside[0] if beside and one.printed else None,
+            values=tuple(value for value, _, _ in measures),
+            intervals=tuple((low, high) for _, low, high in measures if low is not None and high is not None),
+            printed=printed[0] if printed and measured.printed else None,
             planned=len(choice.seeds),
         )
 

@@ -145,7 +145,7 @@ def _drawn(drawing: Drawing, run: Run) -> Iterator[Path]:
     activations = activations_data(after.predictions, after.images, title)
     name = f"indicator-activations-{recipe.data}"
     yield from save_with_data(activations_figure(activations), activations, drawing.folder, name)
-    theorems = Theorems(title, _theorem(after, "trained", written), _theorem(before, "as drawn"))
+    theorems = Theorems(title, _theorem(after, "trained", written), _theorem(before, "at initialisation"))
     name = f"indicator-theorem-{recipe.data}"
     yield from save_with_data(theorem_figure(theorems), theorems, drawing.folder, name)
 

@@ -25,7 +25,7 @@ class Precision(AbstractGrid):
     def methods(self) -> dict[str, str]:
         return {FAST: "as the protocol says", SLOW: "float32 (TF32 products), neither compiled nor captured"}
 
-    def known_data(self) -> Sequence[str]:
+    def data_sets(self) -> Sequence[str]:
         return ("cifar10",)
 
     def recipe(self, place: Place, row: str, seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:

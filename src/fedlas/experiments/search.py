@@ -1,8 +1,8 @@
 """Search hyperparameters of a loss on the validation split; the test split is not used.
 
-A trial is a run whose recipe asks for no predictions but those of the validation split. Suggestions are drawn by a
-seeded sampler, and finished runs are found again: a search that was stopped and is started anew repeats its first
-trials in no time, and goes on. Everything is recorded in `search.json`: what was searched, every trial, and the choice.
+The runs of a trial write predictions of the validation split only. The sampler is seeded and finished runs are reused,
+so a search that was interrupted can be started again and continues after its finished trials. `search.json` records
+the search ranges, every trial, and the best one.
 """
 
 import json
@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "fedlas.search/1"
 FILE_NAME = "search.json"
-METRICS = {name: one for name, one in all_metrics().items() if one.in_summary and one.higher_is_better is not None}
+METRICS = {
+    name: metric for name, metric in all_metrics().items() if metric.in_summary and metric.higher_is_better is not None
+}
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,11 @@ class Range:
     """Search range of a keyword of the loss: an interval or a list of values.
 
     Args:
-        name: the keyword.
-        low: the lower end.
-        high: the upper end.
-        log: whether factors count rather than differences.
-        values: the list, where there is one.
+        name: name of the keyword.
+        low: lower end.
+        high: upper end.
+        log: whether to sample on a log scale.
+        values: list of values; empty for an interval.
     """
 
     name: str
@@ -50,13 +52,13 @@ class Range:
 
     @classmethod
     def parse(cls, text: str) -> "Range":
-        """Read `beta=0.5:8`, `beta=0.5:8:log` or `theta=0.1,0.5,0.95`."""
+        """Parse `beta=0.5:8`, `beta=0.5:8:log` or `theta=0.1,0.5,0.95`."""
         name, _, rest = text.partition("=")
         parts = rest.split(":")
         log = parts[2:] == ["log"]
         try:
             if len(parts) == 1:
-                return cls(name, values=tuple(json.loads(word) for word in rest.split(",")))
+                return cls(name, values=tuple(json.loads(value) for value in rest.split(",")))
             low, high = float(parts[0]), float(parts[1])
         except ValueError:
             low = high = math.nan
@@ -79,12 +81,12 @@ class Range:
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial.
+    """One trial of a search.
 
     Args:
         options: keywords of the loss.
-        values: the metric on the validation split, for each seed; None where the run diverged.
-        mean: their mean; None if one diverged.
+        values: metric on the validation split for each seed; None if the run diverged.
+        mean: mean over seeds; None if a run diverged.
         runs: names of the run folders.
     """
 
@@ -99,13 +101,13 @@ class Search:
     """The record of a search.
 
     Args:
-        recipe: what was varied.
+        recipe: base recipe.
         ranges: the keywords and their ranges.
-        metric: what was minimised (accuracy: maximised) on the validation split.
-        seeds: a run for each, in every trial.
-        sampler_seed: of the suggestions.
-        trials: all of them, in order.
-        versions: of the sampler.
+        metric: metric that was minimised (accuracy: maximised) on the validation split.
+        seeds: seeds of the runs of each trial.
+        sampler_seed: random seed of the sampler.
+        trials: all trials, in order.
+        versions: version of the sampler's package.
     """
 
     recipe: Recipe
@@ -119,17 +121,17 @@ class Search:
     @property
     def best(self) -> Trial:
         """The trial with the best mean."""
-        good = [trial for trial in self.trials if trial.mean is not None]
-        if not good:
+        finished = [trial for trial in self.trials if trial.mean is not None]
+        if not finished:
             raise UserError("every trial diverged; there is nothing to choose from")
         sign = -1 if self.metric == "accuracy" else 1
-        return min(good, key=lambda trial: sign * (trial.mean or 0.0))
+        return min(finished, key=lambda trial: sign * (trial.mean or 0.0))
 
     def to_dict(self) -> dict[str, Any]:
-        """List everything as plain values that JSON knows."""
+        """Return the record as JSON types."""
         fields = {"format": FORMAT, "split": "val", **asdict(self), "recipe": self.recipe.to_dict()}
-        good = any(trial.mean is not None for trial in self.trials)
-        return fields | {"best": asdict(self.best) if good else None}
+        any_finished = any(trial.mean is not None for trial in self.trials)
+        return fields | {"best": asdict(self.best) if any_finished else None}
 
 
 def search(
@@ -146,25 +148,25 @@ def search(
     """Try keywords of a loss and record every trial in `folder/search.json`.
 
     Args:
-        recipe: what to train; its loss is varied.
-        ranges: which keywords, and what values they may have.
-        trials: how many to try.
-        folder: for run folders and the record.
+        recipe: base recipe, whose loss keywords are varied.
+        ranges: search ranges of the keywords.
+        trials: number of trials.
+        folder: folder of the run folders and the record.
         metric: "nll", "ece", "aece", "brier" or "accuracy", on the validation split.
-        seeds: runs of each trial, whose mean counts.
-        sampler_seed: equal seeds suggest equal values.
+        seeds: seeds of the runs of each trial; the mean over them is optimised.
+        sampler_seed: random seed of the sampler.
         training: device and data_root.
     """
     if metric not in METRICS:
         raise UserError(f"{metric!r} cannot be searched for; known: {', '.join(METRICS)}")
     if not ranges or trials < 1:
         raise UserError("a search needs at least one range and one trial")
-    names = [one.name for one in ranges]
+    names = [searched.name for searched in ranges]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"--over names {', '.join(twice)} twice; give one range, or one list, for each keyword")
     if recipe.data_options.get("selection") == "official":
         raise UserError(
-            "the released code selects on the test split, which a search must not look at; "
+            "the official code selects on the test split, which a search must not look at; "
             "set data_options.selection=held_out, or take another protocol"
         )
     optuna = optional_module("optuna", "search")
@@ -173,28 +175,28 @@ def search(
         direction="maximize" if METRICS[metric].higher_is_better else "minimize",
         sampler=optuna.samplers.TPESampler(seed=sampler_seed),
     )
-    done: list[Trial] = []
+    finished: list[Trial] = []
     for number in range(1, trials + 1):
         optuna_trial = study.ask()
-        options = {one.name: one.suggest(optuna_trial) for one in ranges}
+        options = {searched.name: searched.suggest(optuna_trial) for searched in ranges}
         varied = recipe.replace(loss_options={**recipe.loss_options, **options}, splits=("val",), ood=())
         trial = _run_trial([varied.replace(seed=seed) for seed in seeds], options, METRICS[metric], folder, training)
-        done.append(trial)
+        finished.append(trial)
         if trial.mean is None:
             study.tell(optuna_trial, state=optuna.trial.TrialState.FAIL)
         else:
             study.tell(optuna_trial, trial.mean)
         versions = {"optuna": optuna.__version__}
-        result = Search(recipe, tuple(ranges), metric, tuple(seeds), sampler_seed, tuple(done), versions)
+        result = Search(recipe, tuple(ranges), metric, tuple(seeds), sampler_seed, tuple(finished), versions)
         write_atomic(
             path_inside(folder, FILE_NAME, "a search"),
             (json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n").encode(),
         )
-        words = " ".join(
+        settings = " ".join(
             f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in options.items()
         )
         outcome = "diverged" if trial.mean is None else f"{metric} {trial.mean:.5f}"
-        logger.info("trial %d of %d: %s: %s", number, trials, words, outcome)
+        logger.info("trial %d of %d: %s: %s", number, trials, settings, outcome)
     return result
 
 
@@ -212,6 +214,6 @@ def _run_trial(
             values.append(float(metric(tuning_predictions(run))))
         except DivergedError:
             values.append(None)
-    known = [value for value in values if value is not None]
-    mean = math.fsum(known) / len(known) if len(known) == len(values) else None
+    finite = [value for value in values if value is not None]
+    mean = math.fsum(finite) / len(finite) if len(finite) == len(values) else None
     return Trial(options, tuple(values), mean, tuple(variant.name for variant in variants))

@@ -122,7 +122,7 @@ class SketchStore(AbstractHistogram):
 
 
 def fine_edges() -> Float64[Tensor, " edges"]:
-    """Make cells whose width is a fixed share of the distance from confidence 1."""
+    """Return cells whose width is a fixed fraction of their distance from confidence 1."""
     steps = torch.arange(CELLS_PER_OCTAVE, dtype=torch.float64) / CELLS_PER_OCTAVE + 1
     octaves = 2.0 ** -torch.arange(OCTAVES, 0, -1, dtype=torch.float64)
     distance = torch.cat([torch.zeros(1, dtype=torch.float64), (octaves[:, None] * steps).flatten()])

@@ -285,7 +285,8 @@ def evaluate_files(
     others = _of_models(calibration, list(named))
     if calibration_labels is not None and not others:
         raise UserError(
-            f"{calibration_labels} has the labels of calibration data: give that too, with --calibration (calibration=)"
+            f"{calibration_labels} has the labels of calibration data: pass the data as well, with --calibration "
+            "(calibration=)"
         )
     ood_files = _ood_files(ood, list(named))
     sources = {name: one.source if isinstance(one, Model) else Path(one) for name, one in named.items()}

@@ -1,14 +1,14 @@
-"""Tables of measured numbers beside printed ones, as text, Markdown, LaTeX, CSV and HTML.
+"""Tables of measured numbers and the paper's numbers, as text, Markdown, LaTeX, CSV and HTML.
 
-A printed value p lies inside the noise of n seeds with mean m and standard deviation s when one of their bootstrap
-intervals, or a gap between those, holds it, or when
+A number p of the paper is inside the noise of n seeds with mean m and standard deviation s if it lies between the ends
+of their bootstrap intervals, or if
 
     |m - p| <= 2 sqrt(s^2 (1/n + 1/3))
 
-which takes the paper's value as a mean of three seeds that spread as ours do.
+which assumes that the paper's number is a mean of three seeds with the same standard deviation.
 
-Numbers are fractions in here and percent only where they are shown. Words come from outside and are made harmless for
-every format; what cannot be printed becomes a space.
+Numbers are stored as fractions and shown in percent. Text is untrusted input and escaped for every format;
+non-printable characters become spaces.
 """
 
 import csv
@@ -36,7 +36,7 @@ RANKS = "Mean rank"
 PARTS = {"ours": ("ours",), "both": ("ours", "printed"), "full": ("ours", "interval", "printed", "difference")}
 FIELDS = ("row", "paper", "group", "column", "mean", "spread", "n", "planned", "low", "high")
 COMPARED = ("printed", "difference", "inside_noise")
-# `[` and `*` would be read as arguments of the `\\` before them; `<`, `>` and `|` are other signs in TeX's first fonts.
+# After `\\`, TeX parses `[` and `*` as arguments; the OT1 font encoding shows other characters for `<`, `>` and `|`.
 LATEX = str.maketrans(
     {sign: f"\\{sign}" for sign in "&%$#_{}"}
     | {sign: f"{{{sign}}}" for sign in "[]*"}
@@ -58,13 +58,13 @@ caption, .label, .note { text-align: left } .note { white-space: normal } [scope
 
 @dataclass(frozen=True)
 class Cell:
-    """What was measured and what the paper says, in one place of a table.
+    """Measured values and the paper's number in one cell of a table.
 
     Args:
-        values: ours, one for each seed; fractions rather than percent.
-        intervals: bootstrap interval of each of them, or none at all.
+        values: our value for each seed, as fractions.
+        intervals: bootstrap interval of each value, or empty.
         printed: the paper's number, in the same unit.
-        planned: how many seeds the experiment wants.
+        planned: number of seeds in the plan of the experiment.
     """
 
     values: tuple[float, ...] = ()
@@ -91,40 +91,40 @@ class Cell:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Means of the lower and of the upper ends."""
+        """Mean lower and mean upper end of the intervals."""
         if not self.intervals:
             return None
         return fmean(low for low, _ in self.intervals), fmean(high for _, high in self.intervals)
 
     @property
     def difference(self) -> float | None:
-        """Ours minus the paper's."""
+        """Our mean minus the paper's number."""
         return None if self.mean is None or self.printed is None else self.mean - float(self.printed)
 
     @property
     def inside_noise(self) -> bool | None:
-        """Whether the paper's number could be ours; None where that cannot be said."""
+        """Whether the paper's number is within the noise of our seeds; None if that is unknown."""
         gap, spread = self.difference, self.spread
         if gap is None or self.printed is None or not math.isfinite(gap) or (spread is None and not self.intervals):
             return None
         if self.intervals and min(self.intervals)[0] <= self.printed <= max(high for _, high in self.intervals):
             return True
-        # Equal seeds have no spread, and their mean may still miss the paper's number by the last bit.
+        # With identical seeds the deviation is 0, and the mean may differ from the paper's number by a rounding error.
         return spread is not None and abs(gap) <= 2 * spread * math.sqrt(1 / len(self.values) + 1 / PAPER_SEEDS) + 1e-12
 
 
 @dataclass(frozen=True)
 class Column:
-    """What stands in a column, and how it is shown.
+    """Heading and number format of a column.
 
     Args:
-        name: heading, such as "ECE %".
-        group: neighbours of one group share a heading, such as "CIFAR-10, ResNet-50".
+        name: heading such as "ECE %".
+        group: common heading of neighbouring columns, such as "CIFAR-10, ResNet-50".
         higher_is_better: whether the best value is the largest.
-        percent: whether values are shown times 100.
-        digits: number of decimals, the same for all rows, so that rows can be ranked as shown.
-        ranked: whether the best and the second are marked.
-        compared: whether ours minus the paper's means anything.
+        percent: whether values are multiplied by 100.
+        digits: number of decimals of all rows; rows are ranked by the rounded values.
+        ranked: whether the best and second best values are marked.
+        compared: whether the difference from the paper's number is meaningful.
     """
 
     name: str
@@ -135,8 +135,8 @@ class Column:
     ranked: bool = True
     compared: bool = True
 
-    def shown(self, value: float, sign: str = "") -> str:
-        """Write a number as the table shows it; nothing is ever minus zero."""
+    def format(self, value: float, sign: str = "") -> str:
+        """Format a number as shown in the table, without a negative zero."""
         return fixed(float(value) * (100 if self.percent else 1), self.digits, sign)
 
 
@@ -156,18 +156,18 @@ class Row:
 
 
 class Mark(NamedTuple):
-    """Which rows of a column are best, and which come next; equal numbers share a place."""
+    """Rows with the best and the second best value of a column; equal values tie."""
 
     best: tuple[int, ...] = ()
     second: tuple[int, ...] = ()
 
     def within(self, count: int) -> "Mark":
-        """Leave out all but the first rows."""
+        """Keep only the first `count` rows."""
         return Mark(*(tuple(row for row in rows if row < count) for rows in self))
 
 
 class Marks(NamedTuple):
-    """The marks of a column, among our numbers and among the paper's."""
+    """Marks of a column, among our values and among the paper's."""
 
     ours: Mark
     printed: Mark
@@ -196,7 +196,7 @@ def _for_spreadsheet(text: str) -> str:
 
 
 class _Style(NamedTuple):
-    """How a format writes words, marks and signs."""
+    """Escape function, marks and symbols of an output format."""
 
     escape: Callable[[str], str]
     best: str
@@ -246,7 +246,7 @@ class Table:
                 raise UserError(f"{row.name} has {len(row.cells)} cells for {len(self.columns)} columns")
 
     def marks(self) -> tuple[Marks, ...]:
-        """Return the best and second rows of each column, as rounded; a single number is neither."""
+        """Return the best and second best rows of each column, by rounded values; a single value has no mark."""
         count, every = len(self.rows), (*self.rows, *self.left_out)
         columns = [(column, [row.cells[place] for row in every]) for place, column in enumerate(self.columns)]
         return tuple(
@@ -258,18 +258,18 @@ class Table:
         )
 
     def text(self, detail: Detail = "ours") -> str:
-        """Lay the table out for a terminal of any width; its own signs are ASCII."""
-        heads, lines, notes = self._filled(detail, TEXT)
+        """Format the table as plain text; symbols other than the given names are ASCII."""
+        heads, lines, notes = self._layout(detail, TEXT)
         above = [[word for head, span in level for word in (head, *[""] * (span - 1))] for level in heads]
-        held = [_lined_up([line[place] for line in lines]) for place in range(2, len(above[-1]))]
+        held = [_align_numbers([line[place] for line in lines]) for place in range(2, len(above[-1]))]
         body = [[*line[:2], *(column[number] for column in held)] for number, line in enumerate(lines)]
         made = aligned([*above, *body])
         made.insert(len(above), "-" * max(map(len, made)))
         return "\n".join([*filter(None, [_plain(self.title)]), *made, *notes]) + "\n"
 
     def markdown(self, detail: Detail = "ours") -> str:
-        """Write a Markdown table: bold is best, italic is second."""
-        heads, lines, notes = self._filled(detail, MARKDOWN)
+        """Format a Markdown table: the best values are bold, the second best italic."""
+        heads, lines, notes = self._layout(detail, MARKDOWN)
         above = [[head for head, span in level for _ in range(span)] for level in heads]
         head = ["<br>".join(filter(None, column)) for column in zip(*above, strict=True)]
         rule = [":---" if place < 2 else "---:" for place in range(len(head))]
@@ -277,8 +277,8 @@ class Table:
         return "\n\n".join([*([f"### {_markdown(self.title)}"] if _plain(self.title) else []), grid, *notes]) + "\n"
 
     def latex(self, detail: Detail = "ours") -> str:
-        """Write a LaTeX table that needs the package booktabs; a wide one goes over both columns of a page."""
-        heads, lines, notes = self._filled(detail, TEX)
+        """Format a LaTeX table with booktabs; wide tables span both columns of a page."""
+        heads, lines, notes = self._layout(detail, TEX)
         width = len(heads[-1]) - 1
         kind, size = "table" if width <= 4 else "table*", r"\footnotesize" if width <= 8 else r"\scriptsize"
         made = [rf"\begin{{{kind}}}[t]", rf"\centering\caption{{{_latex(self.title)}}}\label{{tab:{self.name}}}"]
@@ -294,7 +294,7 @@ class Table:
         return "\n".join([*made, rf"\end{{{kind}}}"]) + "\n"
 
     def csv(self) -> str:
-        """Write one line for each cell, as fractions; words that a spreadsheet would compute get an apostrophe."""
+        """Format one CSV row for each cell, as fractions; text that looks like a formula gets an apostrophe."""
         lines = io.StringIO(newline="")
         writer = csv.writer(lines)
         writer.writerow((*FIELDS, *COMPARED))
@@ -307,8 +307,8 @@ class Table:
         return lines.getvalue()
 
     def html(self, detail: Detail = "ours") -> str:
-        """Write a `<table>` with classes `best`, `second`, `label` and `note`; `page` puts it on a page."""
-        heads, lines, notes = self._filled(detail, HTML)
+        """Format a `<table>` with the classes `best`, `second`, `label` and `note`; see `page` for a whole page."""
+        heads, lines, notes = self._layout(detail, HTML)
         made = [f'<table class="fedlas-table" id="{self.name}">', f"<caption>{_html(self.title)}</caption>", "<thead>"]
         for level in heads[:-1]:
             wide = [(head, f'colspan="{span}"') for head, span in level]
@@ -327,18 +327,19 @@ class Table:
     def save(
         self, folder: str | Path, formats: Sequence[str] = ("md", "tex", "csv", "html", "txt"), detail: Detail = "both"
     ) -> list[Path]:
-        """Write the table into a folder, a file for each format; return the paths."""
+        """Write the table to a folder, one file for each format; return the paths."""
         made = {"md": self.markdown(detail), "tex": self.latex(detail), "csv": self.csv(), "txt": self.text(detail)}
         made["html"] = page([self], self.title, detail)
-        if unknown := [wanted for wanted in formats if wanted not in made]:
+        if unknown := [name for name in formats if name not in made]:
             raise UserError(f"a table cannot be written as {', '.join(unknown)}, only as {', '.join(made)}")
-        paths = {wanted: Path(folder) / f"{self.name}.{wanted}" for wanted in formats}
-        for wanted in sorted(paths, key=lambda one: one != "csv"):  # numbers first: by them a table is known
-            write_atomic(paths[wanted], made[wanted].encode())
+        paths = {name: Path(folder) / f"{self.name}.{name}" for name in formats}
+        # Write the CSV file first: it identifies the files of a table, so that they can be overwritten.
+        for name in sorted(paths, key=lambda name: name != "csv"):
+            write_atomic(paths[name], made[name].encode())
         return list(paths.values())
 
-    def _filled(self, detail: Detail, style: _Style) -> tuple[list[list[tuple[str, int]]], list[list[str]], list[str]]:
-        """Return what a format lays out, escaped: headings with their spans, the widest first; lines; notes."""
+    def _layout(self, detail: Detail, style: _Style) -> tuple[list[list[tuple[str, int]]], list[list[str]], list[str]]:
+        """Return escaped headings with their spans, the widest first, escaped rows, and escaped notes."""
         if detail not in PARTS:
             raise UserError(f"detail is one of {', '.join(PARTS)}, not {detail!r}")
         parts = [self._parts(place, detail) for place in range(len(self.columns))]
@@ -361,13 +362,13 @@ class Table:
         return escaped, lines, [style.escape(note) for note in (*self.notes, *self._legend(detail, style))]
 
     def _parts(self, place: int, detail: Detail) -> list[str]:
-        """List what some cell of a column has; ours has its place even where nothing was run."""
+        """Return the parts of a column that any cell has; "ours" is always included."""
         wanted = [part for part in PARTS[detail] if self.columns[place].compared or part != "difference"]
         cells = [row.cells[place] for row in self.rows]
         return [part for part in wanted if part == "ours" or any(getattr(cell, part) is not None for cell in cells)]
 
     def _legend(self, detail: Detail, style: _Style) -> list[str]:
-        """Explain the signs that occur."""
+        """Return a sentence for each mark and symbol in the table."""
         cells, full = [cell for row in self.rows for cell in row.cells], detail == "full"
         around = "+-" if style is TEXT else "±"
         compared = [row.cells[place] for row in self.rows for place, one in enumerate(self.columns) if one.compared]
@@ -385,19 +386,19 @@ class Table:
 
 
 def page(tables: Sequence[Table], title: str, detail: Detail = "both") -> str:
-    """Put tables on an HTML page that needs nothing else."""
+    """Return a self-contained HTML page of tables."""
     return PAGE % (_html(title), "".join(f"<div>\n{table.html(detail)}</div>\n" for table in tables))
 
 
 def mean_rank_columns(table: Table, metric_columns: Sequence[str]) -> Table:
-    """Add a column for each metric: the mean of a method's ranks in all columns of that name.
+    """Add a column for each metric with the mean rank of each method over all columns of that name.
 
-    Ours are ranked as they are shown, the paper's as it printed them, each among the rows that have every value. Where
-    those rows differ, the two mean ranks are not compared.
+    Our values are ranked as rounded, the paper's as printed, each among the rows that have every value. If those rows
+    differ, the two mean ranks are not compared.
 
     Args:
-        table: what is ranked.
-        metric_columns: names of columns, such as "ECE %"; those of all groups are ranked together.
+        table: table to extend.
+        metric_columns: names of columns, such as "ECE %"; the columns of all groups are ranked together.
     """
     columns, notes, added = list(table.columns), list(table.notes), []
     for metric in metric_columns:
@@ -408,7 +409,7 @@ def mean_rank_columns(table: Table, metric_columns: Sequence[str]) -> Table:
         ours, printed = {}, {}
         for number, row in enumerate(table.rows):
             held = [(table.columns[place], row.cells[place]) for place in places]
-            ours[number] = [_signed(c, None if cell.mean is None else float(c.shown(cell.mean))) for c, cell in held]
+            ours[number] = [_signed(c, None if cell.mean is None else float(c.format(cell.mean))) for c, cell in held]
             printed[number] = [_signed(c, cell.printed) for c, cell in held]
         first, second = _ranks(ours), _ranks(printed)
         same = first.keys() == second.keys()
@@ -429,12 +430,12 @@ def _ranks(table: dict[int, list[float]]) -> dict[int, float]:
 
 
 def _signed(column: Column, value: float | None) -> float:
-    # 13.43 / 100 and 0.1343 are one number to the paper, but not to the machine.
+    # Round, since 13.43 / 100 and 0.1343 differ in floating point.
     return math.nan if value is None else round(-value if column.higher_is_better else float(value), 12)
 
 
 def _mark(column: Column, values: Sequence[float | None]) -> Mark:
-    shown = [math.nan if value is None else float(column.shown(value)) for value in values]
+    shown = [math.nan if value is None else float(column.format(value)) for value in values]
     there = [value for value in shown if math.isfinite(value)]
     if not column.ranked or len(there) < 2:
         return Mark()
@@ -445,24 +446,24 @@ def _mark(column: Column, values: Sequence[float | None]) -> Mark:
 def _entry(part: str, column: Column, cell: Cell, marks: Marks, *, row: int, style: _Style) -> str:
     number, aside, mark = "", "", Mark()
     if part == "ours" and cell.mean is not None:
-        number, mark = column.shown(cell.mean), marks.ours
+        number, mark = column.format(cell.mean), marks.ours
         if cell.spread is not None and math.isfinite(cell.spread):
-            aside = f" {style.around} {column.shown(cell.spread)}"
+            aside = f" {style.around} {column.format(cell.spread)}"
         if len(cell.values) < cell.planned:
             aside += f" ({len(cell.values)}/{cell.planned})"
     elif part == "interval" and cell.interval is not None:
-        number = f"[{', '.join(column.shown(end) for end in cell.interval)}]"
+        number = f"[{', '.join(column.format(end) for end in cell.interval)}]"
     elif part == "printed" and cell.printed is not None:
-        number, mark = column.shown(cell.printed), marks.printed
+        number, mark = column.format(cell.printed), marks.printed
     elif part == "difference" and cell.difference is not None:
-        number = column.shown(cell.difference, "+")
+        number = column.format(cell.difference, "+")
         aside = {None: "", True: " inside", False: " outside"}[cell.inside_noise]
     sign = style.best if row in mark.best else style.second if row in mark.second else "{}"
     return sign.format(number.replace("-", style.minus)) + aside
 
 
-def _lined_up(column: Sequence[str]) -> list[str]:
-    """Indent entries so that their first numbers end below each other."""
+def _align_numbers(column: Sequence[str]) -> list[str]:
+    """Right-align the first number of each entry."""
     ends = [len(entry.partition(" ")[0].rstrip("*")) for entry in column]
     return [" " * (max(ends) - end) * bool(entry) + entry for entry, end in zip(column, ends, strict=True)]
 

@@ -29,7 +29,7 @@ def picture_of(given: Array | str | Path) -> str:
     images = optional_module("PIL.Image")
     made = _opened(images, Path(given)) if isinstance(given, str | Path) else images.fromarray(pixels(given))
     made.thumbnail((SIDE, SIDE))
-    # Lossless for the small images of data sets; a photograph is many times smaller as JPEG.
+    # Lossless for the small images of data sets; natural images are much smaller as JPEG.
     kind, mode = ("PNG", "RGBA" if "A" in made.getbands() else "RGB") if max(made.size) <= 64 else ("JPEG", "RGB")
     content = io.BytesIO()
     made.convert(mode).save(content, kind, optimize=True)

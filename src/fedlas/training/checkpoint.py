@@ -260,7 +260,7 @@ STEP_ENTRIES: tuple[Entry, ...] = (
     ("scale", _is_scalar, "a factor"),
     ("good_steps", _is_scalar, "a number of steps"),
     ("metrics", _is_tensor_mapping, "a dictionary of tensors"),
-    ("gate", _is_gate_state, "a gate history and its sums"),
+    ("gate", _is_gate_state, "the state of the gate statistics"),
 )
 
 

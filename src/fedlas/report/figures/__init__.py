@@ -1,10 +1,11 @@
-"""Figures: `..._data` computes what `..._figure` draws, so that a figure can be checked, or drawn by someone else.
+"""Publication figures.
 
-Figures for a paper are as wide as one of its columns or as its page, and need no colour to be read: line styles,
-markers and hatches tell the same. `save_with_data` writes one as PDF and PNG, and its numbers as JSON beside them;
-`save_figures` writes all that some predictions allow.
+Each `..._data` function computes the numbers that the matching `..._figure` function draws, so the numbers can be
+checked or plotted with another tool. Figures are one column or one page wide and readable without colour, by line
+styles, markers and hatches. `save_with_data` writes one figure as PDF and PNG, with its numbers as JSON;
+`save_figures` writes every figure that the given predictions allow.
 
-The names below are loaded when they are first used: most stand on a tall chain of modules that others do not need.
+Names are imported on first use, because most modules need matplotlib or many other modules.
 """
 
 from importlib import import_module
@@ -20,19 +21,19 @@ if TYPE_CHECKING:
     from fedlas.report.figures.confidence import confidence_figure as confidence_figure
     from fedlas.report.figures.confidence import over_under_data as over_under_data
     from fedlas.report.figures.confidence import over_under_figure as over_under_figure
-    from fedlas.report.figures.gate import Course as Course
+    from fedlas.report.figures.gate import EpochStatistics as EpochStatistics
     from fedlas.report.figures.gate import GateStability as GateStability
     from fedlas.report.figures.gate import ModeCurve as ModeCurve
     from fedlas.report.figures.gate import SmoothingCurve as SmoothingCurve
-    from fedlas.report.figures.gate import course_data as course_data
+    from fedlas.report.figures.gate import epoch_statistics as epoch_statistics
     from fedlas.report.figures.gate import gate_data as gate_data
     from fedlas.report.figures.gate import gate_figure as gate_figure
     from fedlas.report.figures.gate import smoothing_data as smoothing_data
     from fedlas.report.figures.gate import smoothing_figure as smoothing_figure
+    from fedlas.report.figures.indicator import ActivationExample as ActivationExample
     from fedlas.report.figures.indicator import Activations as Activations
     from fedlas.report.figures.indicator import Indicator as Indicator
     from fedlas.report.figures.indicator import Norms as Norms
-    from fedlas.report.figures.indicator import Seen as Seen
     from fedlas.report.figures.indicator import activations_data as activations_data
     from fedlas.report.figures.indicator import activations_figure as activations_figure
     from fedlas.report.figures.indicator import indicator_data as indicator_data
@@ -75,13 +76,13 @@ if TYPE_CHECKING:
     from fedlas.report.figures.training import training_data as training_data
     from fedlas.report.figures.training import training_figure as training_figure
 
-# Where each name lives.
+# Module of each public name.
 _HOMES = {
     "Activations": "indicator",
     "Alphas": "training",
     "ClassMap": "confidence",
     "Confidences": "confidence",
-    "Course": "gate",
+    "EpochStatistics": "gate",
     "OODFigureData": "ood",
     "OODScore": "ood",
     "OODSet": "ood",
@@ -94,7 +95,7 @@ _HOMES = {
     "Ranks": "ranks",
     "Reliability": "reliability",
     "RiskCurve": "selective",
-    "Seen": "indicator",
+    "ActivationExample": "indicator",
     "SmoothReliability": "reliability",
     "SmoothingCurve": "gate",
     "Theorem": "theorem",
@@ -110,7 +111,7 @@ _HOMES = {
     "class_map_figure": "confidence",
     "confidence_data": "confidence",
     "confidence_figure": "confidence",
-    "course_data": "gate",
+    "epoch_statistics": "gate",
     "ood_data": "ood",
     "gate_data": "gate",
     "gate_figure": "gate",
@@ -145,7 +146,7 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name on first use."""
+    """Import a name on first use."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

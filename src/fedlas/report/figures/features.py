@@ -1,4 +1,4 @@
-"""What figures about feature norms share: the norms, and how closely two numbers follow each other."""
+"""Feature norms and rank statistics, shared by the figures about feature norms."""
 
 import torch
 from jaxtyping import Float64
@@ -8,26 +8,26 @@ from fedlas.errors import UserError
 from fedlas.predictions import Predictions
 
 
-def features_of(predictions: Predictions) -> Float64[Tensor, "n width"]:
-    """Take the features, in double precision."""
+def require_features(predictions: Predictions) -> Float64[Tensor, "n width"]:
+    """Return the features in double precision; raise if there are none."""
     if predictions.features is None:
-        raise UserError("these predictions have no features, which this figure is about")
+        raise UserError("these predictions have no features, which this figure needs")
     return predictions.features.double().cpu()
 
 
-def norms_of(predictions: Predictions) -> Float64[Tensor, " n"]:
-    """Compute the L1 norm of the features of each sample."""
-    found: Tensor = torch.linalg.vector_norm(features_of(predictions), 1, 1)
-    return found
+def feature_norms(predictions: Predictions) -> Float64[Tensor, " n"]:
+    """Return the L1 norm of the features of each sample."""
+    norms: Tensor = torch.linalg.vector_norm(require_features(predictions), 1, 1)
+    return norms
 
 
-def places_by_size(values: Float64[Tensor, " n"]) -> Float64[Tensor, " n"]:
-    """Return the rank of each value, from 1; equal values share their mean rank."""
-    _, place, counts = values.unique(return_inverse=True, return_counts=True)
-    shared: Tensor = counts.cumsum(0) - (counts - 1).double() / 2
-    return shared[place]
+def average_ranks(values: Float64[Tensor, " n"]) -> Float64[Tensor, " n"]:
+    """Return the rank of each value, starting at 1; tied values get their mean rank."""
+    _, inverse, counts = values.unique(return_inverse=True, return_counts=True)
+    ranks: Tensor = counts.cumsum(0) - (counts - 1).double() / 2
+    return ranks[inverse]
 
 
-def correlation(one: Float64[Tensor, " n"], other: Float64[Tensor, " n"]) -> float:
-    """Compute Pearson's correlation."""
-    return float(torch.corrcoef(torch.stack([one, other]))[0, 1])
+def correlation(x: Float64[Tensor, " n"], y: Float64[Tensor, " n"]) -> float:
+    """Return Pearson's correlation coefficient."""
+    return float(torch.corrcoef(torch.stack([x, y]))[0, 1])

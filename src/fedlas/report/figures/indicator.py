@@ -1,4 +1,4 @@
-"""Feature norms against confidence, and the activations behind them."""
+"""Feature norms against confidence, and activations of samples with high and low norms."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from fedlas import formatting
 from fedlas.errors import UserError
 from fedlas.predictions import Predictions
 from fedlas.report import page_data
-from fedlas.report.figures.features import correlation, features_of, norms_of, places_by_size
+from fedlas.report.figures.features import average_ranks, correlation, feature_norms, require_features
 from fedlas.report.figures.style import (
     COLUMN,
     DARK,
@@ -22,19 +22,19 @@ from fedlas.report.figures.style import (
     OVER,
     PAGE,
     PALE,
-    fitted,
-    grid,
-    label_outside,
+    figure_of_size,
+    fit_label,
+    label_outer_axes,
     legend_below,
-    numbers_of,
-    paper,
-    shown,
-    title_room,
+    panel_grid,
+    safe_label,
+    title_width,
+    to_floats,
 )
 
 SATURATED = 0.99
-STEPS = 40  # of a histogram
-ALIKE = "there is one sample alone, or all features are equally long: their norm cannot be normalised"
+STEPS = 40  # bins of a histogram
+EQUAL_NORMS = "feature norms cannot be normalised: there is only one sample, or all norms are equal"
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class Indicator:
     """Feature norm and confidence of every sample.
 
     Args:
-        title: which data.
-        nci: L1 norm of the features, less the mean of all samples and in units of their deviation.
-        confidence: the largest probability.
-        correct: whether the answer is right.
-        rank_correlation: Spearman's, between norm and confidence.
-        saturated: share of samples whose confidence is above 0.99.
-        saturated_low: the same, of the tenth of samples with the lowest norms.
-        norm_auroc: how well the norm tells right answers from wrong ones: 1 always, 0.5 not at all.
-        confidence_auroc: how well the confidence does.
+        title: name of the data.
+        nci: L1 norm of the features, standardised over all samples.
+        confidence: largest probability of each sample.
+        correct: whether the prediction is correct.
+        rank_correlation: Spearman correlation of norm and confidence.
+        saturated: fraction of samples whose confidence is above 0.99.
+        saturated_low: the same fraction among the 10 % of samples with the lowest norms.
+        norm_auroc: AUROC of the norm for detecting correct predictions.
+        confidence_auroc: AUROC of the confidence for detecting correct predictions.
     """
 
     title: str
@@ -65,35 +65,35 @@ class Indicator:
 
 
 def indicator_data(predictions: Predictions, title: str) -> Indicator:
-    """Take norm and confidence from predictions with features; the norm itself, as one column, will do."""
-    norm, confidence = norms_of(predictions), predictions.confidence.double().cpu()
+    """Return norm and confidence of predictions with features; a single column with the norm suffices."""
+    norm, confidence = feature_norms(predictions), predictions.confidence.double().cpu()
     correct = predictions.correct.bool().cpu()
     if len(norm) < 2 or not float(norm.std()) > 0:
-        raise UserError(ALIKE)
+        raise UserError(EQUAL_NORMS)
     lowest = norm.argsort()[: max(1, len(norm) // 10)]
     return Indicator(
         title=title,
-        nci=numbers_of((norm - norm.mean()) / norm.std()),
-        confidence=numbers_of(confidence),
+        nci=to_floats((norm - norm.mean()) / norm.std()),
+        confidence=to_floats(confidence),
         correct=tuple(correct.tolist()),
-        rank_correlation=correlation(places_by_size(norm), places_by_size(confidence)),
+        rank_correlation=correlation(average_ranks(norm), average_ranks(confidence)),
         saturated=float((confidence > SATURATED).double().mean()),
         saturated_low=float((confidence[lowest] > SATURATED).double().mean()),
-        norm_auroc=_in_order(norm, correct),
-        confidence_auroc=_in_order(confidence, correct),
+        norm_auroc=_auroc(norm, correct),
+        confidence_auroc=_auroc(confidence, correct),
     )
 
 
 def indicator_figure(data: Indicator) -> Any:
-    """Draw each sample's norm against its confidence, and how both are distributed; a matplotlib figure."""
-    with paper(COLUMN, 3.2) as figure:
+    """Draw norm against confidence, with a histogram of each; return the matplotlib figure."""
+    with figure_of_size(COLUMN, 3.2) as figure:
         ratios = {"width_ratios": (4, 1), "height_ratios": (1, 4)}
         (top, corner), (panel, side) = figure.subplots(2, 2, sharex="col", sharey="row", gridspec_kw=ratios)
         corner.remove()
         for wanted, marker, colour, size in ((True, "o", MIDDLE, 4), (False, "x", DARK, 5)):
-            places = [n for n, correct in enumerate(data.correct) if correct is wanted]
-            name = f"{'right' if wanted else 'wrong'} ({len(places):,})"
-            x, y = ([values[n] for n in places] for values in (data.nci, data.confidence))
+            chosen = [n for n, correct in enumerate(data.correct) if correct is wanted]
+            name = f"{'correct' if wanted else 'incorrect'} ({len(chosen):,})"
+            x, y = ([values[n] for n in chosen] for values in (data.nci, data.confidence))
             look = {"linewidths": 0.4} if marker == "x" else {"linewidths": 0, "alpha": 0.4}
             panel.scatter(x, y, s=size, marker=marker, color=colour, label=name, rasterized=True, **look)
         top.hist(data.nci, bins=STEPS, color=PALE)
@@ -106,36 +106,36 @@ def indicator_figure(data: Indicator) -> Any:
         panel.set(xlabel=r"normalised $\|z\|_1$ (NCI)", ylabel=r"largest softmax probability")
         figure.legend(loc="outside lower center", ncols=2, markerscale=2)
         above, low = formatting.percent(data.saturated), formatting.percent(data.saturated_low)
-        shares = f"confidence above {SATURATED}: {above} of all,\n{low} of the tenth with the lowest norms"
-        figure.suptitle(f"{shown(data.title, 56)}\n{shares}", fontsize=7)
+        subtitle = f"confidence above {SATURATED}: {above} of all,\n{low} of the 10 % with the lowest norms"
+        figure.suptitle(f"{safe_label(data.title, 56)}\n{subtitle}", fontsize=7)
     return figure
 
 
 @dataclass(frozen=True)
 class Norms:
-    """The indicator of FeDLaS on some samples, beside confidence and accuracy.
+    """Normalised feature norms, with confidence and accuracy.
 
-    Training normalises by running statistics; here mean and deviation are those of the samples.
+    Norms are standardised over the given samples, whereas training uses running statistics.
 
     Args:
-        title: whose features.
-        mean: of the L1 norm of the features.
-        deviation: of the norm.
-        edges: of bins of the indicator.
-        right: how many right answers are in each.
-        wrong: how many wrong ones.
-        nci: mean of the indicator in each tenth of the samples, from the shortest features to the longest.
-        confidence: mean confidence there.
-        accuracy: share of right answers there.
-        samples: how many there are.
+        title: name of the model.
+        mean: mean L1 norm of the features.
+        deviation: standard deviation of the norm.
+        edges: edges of the bins of the normalised norm (NCI).
+        correct: number of correct predictions in each bin.
+        incorrect: number of incorrect predictions in each bin.
+        nci: mean NCI in each tenth of the samples, from the smallest norms to the largest.
+        confidence: mean confidence in each tenth.
+        accuracy: accuracy in each tenth.
+        samples: number of samples in each tenth.
     """
 
     title: str
     mean: float
     deviation: float
     edges: tuple[float, ...]
-    right: tuple[float, ...]
-    wrong: tuple[float, ...]
+    correct: tuple[float, ...]
+    incorrect: tuple[float, ...]
     nci: tuple[float, ...]
     confidence: tuple[float, ...]
     accuracy: tuple[float, ...]
@@ -144,20 +144,20 @@ class Norms:
 
 def norm_data(predictions: Predictions, title: str) -> Norms:
     """Compare the feature norms of samples with their confidence and correctness."""
-    held = page_data.norm_data(predictions)
-    if held is None:
-        features_of(predictions)
-        raise UserError(ALIKE)
-    edges, correct, incorrect = (tuple(map(float, held[name])) for name in ("edges", "correct", "incorrect"))
-    samples, *means = zip(*held["groups"], strict=True)
+    groups = page_data.norm_data(predictions)
+    if groups is None:
+        require_features(predictions)
+        raise UserError(EQUAL_NORMS)
+    edges, correct, incorrect = (tuple(map(float, groups[name])) for name in ("edges", "correct", "incorrect"))
+    samples, *means = zip(*groups["groups"], strict=True)
     nci, confidence, accuracy = (tuple(map(float, column)) for column in means)
     return Norms(
         title=title,
-        mean=float(held["mean"]),
-        deviation=float(held["deviation"]),
+        mean=float(groups["mean"]),
+        deviation=float(groups["deviation"]),
         edges=edges,
-        right=correct,
-        wrong=incorrect,
+        correct=correct,
+        incorrect=incorrect,
         nci=nci,
         confidence=confidence,
         accuracy=accuracy,
@@ -171,18 +171,20 @@ def has_norms(predictions: Predictions) -> bool:
 
 
 def norm_figure(models: Sequence[Norms]) -> Any:
-    """Draw confidence and accuracy over the normalised feature norm, and how it is spread; a matplotlib figure."""
-    with grid(len(models), height=1.8, share=False) as (figure, axes):
+    """Draw confidence and accuracy over the normalised feature norm, with its histogram; return the figure."""
+    with panel_grid(len(models), height=1.8, share_axes=False) as (figure, axes):
         for panel, data in zip(axes, models, strict=True):
-            most = max(*data.right, *data.wrong)
+            most = max(*data.correct, *data.incorrect)
             for counts, look in (
-                (data.right, {"facecolor": "0.88"}),
-                (data.wrong, {"facecolor": "none", "hatch": "/////"}),
+                (data.correct, {"facecolor": "0.88"}),
+                (data.incorrect, {"facecolor": "none", "hatch": "/////"}),
             ):
-                tall = [0.6 * count / most for count in counts]
+                heights = [0.6 * count / most for count in counts]
                 edge = OVER if "hatch" in look else PALE
-                name = "wrong answers" if "hatch" in look else "right answers"
-                panel.stairs(tall, data.edges, fill=True, edgecolor=edge, linewidth=0.6, label=name, zorder=0, **look)
+                name = "incorrect predictions" if "hatch" in look else "correct predictions"
+                panel.stairs(
+                    heights, data.edges, fill=True, edgecolor=edge, linewidth=0.6, label=name, zorder=0, **look
+                )
             panel.plot(data.nci, data.confidence, color=DARK, marker="o", label="mean confidence")
             panel.plot(
                 data.nci,
@@ -194,23 +196,23 @@ def norm_figure(models: Sequence[Norms]) -> Any:
                 label="accuracy",
             )
             panel.set(ylim=(0, 1.02), xlim=(data.edges[0], data.edges[-1]))
-            panel.set_title(fitted(data.title, title_room(panel)), fontsize=8)
-        label_outside(axes, r"normalised $\|z\|_1$ (NCI)", "confidence, accuracy")
+            panel.set_title(fit_label(data.title, title_width(panel)), fontsize=8)
+        label_outer_axes(axes, r"normalised $\|z\|_1$ (NCI)", "confidence, accuracy")
         legend_below(figure, axes[0], most=2 if len(models) < 3 else 4)
     return figure
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One image, and what it makes of a network's last features.
+class ActivationExample:
+    """One image and the features of the network for it.
 
     Args:
-        index: position in the data set's own order.
-        label: its class.
-        prediction: what the network takes it for.
-        confidence: the largest probability.
+        index: index in the data set.
+        label: name of the true class.
+        prediction: name of the predicted class.
+        confidence: largest probability.
         norm: L1 norm of the features.
-        features: one for each unit.
+        features: activation of each unit.
         pixels: rows of grey values from 0 to 255.
     """
 
@@ -228,17 +230,17 @@ class Activations:
     """Images with high and with low feature norms.
 
     Args:
-        title: which data.
-        high: the highest norms, each of another class.
-        low: the lowest norms, each of another class.
-        flatness_high: mean of (||z||_1 / ||z||_2)^2 / width over the tenth of samples with the highest norms: 1 where
-            all units are equally active, 1 / width where one is alone.
-        flatness_low: the same, of the lowest norms.
+        title: name of the data.
+        high: images with the highest norms, at most one of each class.
+        low: images with the lowest norms, at most one of each class.
+        flatness_high: mean of (||z||_1 / ||z||_2)^2 / width over the 10 % of samples with the highest norms: 1 if all
+            units are equally active, 1 / width if a single one is active.
+        flatness_low: the same mean over the 10 % with the lowest norms.
     """
 
     title: str
-    high: tuple[Seen, ...]
-    low: tuple[Seen, ...]
+    high: tuple[ActivationExample, ...]
+    low: tuple[ActivationExample, ...]
     flatness_high: float
     flatness_low: float
 
@@ -246,9 +248,9 @@ class Activations:
 def activations_data(
     predictions: Predictions, images: UInt8[Tensor, "n channels height width"], title: str, count: int = 3
 ) -> Activations:
-    """Find the samples with the highest and lowest norms; of each class at most one, so that not all look alike."""
-    features = features_of(predictions)
-    norm = norms_of(predictions)
+    """Return the samples with the highest and lowest norms, at most one of each class."""
+    features = require_features(predictions)
+    norm = feature_norms(predictions)
     order = norm.argsort(stable=True).tolist()
     flat = (norm / torch.linalg.vector_norm(features, dim=1).clamp_min(1e-300)) ** 2 / features.shape[1]
     tenth = max(1, len(order) // 10)
@@ -256,50 +258,51 @@ def activations_data(
     labels = predictions.labels.tolist()
     index = predictions.index
 
-    def seen(place: int) -> Seen:
-        return Seen(
+    def example(place: int) -> ActivationExample:
+        return ActivationExample(
             index=place if index is None else int(index[place]),
             label=names[labels[place]],
             prediction=names[int(predictions.prediction[place])],
             confidence=float(predictions.confidence[place]),
             norm=float(norm[place]),
-            features=numbers_of(features[place]),
+            features=to_floats(features[place]),
             pixels=tuple(tuple(row) for row in images[place].float().mean(0).round().int().tolist()),
         )
 
     return Activations(
         title=title,
-        high=tuple(seen(place) for place in _of_other_classes(order[::-1], labels, count)),
-        low=tuple(seen(place) for place in _of_other_classes(order, labels, count)),
+        high=tuple(example(place) for place in _first_per_class(order[::-1], labels, count)),
+        low=tuple(example(place) for place in _first_per_class(order, labels, count)),
         flatness_high=float(flat[order[-tenth:]].mean()),
         flatness_low=float(flat[order[:tenth]].mean()),
     )
 
 
-def _of_other_classes(order: Sequence[int], labels: Sequence[int], count: int) -> list[int]:
-    first = {labels[place]: place for place in reversed(order)}  # of each class the one that comes first
+def _first_per_class(order: Sequence[int], labels: Sequence[int], count: int) -> list[int]:
+    """Return the first sample of each class, at most `count`."""
+    first = {labels[place]: place for place in reversed(order)}
     chosen = set(first.values())
     return [place for place in order if place in chosen][:count]
 
 
 def activations_figure(data: Activations) -> Any:
-    """Draw images beside the activations that they cause, high norms on the left; a matplotlib figure."""
+    """Draw images with their activations, high norms on the left; return the matplotlib figure."""
     rows = max(len(data.high), len(data.low))
-    most = max(max(one.features) for one in (*data.high, *data.low))
-    least = min(0.0, *(min(one.features) for one in (*data.high, *data.low)))
-    with paper(PAGE, 0.5 + 1.1 * rows) as figure:
+    most = max(max(example.features) for example in (*data.high, *data.low))
+    least = min(0.0, *(min(example.features) for example in (*data.high, *data.low)))
+    with figure_of_size(PAGE, 0.5 + 1.1 * rows) as figure:
         ratios = {"width_ratios": (1, 3, 1, 3)}
         panels = figure.subplots(rows, 4, squeeze=False, gridspec_kw=ratios)
         for first, column, colour in ((0, data.high, MIDDLE), (2, data.low, LIGHT)):
-            for line, one in zip(panels, column, strict=False):
-                picture, panel = line[first : first + 2]
-                picture.imshow(one.pixels, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
-                panel.stairs(one.features, fill=True, color=colour)
-                panel.stairs(one.features, color=DARK, linewidth=0.4)
-                panel.set(ylim=(1.05 * least, 1.05 * most), xlim=(0, len(one.features)))
-                label, prediction = (fitted(name, 1.1, 7) for name in (one.label, one.prediction))
-                named = label if one.prediction == one.label else f"{label}, taken for {prediction}"
-                norm, probability = formatting.significant(one.norm), formatting.probability(one.confidence)
+            for row, example in zip(panels, column, strict=False):
+                picture, panel = row[first : first + 2]
+                picture.imshow(example.pixels, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
+                panel.stairs(example.features, fill=True, color=colour)
+                panel.stairs(example.features, color=DARK, linewidth=0.4)
+                panel.set(ylim=(1.05 * least, 1.05 * most), xlim=(0, len(example.features)))
+                label, prediction = (fit_label(name, 1.1, 7) for name in (example.label, example.prediction))
+                named = label if example.prediction == example.label else f"{label}, predicted {prediction}"
+                norm, probability = formatting.significant(example.norm), formatting.probability(example.confidence)
                 numbers = rf"$\|z\|_1$ = {norm}, probability {probability}"
                 panel.set_title(f"{named}\n{numbers}", fontsize=7)
                 panel.set_ylabel("activation")
@@ -308,14 +311,14 @@ def activations_figure(data: Activations) -> Any:
         for panel in panels[-1, 1::2]:
             panel.set_xlabel("unit of the last hidden layer")
         figure.suptitle(
-            f"{shown(data.title, 90)}\nhighest norms (left) and lowest norms (right), each of another class",
+            f"{safe_label(data.title, 90)}\nhighest norms (left) and lowest norms (right), one per class",
             fontsize=8,
         )
     return figure
 
 
-def _in_order(scores: Float64[Tensor, " n"], positive: Bool[Tensor, " n"]) -> float:
-    """Return the AUROC of scores; NaN without pairs."""
-    many, others = int(positive.sum()), int((~positive).sum())
-    above = float(places_by_size(scores)[positive].sum()) - many * (many + 1) / 2
-    return above / (many * others) if many and others else math.nan
+def _auroc(scores: Float64[Tensor, " n"], positive: Bool[Tensor, " n"]) -> float:
+    """Return the AUROC of scores; NaN if one class is empty."""
+    positives, negatives = int(positive.sum()), int((~positive).sum())
+    above = float(average_ranks(scores)[positive].sum()) - positives * (positives + 1) / 2
+    return above / (positives * negatives) if positives and negatives else math.nan

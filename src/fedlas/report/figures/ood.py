@@ -12,16 +12,16 @@ from fedlas.report.figures.style import (
     DARK,
     OVER,
     PALE,
-    fitted,
-    grid,
-    label_outside,
+    fit_label,
+    label_outer_axes,
     legend_below,
-    shown,
-    stroke,
-    title_room,
+    line_style,
+    panel_grid,
+    safe_label,
+    title_width,
 )
 
-if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
+if TYPE_CHECKING:  # `evaluation` imports many modules
     from fedlas.evaluation import Report
 
 
@@ -102,14 +102,14 @@ def ood_data(
     held = page_data.ood_data(predictions, ood, report, train_features)
     if held is None:
         raise UserError("the report has no OOD data; pass it to evaluate(..., ood=...)")
-    found = []
-    for one in held["sets"]:
-        scores = tuple(_score(score) for score in one["scores"] if "roc" in score)
+    sets = []
+    for ood_set in held["sets"]:
+        scores = tuple(_score(score) for score in ood_set["scores"] if "roc" in score)
         if scores:
-            found.append(OODSet(one["name"], scores))
-    if not found:
+            sets.append(OODSet(ood_set["name"], scores))
+    if not sets:
         raise UserError(f"of the OOD data in the report ({len(held['sets'])} sets), none is given in ood")
-    return OODFigureData(title, tuple(found))
+    return OODFigureData(title, tuple(sets))
 
 
 def _score(held: page_data.Plain) -> OODScore:
@@ -126,34 +126,34 @@ def roc_figure(data: OODFigureData) -> Any:
 
     The legend gives the AUROC of each score, in the order of the panels.
     """
-    names = list(dict.fromkeys(score.name for one in data.sets for score in one.scores))
-    with grid(len(data.sets), height=2.2, narrow=1, more=0.14 * len(names)) as (figure, axes):
-        for panel, one in zip(axes, data.sets, strict=True):
+    names = list(dict.fromkeys(score.name for ood_set in data.sets for score in ood_set.scores))
+    with panel_grid(len(data.sets), height=2.2, per_column=1, extra_height=0.14 * len(names)) as (figure, axes):
+        for panel, ood_set in zip(axes, data.sets, strict=True):
             panel.plot([0, 1], [0, 1], color=PALE, linewidth=0.8, linestyle="--")
-            for score in one.scores:
-                look = stroke(names.index(score.name)).marked(len(score.true), most=5)
+            for score in ood_set.scores:
+                look = line_style(names.index(score.name)).with_markers(len(score.true), most=5)
                 panel.plot(score.false, score.true, **look)
             panel.set(xlim=(0, 1), ylim=(0, 1))
-            panel.set_title(fitted(one.name, title_room(panel)), fontsize=8)
+            panel.set_title(fit_label(ood_set.name, title_width(panel)), fontsize=8)
         for number, name in enumerate(names):
-            found = [score.auroc_text for one in data.sets for score in one.scores if score.name == name]
-            label = f"{name.replace('_', ' ')}: {', '.join(found)}"
-            axes[0].plot([], [], label=label, **stroke(number).marked(1))
-        label_outside(axes, "false positive rate", "true positive rate")
-        figure.suptitle(shown(data.title), fontsize=8)
+            values = [score.auroc_text for ood_set in data.sets for score in ood_set.scores if score.name == name]
+            label = f"{name.replace('_', ' ')}: {', '.join(values)}"
+            axes[0].plot([], [], label=label, **line_style(number).with_markers(1))
+        label_outer_axes(axes, "false positive rate", "true positive rate")
+        figure.suptitle(safe_label(data.title), fontsize=8)
         legend_below(figure, axes[0], most=3, title="AUROC (%)", title_fontsize=7)
     return figure
 
 
 def score_figure(data: OODSet) -> Any:
     """Draw histograms of each score on ID and OOD samples; return the matplotlib figure."""
-    with grid(len(data.scores), height=1.5, share=False) as (figure, axes):
+    with panel_grid(len(data.scores), height=1.5, share_axes=False) as (figure, axes):
         for panel, score in zip(axes, data.scores, strict=True):
             panel.stairs(score.id, score.edges, label="ID", fill=True, facecolor="0.8", edgecolor=DARK, linewidth=0.8)
             panel.stairs(
                 score.ood,
                 score.edges,
-                label=shown(data.name),
+                label=safe_label(data.name),
                 fill=True,
                 facecolor="none",
                 edgecolor=OVER,
@@ -163,6 +163,6 @@ def score_figure(data: OODSet) -> Any:
             panel.set(ylim=(0, None))
             panel.set_title(f"{score.quantity}\nAUROC {score.auroc_text} %", fontsize=8)
             panel.locator_params(axis="x", nbins=5)
-        label_outside(axes, "score (higher: more likely OOD)", "fraction")
+        label_outer_axes(axes, "score (higher: more likely OOD)", "fraction")
         legend_below(figure, axes[0])
     return figure

@@ -1,4 +1,4 @@
-"""Save all figures that the data allow, in one call."""
+"""Write all figures of some models in one call."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from fedlas.report.html import Models
     from fedlas.report.model import Model
 
-ROWS = 4  # of diagrams in one figure
+ROWS = 4  # rows of diagrams in one figure
 GATES = 7  # models with a gate in one figure: with the flip rates, two rows of panels
-KNOWN = {"pdf", "png", "svg"}
-# What all files are called, without ending.
+FORMATS = {"pdf", "png", "svg"}
+# File names of all figures, without extension.
 NAMES = (
     r"(reliability|gate)(-\d+)?|reliability_(lines|smooth)|over_under|confidence|risk_coverage|norm|training|feedback|alpha"
     r"|(class_map|roc|scores)(-[\w-]*)?"
 )
 
-Drawn = tuple[str, Any, Any]  # name of the files, figure, and what it was drawn from
+NamedFigure = tuple[str, Any, Any]  # file name without extension, figure, data of the figure
 
 
 def save_figures(
@@ -51,38 +51,40 @@ def save_figures(
     from fedlas.report.html import named_models, report_of  # noqa: PLC0415
 
     endings = tuple(formats)
-    unknown = sorted({*endings} - KNOWN)
+    unknown = sorted({*endings} - FORMATS)
     if isinstance(formats, str) or unknown or not endings:
-        raise UserError(f"formats is {formats!r}; some of {sorted(KNOWN)} are needed")
+        raise UserError(f"formats is {formats!r}; choose from {sorted(FORMATS)}")
     held = named_models(models)
     reports = {name: report_of(model, level, resamples, seed, bins) for name, model in held.items()}
-    drawn = [*_of_all(reports, level), *_of_each(held, reports), *_of_logs(held)]
+    drawn = [*_shared_figures(reports, level), *_model_figures(held, reports), *_training_figures(held)]
     return [path for name, figure, data in drawn for path in save_with_data(figure, data, folder, name, endings)]
 
 
-def _of_all(reports: "Mapping[str, Report]", level: float) -> Iterator[Drawn]:
-    """Draw the figures that show all models."""
+def _shared_figures(reports: "Mapping[str, Report]", level: float) -> Iterator[NamedFigure]:
+    """Draw the figures that show all models together."""
     from fedlas.report.figures import confidence, reliability, selective  # noqa: PLC0415
 
-    rows = {name: [_reliability(state, state.name, level) for state in one.states] for name, one in reports.items()}
+    rows = {
+        name: [_reliability(state, state.name, level) for state in report.states] for name, report in reports.items()
+    }
     parts = [dict(list(rows.items())[start : start + ROWS]) for start in range(0, len(rows), ROWS)]
     for number, part in enumerate(parts, start=1):
         name = "reliability" if len(parts) == 1 else f"reliability-{number}"
-        shown = part if len(rows) > 1 else {"": next(iter(part.values()))}
-        yield name, reliability.reliability_figure(shown), part
+        labelled = part if len(rows) > 1 else {"": next(iter(part.values()))}
+        yield name, reliability.reliability_figure(labelled), part
     states = _states(reports)
     lines = [_reliability(state, title, level) for title, state in states]
     yield "reliability_lines", reliability.reliability_lines_figure(lines), lines
-    parted = [confidence.over_under_data(state, title) for title, state in states]
-    yield "over_under", confidence.over_under_figure(parted), parted
+    over_under = [confidence.over_under_data(state, title) for title, state in states]
+    yield "over_under", confidence.over_under_figure(over_under), over_under
     known = [(title, state.pairs) for title, state in states if state.pairs is not None]
     if not known:
         return
-    smooth = [reliability.smooth_reliability_data(found, title, level) for title, found in known]
+    smooth = [reliability.smooth_reliability_data(samples, title, level) for title, samples in known]
     yield "reliability_smooth", reliability.smooth_reliability_figure(smooth), smooth
-    spread = [confidence.confidence_data(found, title) for title, found in known]
-    yield "confidence", confidence.confidence_figure(spread), spread
-    risks = [selective.risk_data(found, title) for title, found in known]
+    histograms = [confidence.confidence_data(samples, title) for title, samples in known]
+    yield "confidence", confidence.confidence_figure(histograms), histograms
+    risks = [selective.risk_data(samples, title) for title, samples in known]
     yield "risk_coverage", selective.risk_figure(risks), risks
 
 
@@ -99,32 +101,32 @@ def _reliability(state: "State", title: str, level: float) -> "Reliability":
     return reliability.reliability_data(state.bins["width"], state["ece"], title, level)
 
 
-def _of_each(held: "Mapping[str, Model]", reports: "Mapping[str, Report]") -> Iterator[Drawn]:
-    """Draw the figures of each model."""
+def _model_figures(held: "Mapping[str, Model]", reports: "Mapping[str, Report]") -> Iterator[NamedFigure]:
+    """Draw the figures of single models."""
     from fedlas.report.figures import confidence, indicator, ood  # noqa: PLC0415
 
-    endings = _endings(list(held))
+    suffixes = _suffixes(list(held))
     norms = []
     for name, model in held.items():
-        given, end = model.predictions, endings[name]
+        given, suffix = model.predictions, suffixes[name]
         if given is None:
             continue
         if given.prediction is not None:
             classes = confidence.class_map_data(given, name)
-            yield f"class_map{end}", confidence.class_map_figure(classes), classes
+            yield f"class_map{suffix}", confidence.class_map_figure(classes), classes
         if reports[name].before.detection is not None and model.ood:
-            found = ood.ood_data(given, model.ood, reports[name], name, model.train_features)
-            yield f"roc{end}", ood.roc_figure(found), found
-            names = _endings([one.name for one in found.sets])
-            for one in found.sets:
-                yield f"scores{end}{names[one.name]}", ood.score_figure(one), one
+            detection = ood.ood_data(given, model.ood, reports[name], name, model.train_features)
+            yield f"roc{suffix}", ood.roc_figure(detection), detection
+            set_suffixes = _suffixes([ood_set.name for ood_set in detection.sets])
+            for ood_set in detection.sets:
+                yield f"scores{suffix}{set_suffixes[ood_set.name]}", ood.score_figure(ood_set), ood_set
         if isinstance(given, Predictions) and indicator.has_norms(given):
             norms.append(indicator.norm_data(given, name))
     if norms:
         yield "norm", indicator.norm_figure(norms), norms
 
 
-def _of_logs(held: "Mapping[str, Model]") -> Iterator[Drawn]:
+def _training_figures(held: "Mapping[str, Model]") -> Iterator[NamedFigure]:
     """Draw the training curves of models that have a log."""
     from fedlas.report.figures import gate, training  # noqa: PLC0415
 
@@ -132,36 +134,36 @@ def _of_logs(held: "Mapping[str, Model]") -> Iterator[Drawn]:
     if logged:
         curves = [training.training_data(model.log, name) for name, model in logged.items()]
         yield "training", training.training_figure(curves), curves
-    gated = [found for name, model in logged.items() if (found := training.alpha_data(model.log, name, model.recipe))]
+    gated = [data for name, model in logged.items() if (data := training.alpha_data(model.log, name, model.recipe))]
     feedback = [training.feedback_data(model.log, name) for name, model in logged.items()]
-    followed = [one for one in feedback if one is not None][:ROWS]
-    if followed:
-        yield "feedback", training.feedback_figure(followed), followed
+    available = [data for data in feedback if data is not None][:ROWS]
+    if available:
+        yield "feedback", training.feedback_figure(available), available
     if gated:
         yield "alpha", training.alpha_figure(gated), gated
     modes = {name: [_with_modes(model.log)] for name, model in logged.items() if _with_modes(model.log)}
     parts = [dict(list(modes.items())[start : start + GATES]) for start in range(0, len(modes), GATES)]
     for number, part in enumerate(parts, start=1):
-        shares = gate.gate_data(part, "")
-        yield "gate" if len(parts) == 1 else f"gate-{number}", gate.gate_figure(shares), shares
+        stability = gate.gate_data(part, "")
+        yield "gate" if len(parts) == 1 else f"gate-{number}", gate.gate_figure(stability), stability
 
 
 def _with_modes(log: "Sequence[Mapping[str, Any]]") -> list[Mapping[str, Any]]:
     """Return the epochs whose record has the fraction of samples in each gate mode."""
-    kept = [one for one in log if "epoch" in one and isinstance(one.get("gate"), Mapping)]
-    return [one for one in kept if {"positive", "negative"} <= one["gate"].keys()]
+    epochs = [record for record in log if "epoch" in record and isinstance(record.get("gate"), Mapping)]
+    return [record for record in epochs if {"positive", "negative"} <= record["gate"].keys()]
 
 
-def _endings(names: Sequence[str]) -> dict[str, str]:
+def _suffixes(names: Sequence[str]) -> dict[str, str]:
     """Return a file name suffix for each name; a single name needs none, and equal suffixes are numbered."""
     if len(names) == 1:
         return {names[0]: ""}
-    found: dict[str, str] = {}
+    suffixes: dict[str, str] = {}
     for name in names:
         plain = re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:40] or "model"
-        number, end = 1, f"-{plain}"
-        while end.lower() in {one.lower() for one in found.values()}:
+        number, suffix = 1, f"-{plain}"
+        while suffix.lower() in {taken.lower() for taken in suffixes.values()}:
             number += 1
-            end = f"-{plain}-{number}"
-        found[name] = end
-    return found
+            suffix = f"-{plain}-{number}"
+        suffixes[name] = suffix
+    return suffixes

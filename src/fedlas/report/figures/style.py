@@ -1,8 +1,8 @@
-"""The one look of all figures, and how they get to disk.
+"""Style and saving of all figures.
 
-A figure is as wide as one column of a paper or as its page, its letters have 7 or 8 points, and it needs no colour to
-be read: lines differ in dashes and markers, areas in hatches. It looks the same whatever style a user has set, and no
-clock time goes into files: equal input makes equal bytes.
+Figures are one column or one page wide, use fonts of 7 and 8 points, and are readable without colour: lines differ in
+dashes and markers, areas in hatches. The user's matplotlib style is ignored, and files contain no timestamps: equal
+input gives equal bytes.
 """
 
 import base64
@@ -24,7 +24,7 @@ from fedlas.extras import optional_module
 from fedlas.io.atomic import write_atomic
 
 COLUMN, PAGE = 3.3, 6.9  # inches
-FONT = "DejaVu Sans"  # comes with matplotlib, so it is there on every machine
+FONT = "DejaVu Sans"  # bundled with matplotlib
 STYLE = {
     "font.family": FONT,
     "font.size": 8,
@@ -41,79 +41,80 @@ STYLE = {
     "axes.linewidth": 0.6,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "pdf.fonttype": 42,  # whole letters, which publishers ask for
+    "pdf.fonttype": 42,  # embed TrueType fonts, which publishers require
     "svg.fonttype": "none",  # text that can be searched and edited
-    "svg.hashsalt": "fedlas",  # names inside of the file would be random otherwise
+    "svg.hashsalt": "fedlas",  # element ids would be random otherwise
 }
 DARK, MIDDLE, LIGHT, PALE = "#000000", "#0072b2", "#e69f00", "#999999"
-OVER, UNDER = "#d55e00", "#56b4e9"  # dark and light in grey too
+OVER, UNDER = "#d55e00", "#56b4e9"  # differ in luminance too
 COLOURS = (DARK, MIDDLE, LIGHT, PALE, "#d55e00", "#009e73", "#cc79a7")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)), (0, (8, 1.5, 1, 1, 1, 1.5)))
-STROKES = tuple(zip(COLOURS, MARKERS, strict=False))
-NO_CLOCK = {".png": {"Software": None}, ".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
+COLOURS_AND_MARKERS = tuple(zip(COLOURS, MARKERS, strict=False))
+NO_TIMESTAMP = {".png": {"Software": None}, ".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
 FORMATS = ("pdf", "png")
-FORMAT = "fedlas.figure/1"  # of the numbers beside a figure, by which files are known again
-LONGEST = 32  # letters of a name that someone else gave
+FORMAT = "fedlas.figure/1"  # format tag of the JSON data of a figure, which identifies the file
+MAX_LENGTH = 32  # characters of an untrusted name
 
 
-class Stroke(NamedTuple):
-    """How one line of several is drawn."""
+class LineStyle(NamedTuple):
+    """Colour, marker and dashes of a line."""
 
     colour: str
     marker: str
     dash: Any
 
     @property
-    def line(self) -> dict[str, Any]:
-        """The options of a line."""
+    def options(self) -> dict[str, Any]:
+        """Return the keyword arguments of `Axes.plot`."""
         return {"color": self.colour, "linestyle": self.dash}
 
-    def marked(self, points: int, most: int = 8) -> dict[str, Any]:
-        """Give the options of a line with markers, at most some of them."""
+    def with_markers(self, points: int, most: int = 8) -> dict[str, Any]:
+        """Return the keyword arguments of `Axes.plot` for a line with at most `most` markers."""
         face = "white" if self.dash != "-" else self.colour
-        return self.line | {"marker": self.marker, "markerfacecolor": face, "markevery": max(1, -(-points // most))}
+        return self.options | {"marker": self.marker, "markerfacecolor": face, "markevery": max(1, -(-points // most))}
 
 
-def stroke(number: int) -> Stroke:
-    """Give the look of a line; the first forty differ in marker or dashes, whatever their colour."""
-    return Stroke(*(looks[number % len(looks)] for looks in (COLOURS, MARKERS, DASHES)))
+def line_style(number: int) -> LineStyle:
+    """Return the style of a line; the first forty differ in marker or dashes as well as in colour."""
+    return LineStyle(*(cycle[number % len(cycle)] for cycle in (COLOURS, MARKERS, DASHES)))
 
 
-def shown(text: object, longest: int = LONGEST) -> str:
-    """Make of someone else's text what can be drawn: cut, on one line, and no formula."""
+def safe_label(text: object, longest: int = MAX_LENGTH) -> str:
+    """Return untrusted text as a label: truncated, on one line, and never parsed as a formula."""
     whole = " ".join(str(text).split())
     cut = whole if len(whole) <= longest else f"{whole[: longest - 1]}…"
-    known = _letters()
-    drawn = "".join(letter if ord(letter) in known and _visible(letter) else "□" for letter in cut)
-    # A dollar would begin a formula, and a legend leaves out what begins with an underscore.
-    drawn = drawn.replace("$", r"\$")
-    return f" {drawn}" if drawn.startswith("_") else drawn or "(no name)"
+    supported = _font_characters()
+    label = "".join(char if ord(char) in supported and _is_visible(char) else "□" for char in cut)
+    # A dollar sign would start a formula, and legends skip labels that start with an underscore.
+    label = label.replace("$", r"\$")
+    return f" {label}" if label.startswith("_") else label or "(no name)"
 
 
-def fitted(text: object, inches: float, points: float = 8) -> str:
-    """Make of someone else's text what fits into a place of some width."""
+def fit_label(text: object, inches: float, points: float = 8) -> str:
+    """Return untrusted text as a label that fits a width in inches."""
     path = optional_module("matplotlib.textpath").TextPath
     with figure_style():
-        for longest in range(LONGEST, 3, -1):
-            drawn = shown(text, longest)
-            if path((0, 0), drawn, size=points).get_extents().width <= 72 * inches:
-                return drawn
-    return drawn
+        for longest in range(MAX_LENGTH, 3, -1):
+            label = safe_label(text, longest)
+            if path((0, 0), label, size=points).get_extents().width <= 72 * inches:
+                return label
+    return label
 
 
 @cache
-def _letters() -> frozenset[int]:
+def _font_characters() -> frozenset[int]:
+    """Return the code points that the font can draw."""
     manager = optional_module("matplotlib.font_manager")
     return frozenset(manager.get_font(manager.findfont(FONT)).get_charmap())
 
 
-def _visible(letter: str) -> bool:
-    return unicodedata.category(letter)[0] != "C"
+def _is_visible(char: str) -> bool:
+    return unicodedata.category(char)[0] != "C"
 
 
 def legend_below(figure: Any, panel: Any, *, most: int = 4, **options: Any) -> None:
-    """Explain the lines of a panel below the figure, in as many columns as there is room for."""
+    """Add a legend for a panel below the figure, in as many columns as fit."""
     handles, labels = panel.get_legend_handles_labels()
     if not labels:
         return
@@ -125,7 +126,7 @@ def legend_below(figure: Any, panel: Any, *, most: int = 4, **options: Any) -> N
 
 @contextmanager
 def figure_style() -> Iterator[None]:
-    """Draw in the one style of all figures, whatever the user's own is."""
+    """Apply the style of all figures, ignoring the user's matplotlib settings."""
     matplotlib = optional_module("matplotlib")
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
@@ -134,61 +135,61 @@ def figure_style() -> Iterator[None]:
 
 
 @contextmanager
-def paper(width: float, height: float) -> Iterator[Any]:
-    """Make an empty figure in the one style of all; what is drawn inside of the block gets it too."""
+def figure_of_size(width: float, height: float) -> Iterator[Any]:
+    """Yield an empty figure; apply the style of all figures inside the block."""
     with figure_style():
         yield _figure_class()(figsize=(width, height), layout="constrained")
 
 
 @cache
 def _figure_class() -> Any:
-    """Make matplotlib's figure show itself in a notebook, also where pyplot was never imported."""
+    """Return a subclass of matplotlib's `Figure` that is displayed in notebooks without pyplot."""
 
     class PaperFigure(optional_module("matplotlib.figure").Figure):  # type: ignore[misc]
-        """A figure that a notebook shows as a picture."""
+        """A figure that notebooks display as an image."""
 
         def _repr_html_(self) -> str:
-            picture = base64.b64encode(content_of(self, "png", dpi=200)).decode()
-            width = round(96 * self.get_figwidth() * 1.3)  # a little larger than on paper
+            picture = base64.b64encode(figure_bytes(self, "png", dpi=200)).decode()
+            width = round(96 * self.get_figwidth() * 1.3)  # slightly larger than in print
             return f'<img alt="figure" width="{width}" src="data:image/png;base64,{picture}">'
 
     return PaperFigure
 
 
-def label_outside(axes: Sequence[Any], x: str, y: str) -> None:
-    """Name the axes of a grid of panels where nothing stands beyond them: below, and on the left."""
+def label_outer_axes(axes: Sequence[Any], x: str, y: str) -> None:
+    """Label the outer axes of a grid of panels: the left column and the lowest panel of each column."""
     columns = axes[0].get_gridspec().ncols
-    for place, panel in enumerate(axes):
-        if place % columns == 0:
+    for number, panel in enumerate(axes):
+        if number % columns == 0:
             panel.set_ylabel(y)
-        if place + columns >= len(axes):
+        if number + columns >= len(axes):
             panel.set_xlabel(x)
-            panel.tick_params(labelbottom=True)  # also where the place below is empty
+            panel.tick_params(labelbottom=True)  # also where the panel below is hidden
 
 
-def title_room(panel: Any) -> float:
-    """Give the inches that a title has above a panel of a grid."""
+def title_width(panel: Any) -> float:
+    """Return the width in inches available to the title of a panel in a grid."""
     inches: float = panel.get_figure().get_figwidth() / panel.get_gridspec().ncols - 0.35
     return inches
 
 
 @contextmanager
-def grid(
-    count: int, *, height: float = 1.5, share: bool = True, narrow: int = 2, more: float = 0
+def panel_grid(
+    count: int, *, height: float = 1.5, share_axes: bool = True, per_column: int = 2, extra_height: float = 0
 ) -> Iterator[tuple[Any, list[Any]]]:
-    """Make a figure of equal panels: some beside each other in a column, or three on a page.
+    """Yield a figure of equal panels, one column wide if they fit, else one page wide.
 
     Args:
-        count: how many panels.
-        height: of each, in inches.
-        share: whether they have the same axes.
-        narrow: how many fit into a column.
-        more: inches for what stands below.
+        count: number of panels.
+        height: height of each panel in inches.
+        share_axes: whether panels share both axes.
+        per_column: largest number of panels in a figure of one column.
+        extra_height: additional height in inches, such as for a legend.
     """
-    columns = count if count <= narrow else 2 if count in {2, 4} else 3
+    columns = count if count <= per_column else 2 if count in {2, 4} else 3
     rows = -(-count // columns)
-    with paper(COLUMN if count <= narrow else PAGE, 0.75 + height * rows + more) as figure:
-        panels = figure.subplots(rows, columns, squeeze=False, sharex=share, sharey=share)
+    with figure_of_size(COLUMN if count <= per_column else PAGE, 0.75 + height * rows + extra_height) as figure:
+        panels = figure.subplots(rows, columns, squeeze=False, sharex=share_axes, sharey=share_axes)
         axes = list(panels.flat)
         for empty in axes[count:]:
             empty.set_axis_off()
@@ -196,60 +197,61 @@ def grid(
 
 
 def save_figure(figure: Any, path: str | Path, *, dpi: int = 150) -> Path:
-    """Write a figure, whole or not at all; the file's ending says as what. No clock time goes into it."""
+    """Write a figure atomically, without a timestamp, in the format given by the file name extension."""
     path = Path(path)
-    write_atomic(path, content_of(figure, path.suffix[1:], dpi))
+    write_atomic(path, figure_bytes(figure, path.suffix[1:], dpi))
     return path
 
 
-def content_of(figure: Any, kind: str, dpi: int) -> bytes:
-    """Give the content of a figure's file of some kind, such as "png"."""
+def figure_bytes(figure: Any, kind: str, dpi: int) -> bytes:
+    """Return the bytes of a figure in a format such as "png"."""
     buffer = io.BytesIO()
     with figure_style():
-        figure.savefig(buffer, format=kind, dpi=dpi, metadata=NO_CLOCK.get(f".{kind}"))
+        figure.savefig(buffer, format=kind, dpi=dpi, metadata=NO_TIMESTAMP.get(f".{kind}"))
     return buffer.getvalue()
 
 
 def save_with_data(
     figure: Any, data: Any, folder: str | Path, name: str, formats: Sequence[str] = FORMATS
 ) -> list[Path]:
-    """Write a figure, as PDF and PNG if nothing else is said, and its numbers as JSON, where NaN becomes null.
+    """Write a figure, by default as PDF and PNG, and its numbers as JSON, with null for NaN; return the paths.
 
     Args:
-        figure: from a `..._figure`.
-        data: what it was drawn from: a data class of a `..._data`, or several of them.
-        folder: for all files.
-        name: of the files, without ending.
-        formats: endings of the figure's files.
+        figure: result of a `..._figure` function.
+        data: numbers of the figure: one or several results of the matching `..._data` function.
+        folder: folder of all files.
+        name: file name without extension.
+        formats: file formats of the figure.
     """
     with figure_style():
         figure.draw_without_rendering()
     layout = figure.get_layout_engine()
-    figure.set_layout_engine("none")  # once is enough for all formats, and takes longer than drawing
+    figure.set_layout_engine("none")  # reuse the layout for all formats: computing it takes longer than drawing
     try:
-        made = {Path(folder) / f"{name}.{end}": content_of(figure, end, dpi=300) for end in formats}
+        files = {Path(folder) / f"{name}.{end}": figure_bytes(figure, end, dpi=300) for end in formats}
     finally:
         figure.set_layout_engine(layout)
-    found = _plain(data)
-    numbers = {"format": FORMAT, "figure": name, **(found if is_dataclass(data) else {"data": found})}
-    text = Path(folder) / f"{name}.json"
-    # First: whoever is interrupted here finds no picture without numbers, which nobody would dare to write over.
-    write_atomic(text, (json.dumps(numbers, allow_nan=False) + "\n").encode())
-    for path, content in made.items():
-        write_atomic(path, content)
-    return [*made, text]
+    numbers = _json_value(data)
+    content = {"format": FORMAT, "figure": name, **(numbers if is_dataclass(data) else {"data": numbers})}
+    json_path = Path(folder) / f"{name}.json"
+    # Write the JSON file first: it marks the figure files as ours, so that they can be overwritten after an interrupt.
+    write_atomic(json_path, (json.dumps(content, allow_nan=False) + "\n").encode())
+    for path, picture in files.items():
+        write_atomic(path, picture)
+    return [*files, json_path]
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
+    """Convert data classes and sequences to JSON types; non-finite numbers become None."""
     if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
+        return _json_value(asdict(value))
     if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
+        return {str(name): _json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_json_value(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def numbers_of(values: Float[Tensor, " n"]) -> tuple[float, ...]:
-    """Make plain numbers, of as many digits as float32 has."""
+def to_floats(values: Float[Tensor, " n"]) -> tuple[float, ...]:
+    """Convert a tensor to floats rounded to the precision of float32."""
     return tuple(float(f"{value:.7g}") for value in values.tolist())

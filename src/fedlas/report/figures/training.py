@@ -1,4 +1,4 @@
-"""The course of training: accuracy and calibration by epoch, and the smoothing that a gate chose."""
+"""Training curves: accuracy and calibration by epoch, feedback strengths, and the smoothing of a gate."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,23 +8,33 @@ from typing import Any
 from fedlas import formatting
 from fedlas.errors import UserError
 from fedlas.report import page_data
-from fedlas.report.figures.style import DARK, PAGE, PALE, Stroke, fitted, legend_below, paper, shown, stroke
+from fedlas.report.figures.style import (
+    DARK,
+    PAGE,
+    PALE,
+    LineStyle,
+    figure_of_size,
+    fit_label,
+    legend_below,
+    line_style,
+    safe_label,
+)
 
 Values = tuple[float | None, ...]
 
 
 @dataclass(frozen=True)
 class LearningCurve:
-    """What one run logged of its validation split; None where an epoch has no such number.
+    """Metrics that a run logged on its validation split; None where an epoch has no value.
 
     Args:
-        title: which run.
-        epoch: counted from 1.
-        loss: mean of the training loss.
-        accuracy: share of right answers.
+        title: name of the run.
+        epoch: epochs, starting at 1.
+        loss: mean training loss.
+        accuracy: accuracy.
         ece: expected calibration error.
-        over: the part of it that is over-confidence.
-        under: the part that is under-confidence.
+        over: over-confident part of the ECE (O-ECE).
+        under: under-confident part of the ECE (U-ECE).
     """
 
     title: str
@@ -37,11 +47,11 @@ class LearningCurve:
 
 
 def training_data(log: Sequence[Mapping[str, Any]], title: str) -> LearningCurve:
-    """Take the curves from a run's log, such as `Run.log`; long logs are thinned."""
-    held = page_data.training_data(log)
-    if held is None:
+    """Return the curves of a log, such as `Run.log`; long logs are subsampled."""
+    epochs = page_data.training_data(log)
+    if epochs is None:
         raise UserError('the log has no finished epoch; its records need "epoch", "train" and "val"')
-    columns = (tuple(held[name]) for name in ("epoch", "loss", "accuracy", "ece", "over_ece", "under_ece"))
+    columns = (tuple(epochs[name]) for name in ("epoch", "loss", "accuracy", "ece", "over_ece", "under_ece"))
     return LearningCurve(title, *columns)
 
 
@@ -51,15 +61,15 @@ def has_epochs(log: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def training_figure(models: Sequence[LearningCurve]) -> Any:
-    """Draw training loss, accuracy, ECE and its two parts by epoch; a matplotlib figure."""
-    with paper(PAGE, 2.0 + 0.14 * math.ceil(len(models) / 3)) as figure:
+    """Draw training loss, accuracy, ECE, O-ECE and U-ECE by epoch; return the matplotlib figure."""
+    with figure_of_size(PAGE, 2.0 + 0.14 * math.ceil(len(models) / 3)) as figure:
         loss, accuracy, error, parts = figure.subplots(1, 4)
         if all(value is None for data in models for value in (*data.over, *data.under)):
             parts.set_visible(False)
         for number, data in enumerate(models):
-            look = stroke(number).marked(len(data.epoch), most=6)
+            look = line_style(number).with_markers(len(data.epoch), most=6)
             for panel, values, factor in ((loss, data.loss, 1), (accuracy, data.accuracy, 100), (error, data.ece, 100)):
-                panel.plot(data.epoch, _scaled(values, factor), label=shown(data.title), **look)
+                panel.plot(data.epoch, _scaled(values, factor), label=safe_label(data.title), **look)
             parts.plot(data.epoch, _scaled(data.over, 100), **look)
             parts.plot(data.epoch, _scaled(data.under, -100), **look)
         parts.axhline(0, color=DARK, linewidth=0.6)
@@ -80,12 +90,12 @@ def _scaled(values: Values, factor: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Feedback:
-    """Strengths of a loss with feedback, and the calibration gaps that they follow.
+    """Strengths of a loss with feedback, and the calibration gaps that set them.
 
     Args:
-        title: which run.
-        epoch: counted from 1.
-        strengths: after each epoch, one per bin, from low to high values of the indicator.
+        title: name of the run.
+        epoch: epochs, starting at 1.
+        strengths: strength of each bin after each epoch, from low to high values of the indicator.
         gaps: mean confidence minus accuracy of each bin on held-out data.
         lr: learning rate of each epoch.
     """
@@ -98,21 +108,21 @@ class Feedback:
 
 
 def feedback_data(log: Sequence[Mapping[str, Any]], title: str) -> Feedback | None:
-    """Take strengths and gaps from a run's log; None for a loss without feedback."""
-    held = page_data.training_data(log)
-    if held is None or "feedback" not in held:
+    """Return strengths and gaps of a log; None for a loss without feedback."""
+    epochs = page_data.training_data(log)
+    if epochs is None or "feedback" not in epochs:
         return None
-    rates = {one["epoch"]: one.get("lr") for one in log if "epoch" in one}
-    strengths, gaps = (tuple(map(tuple, held["feedback"][name])) for name in ("strengths", "gaps"))
-    return Feedback(title, tuple(held["epoch"]), strengths, gaps, tuple(rates[n] for n in held["epoch"]))
+    rates = {record["epoch"]: record.get("lr") for record in log if "epoch" in record}
+    strengths, gaps = (tuple(map(tuple, epochs["feedback"][name])) for name in ("strengths", "gaps"))
+    return Feedback(title, tuple(epochs["epoch"]), strengths, gaps, tuple(rates[n] for n in epochs["epoch"]))
 
 
 def feedback_figure(models: Sequence[Feedback]) -> Any:
-    """Draw strengths and calibration gaps by epoch, one line per bin, one row per model; a matplotlib figure.
+    """Draw strengths and calibration gaps by epoch, one line per bin, one row per model; return the figure.
 
     Lines become darker with the value of the indicator; vertical lines mark changes of the learning rate.
     """
-    with paper(PAGE, 0.4 + 1.7 * len(models)) as figure:
+    with figure_of_size(PAGE, 0.4 + 1.7 * len(models)) as figure:
         for (left, right), data in zip(figure.subplots(len(models), 2, squeeze=False), models, strict=True):
             for panel, rows, factor in ((left, data.strengths, 1), (right, data.gaps, 100)):
                 bins = len(rows[0])
@@ -130,25 +140,25 @@ def feedback_figure(models: Sequence[Feedback]) -> Any:
             left.set_ylabel("strength")
             right.set_ylabel("confidence - accuracy (%)")
             right.axhline(0, color=DARK, linewidth=0.6)
-            left.set_title(shown(data.title), fontsize=8, loc="left")
+            left.set_title(safe_label(data.title), fontsize=8, loc="left")
         legend_below(figure, figure.axes[0], most=2)
     return figure
 
 
 @dataclass(frozen=True)
 class Alphas:
-    """The smoothing that a gate chose, as a multiple of alpha.
+    """Smoothing factors that a gate chose, relative to alpha.
 
     Args:
-        title: which run.
-        epoch: counted from 1.
+        title: name of the run.
+        epoch: epochs, starting at 1.
         ratio: mean of alpha_i / alpha over the samples of each epoch.
-        beta: how strongly the indicator moves the smoothing, where the recipe says so.
-        edges: of bins of the indicator; the first and last bin hold what lies beyond.
-        share: share of samples in each, in the last epoch.
+        beta: slope of the gate, if the recipe has it.
+        edges: edges of the bins of the indicator; the first and last bin include all values beyond them.
+        fraction: fraction of samples in each bin in the last epoch.
         gamma: values of the indicator.
-        positive: alpha_i / alpha at each of them in positive mode; nothing without beta.
-        negative: the same in negative mode.
+        positive: alpha_i / alpha at these values in positive mode; empty without beta.
+        negative: alpha_i / alpha in negative mode.
     """
 
     title: str
@@ -156,26 +166,26 @@ class Alphas:
     ratio: Values
     beta: float | None
     edges: tuple[float, ...]
-    share: tuple[float, ...]
+    fraction: tuple[float, ...]
     gamma: tuple[float, ...]
     positive: tuple[float, ...]
     negative: tuple[float, ...]
 
 
 def alpha_data(log: Sequence[Mapping[str, Any]], title: str, recipe: Mapping[str, Any] | None = None) -> Alphas | None:
-    """Take from a run's log what its gate made of the smoothing; None where it has no gate."""
-    held = page_data.training_data(log, recipe)
-    if held is None or "gate" not in held:
+    """Return the smoothing factors of a log; None for a loss without a gate."""
+    epochs = page_data.training_data(log, recipe)
+    if epochs is None or "gate" not in epochs:
         return None
-    gate, spread = held["gate"], held["gate"]["gamma"] or {"ends": (), "fractions": (), "curve": ()}
-    gamma, positive, negative = zip(*spread["curve"], strict=True) if spread["curve"] else ((), (), ())
+    gate, histogram = epochs["gate"], epochs["gate"]["gamma"] or {"ends": (), "fractions": (), "curve": ()}
+    gamma, positive, negative = zip(*histogram["curve"], strict=True) if histogram["curve"] else ((), (), ())
     return Alphas(
         title=title,
-        epoch=tuple(held["epoch"]),
+        epoch=tuple(epochs["epoch"]),
         ratio=tuple(gate["alpha_ratio"]),
-        beta=held["beta"],
-        edges=tuple(map(float, spread["ends"])),
-        share=tuple(map(float, spread["fractions"])),
+        beta=epochs["beta"],
+        edges=tuple(map(float, histogram["ends"])),
+        fraction=tuple(map(float, histogram["fractions"])),
         gamma=tuple(map(float, gamma)),
         positive=tuple(map(float, positive)),
         negative=tuple(map(float, negative)),
@@ -183,35 +193,35 @@ def alpha_data(log: Sequence[Mapping[str, Any]], title: str, recipe: Mapping[str
 
 
 def alpha_figure(models: Sequence[Alphas]) -> Any:
-    """Draw the mean smoothing by epoch, and the smoothing over the indicator; a matplotlib figure.
+    """Draw the mean smoothing by epoch, and the smoothing over the indicator; return the matplotlib figure.
 
-    Bars show how the indicator of the first model was spread in its last epoch.
+    A grey histogram shows the indicator of the first model in its last epoch.
     """
-    with paper(PAGE, 2.1 + 0.14 * math.ceil(len(models) / 3)) as figure:
+    with figure_of_size(PAGE, 2.1 + 0.14 * math.ceil(len(models) / 3)) as figure:
         left, right = figure.subplots(1, 2)
         left.axhline(1, color=PALE, linewidth=0.8, linestyle=":")
         for number, data in enumerate(models):
-            look = stroke(number).marked(len(data.epoch))
-            left.plot(data.epoch, _scaled(data.ratio, 1), label=shown(data.title), **look)
+            look = line_style(number).with_markers(len(data.epoch))
+            left.plot(data.epoch, _scaled(data.ratio, 1), label=safe_label(data.title), **look)
             for values, dash in ((data.positive, "-"), (data.negative, "--")):
-                if values:  # a line without points that is not clipped would have no end
-                    _draw_mode(right, data.gamma, values, stroke(number), dash)
+                if values:  # an unclipped line without points would have an infinite extent
+                    _draw_mode(right, data.gamma, values, line_style(number), dash)
         for mode, dash in (("positive mode", "-"), ("negative mode", "--")):
             left.plot([], [], color=PALE, linestyle=dash, label=mode)
         left.set(xlabel="epoch", ylabel=r"mean $\alpha_i$ / $\alpha$", ylim=(0, None))
         left.xaxis.get_major_locator().set_params(integer=True)
         right.set(xlabel=r"NCI $\gamma$", ylabel=r"$\alpha_i$ / $\alpha$", ylim=(0, 2))
         first = models[0]
-        if first.share:
-            tall = [1.9 * share / max(*first.share, 1e-9) for share in first.share]
-            right.stairs(tall, first.edges, fill=True, facecolor="0.85", zorder=0)
+        if first.fraction:
+            heights = [1.9 * fraction / max(*first.fraction, 1e-9) for fraction in first.fraction]
+            right.stairs(heights, first.edges, fill=True, facecolor="0.85", zorder=0)
             right.set_xlim(first.edges[0], first.edges[-1])
-            right.set_title(f"grey: spread of $\\gamma$, {fitted(first.title, 1.2, 7)}, last epoch", fontsize=7)
+            right.set_title(f"grey: histogram of $\\gamma$, {fit_label(first.title, 1.2, 7)}, last epoch", fontsize=7)
         legend_below(figure, left, most=6)
     return figure
 
 
-def _draw_mode(panel: Any, gamma: Sequence[float], values: Sequence[float], look: Stroke, dash: str) -> None:
+def _draw_mode(panel: Any, gamma: Sequence[float], values: Sequence[float], look: LineStyle, dash: str) -> None:
     """Draw one mode of a gate: markers distinguish models, dashes distinguish modes."""
     face = look.colour if dash == "-" else "white"
     every = max(1, len(values) // 8)
