@@ -114,7 +114,7 @@ def test_derivatives_match_autograd():
         assert found == pytest.approx((value.item(), slope.item(), bend.item()), rel=1e-10)
 
 
-@pytest.mark.parametrize("margin", [1e-3, 0.2, 1.0, 40.0])
+@pytest.mark.parametrize("margin", [1e-3, 0.2, 1.5, 40.0])
 def test_correct_samples_give_the_lower_bound(margin: float):
     """Steps grew shorter and shorter: 100 of them ended at T = 0.0096, without a warning."""
     logits = torch.tensor([[margin, 0.0, 0.0]] * 20)

@@ -45,7 +45,7 @@ def recommendations(report: "Report", predictions: AnyPredictions | None = None)
 
     Args:
         report: the evaluation of a model.
-        predictions: its predictions, which say whether logits or probabilities were given.
+        predictions: its predictions, given as logits or as probabilities.
     """
     of_probs = getattr(predictions, "given_probs", None) is not None
     return [_recommend(state, direction(report.before) == "none", of_probs) for state in report.after.values()]
