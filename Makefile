@@ -15,7 +15,7 @@ help: ## list the targets
 
 setup: $(READY) ## create .venv and install fedlas with all extras and the development tools
 
-demo: $(or $(wildcard $(READY)),$(DEMO_READY)) ## train five losses on handwritten digits and compare their calibration
+demo: $(or $(wildcard $(READY)),$(DEMO_READY)) ## train five losses on handwritten digits, compare their calibration, write an HTML report
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/fedlas demo
 
 test: $(READY) ## run format, lint, type checks and the fast tests, as CI does (8 minutes on two cores)

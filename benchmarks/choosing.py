@@ -4,7 +4,7 @@ Handwritten digits and `small_cnn`, so that it takes minutes on a CPU: `python b
 its default keywords, and nothing was searched. The epoch is the one with the best validation accuracy, the
 temperature is fitted on the validation split, and all numbers are of the 797 test images, one for each seed.
 
-    enough       all 800 training images, 15 epochs: nearly every prediction is correct
+    enough       all 800 training images, 15 epochs: nearly all predictions are correct
     overfitting  40 images, 60 epochs, no weight decay: low accuracy, and plain cross-entropy is over-confident (the
                  recipe of `make demo`, whose settings were chosen for this)
     noise        800 images, 30 % of the training labels wrong: networks become under-confident on clean labels
@@ -43,7 +43,7 @@ OUT = Path(__file__).with_suffix(".json")
 
 
 def recipes() -> Iterator[tuple[str, Recipe]]:
-    """Make every recipe, with the situation that it belongs to."""
+    """Yield every situation with each of its recipes."""
     for situation, changes in SITUATIONS.items():
         for record in list_losses():
             for seed in SEEDS:
@@ -52,12 +52,12 @@ def recipes() -> Iterator[tuple[str, Recipe]]:
 
 def main() -> None:
     """Train, measure and write."""
-    torch.set_num_threads(1)  # a network this small is slower on several
-    wanted = list(recipes())
+    torch.set_num_threads(1)  # more threads are slower for a network of this size
+    situations_and_recipes = list(recipes())
     measured: dict[str, dict[str, dict[str, list[float]]]] = {situation: {} for situation in SITUATIONS}
     with tempfile.TemporaryDirectory() as folder:
-        runs = fit_many([recipe for _, recipe in wanted], folder=folder)
-        for (situation, recipe), run in zip(wanted, runs, strict=True):
+        runs = fit_many([recipe for _, recipe in situations_and_recipes], folder=folder)
+        for (situation, recipe), run in zip(situations_and_recipes, runs, strict=True):
             report = evaluate(
                 run.predictions("best-test"),
                 posthoc=["temperature"],
@@ -66,11 +66,11 @@ def main() -> None:
             )
             values = {name: float(report[name]) for name in BEFORE}
             values |= {f"{name}+temperature": float(report.after["temperature"][name]) for name in AFTER}
-            sure = bootstrap(ece, run.predictions("best-test"), resamples=200)
-            values["chance"] = float(sure.details["noise_floor"])
-            held = measured[situation].setdefault(recipe.loss, {})
+            interval = bootstrap(ece, run.predictions("best-test"), resamples=200)
+            values["chance"] = float(interval.details["noise_floor"])
+            values_of_seeds = measured[situation].setdefault(recipe.loss, {})
             for name, value in values.items():
-                held.setdefault(name, []).append(round(value, 5))
+                values_of_seeds.setdefault(name, []).append(round(value, 5))
             print(situation, recipe.loss, recipe.seed, values, flush=True)
     machine = f"{platform.machine()} CPU, torch {torch.__version__.partition('+')[0]}"
     OUT.write_text(json.dumps({"machine": machine, "seeds": SEEDS, "measured": measured}, indent=1) + "\n")

@@ -8,12 +8,12 @@ The reference is `F.cross_entropy(logits, labels, label_smoothing=0.05)`. Modes:
     compiled   `torch.compile(loss, fullgraph=True)`
     autotuned  the same with `mode="max-autotune-no-cudagraphs"`
 
-On a GPU two times are given for each: `device`, the step replayed as a CUDA graph, which is what a captured training
-step pays; and `wall`, the step called from Python, which for small batches is what the interpreter pays.
+On a GPU two times are measured: `device`, the step replayed as a CUDA graph, as in a captured training step; and
+`wall`, the step called from Python, which small batches spend mostly in the interpreter.
 
-Candidates take turns within a round, and each figure is the median over rounds, so that a slow moment of the machine
-meets all of them. `fedlas_* (fixed gate)` has no gate to compute; the difference is the gate's share. Peak memory is
-what a step allocates beyond its inputs, gradients among it. Matrix products may use TF32 unless `--float32` is given.
+Candidates take turns within a round, and the median over rounds counts, so that other load affects all of them equally.
+`fedlas_* (fixed gate)` computes no gate; the difference is the cost of the gate. Peak memory is what a step allocates
+beyond its inputs, gradients included. Matrix products may use TF32 unless `--float32` is given.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class Figure:
 
 
 class Reference(nn.Module):
-    """What the losses are measured against."""
+    """The reference that losses are compared with."""
 
     def forward(self, logits: Tensor, labels: Tensor, _features: Tensor, _index: Tensor) -> Tensor:
         """Compute label-smoothed cross-entropy."""
@@ -64,21 +64,23 @@ class Reference(nn.Module):
 
 
 def candidates(rows: int, classes: int, device: str) -> dict[str, nn.Module]:
-    """Build everything that is timed."""
-    found: dict[str, nn.Module] = {REFERENCE: Reference()}
+    """Build the reference and all losses."""
+    modules: dict[str, nn.Module] = {REFERENCE: Reference()}
     for record in fedlas.list_losses():
         if record.name == "cpc" and rows * classes * classes > PAIRS_LIMIT[torch.device(device).type]:
             continue
         sizes = {"num_samples": 50_000, "epochs": 100}
-        options = {word: size for word, size in sizes.items() if word in record.keywords}
-        found[record.name] = fedlas.build_loss(record.name, num_classes=classes, **options)
+        options = {key: size for key, size in sizes.items() if key in record.keywords}
+        modules[record.name] = fedlas.build_loss(record.name, num_classes=classes, **options)
         if "gate" in record.keywords:
-            found[f"{record.name} (fixed gate)"] = fedlas.build_loss(record.name, num_classes=classes, gate="positive")
-    return {name: loss.to(device) for name, loss in found.items()}
+            modules[f"{record.name} (fixed gate)"] = fedlas.build_loss(
+                record.name, num_classes=classes, gate="positive"
+            )
+    return {name: loss.to(device) for name, loss in modules.items()}
 
 
 def step_of(loss: Callable[..., Tensor], parameters: list[nn.Parameter], batch: dict[str, Tensor]) -> Step:
-    """Make one step: forward, backward, gradients set free."""
+    """Return one step: forward, backward, gradients freed."""
     logits = batch["logits"]
 
     def step() -> None:
@@ -90,7 +92,7 @@ def step_of(loss: Callable[..., Tensor], parameters: list[nn.Parameter], batch: 
 
 
 def captured(step: Step) -> Step:
-    """Record a step as a CUDA graph."""
+    """Capture a step in a CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -131,7 +133,7 @@ def seconds(step: Step, repeats: int, device: str) -> float:
 
 
 def peak_mib(step: Step, device: str) -> float:
-    """Measure what a step allocates at most."""
+    """Return the peak memory that a step allocates."""
     step()
     if not device.startswith("cuda"):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
@@ -148,7 +150,7 @@ def peak_mib(step: Step, device: str) -> float:
 
 
 def times(steps: dict[str, Step], device: str, budget: float, rounds: int = 7) -> dict[str, float]:
-    """Time all steps in turns; the median of the rounds counts."""
+    """Time all steps in turns; return the median over rounds."""
     repeats = {}
     for name, step in steps.items():
         seconds(step, 2, device)
@@ -176,7 +178,7 @@ def measure(shape: str, device: str, modes: list[str], budget: float, only: list
             call = loss if mode == "eager" else torch.compile(loss, fullgraph=True, mode=COMPILE_MODE[mode])
             steps[name] = step_of(call, list(loss.parameters()), batch)
             peaks[name] = peak_mib(steps[name], device)
-        # The eager reference takes its turn in every mode; a figure of another minute would be another machine's.
+        # The eager reference is timed again in every mode, under the same load.
         steps[EAGER_REFERENCE] = step_of(Reference(), [], batch)
         for clock in clocks:
             timed = {name: captured(step) for name, step in steps.items()} if clock == "device" else steps
@@ -200,7 +202,7 @@ def measure(shape: str, device: str, modes: list[str], budget: float, only: list
 
 
 def table(figures: list[Figure]) -> str:
-    """Lay the figures of one shape and mode out as a Markdown table."""
+    """Return the measurements of one shape and mode as a Markdown table."""
     clocks = sorted({figure.clock for figure in figures})
     head = [f"{clock} µs | x reference | x eager reference" for clock in clocks]
     lines = [

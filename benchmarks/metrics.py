@@ -3,12 +3,12 @@
     python benchmarks/metrics.py [--shapes 50000x1000,1000000x100] [--only ece,nll] [--json FILE]
     python benchmarks/metrics.py --device cuda [--shapes 10000000x1000] [--chunk 500000]
 
-On the CPU logits are float32, and each candidate takes its turn in every round; the fastest round counts, which a busy
-machine disturbs least. Whoever needs probabilities, or numpy arrays, gets them ready-made. Candidates whose package is
-not installed are left out, and a slow one runs once. `value` shows who computes the same thing. "existing Predictions"
-are checked already; making them is timed apart.
+On the CPU logits are float32, candidates take turns in every round, and the fastest round counts, which other load
+affects least. Libraries that need probabilities or NumPy arrays get them ready-made. Candidates whose package is not
+installed are left out; slow ones run once. `value` shows which candidates compute the same quantity. "existing
+Predictions" are checked already; their construction is timed separately.
 
-On a GPU logits are bfloat16 and come in chunks. `read` is the time to read them once (their largest value).
+On a GPU logits are bfloat16 and processed in chunks. `read` is the time to read them once (their maximum).
 """
 
 import argparse
@@ -37,7 +37,7 @@ Candidate = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Figure:
-    """One measurement: seconds, and how many times those of ours."""
+    """One measurement: seconds, and their ratio to those of fedlas."""
 
     shape: str
     metric: str
@@ -49,7 +49,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Data:
-    """Logits of a somewhat over-confident model, and what others want to be given."""
+    """Logits of an over-confident model, and the inputs of other libraries."""
 
     logits: Tensor
     labels: Tensor
@@ -87,7 +87,7 @@ def make_data(rows: int, classes: int) -> Data:
 
 
 def candidates(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
-    """List who computes what; ours comes first."""
+    """Yield each quantity with the functions that compute it; fedlas comes first."""
     yield from errors(data)
     yield from scores(data)
     yield from detection(data)
@@ -96,9 +96,9 @@ def candidates(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
 
 
 def plain_numpy(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
-    """List metrics of existing `Predictions` beside the few lines of NumPy that anyone would write."""
+    """List metrics of existing `Predictions` beside a few lines of plain NumPy."""
     probs, labels, rows = data.probs_numpy, data.labels_numpy, np.arange(len(data.labels_numpy))
-    given = Predictions.from_probs(data.probs, data.labels)
+    predictions = Predictions.from_probs(data.probs, data.labels)
 
     def top() -> tuple[Any, Any]:
         prediction = probs.argmax(1)
@@ -106,13 +106,13 @@ def plain_numpy(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
 
     def ece() -> float:
         confidence, correct = top()
-        place = np.clip(np.ceil(confidence * 15).astype(int) - 1, 0, 14)
-        return float(np.abs(np.bincount(place, confidence, 15) - np.bincount(place, correct, 15)).sum() / len(rows))
+        bins = np.clip(np.ceil(confidence * 15).astype(int) - 1, 0, 14)
+        return float(np.abs(np.bincount(bins, confidence, 15) - np.bincount(bins, correct, 15)).sum() / len(rows))
 
     def aece() -> float:
         confidence, correct = top()
         parts = np.array_split(np.argsort(confidence), 15)
-        return float(sum(abs(confidence[one].sum() - correct[one].sum()) for one in parts) / len(rows))
+        return float(sum(abs(confidence[part].sum() - correct[part].sum()) for part in parts) / len(rows))
 
     def aurc() -> float:
         confidence, correct = top()
@@ -130,7 +130,7 @@ def plain_numpy(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
         "aurc": aurc,
     }
     for name, call in theirs.items():
-        ours = partial(getattr(metrics, name), given)
+        ours = partial(getattr(metrics, name), predictions)
         yield f"{name} of existing Predictions", {"fedlas": ours, "NumPy": call}
     yield "making Predictions", {"fedlas": lambda: len(Predictions.from_probs(data.probs, data.labels))}
 
@@ -176,10 +176,12 @@ def errors(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
     if installed("torch_uncertainty"):
         from torch_uncertainty.metrics.classification import AdaptiveCalibrationError, ClasswiseCalibrationError
 
-        mass["torch-uncertainty"] = lambda: fed(
+        mass["torch-uncertainty"] = lambda: update_and_compute(
             AdaptiveCalibrationError(task="multiclass", num_bins=15, num_classes=classes), probs, labels
         )
-        every["torch-uncertainty"] = lambda: fed(ClasswiseCalibrationError(classes, num_bins=15), probs, labels)
+        every["torch-uncertainty"] = lambda: update_and_compute(
+            ClasswiseCalibrationError(classes, num_bins=15), probs, labels
+        )
     if installed("relplot"):
         import relplot
 
@@ -193,8 +195,8 @@ def errors(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
     yield "smooth_ece of given confidences", smooth
 
 
-def fed(metric: Any, probs: Tensor, labels: Tensor) -> Any:
-    """Give all data to a metric that wants to be fed."""
+def update_and_compute(metric: Any, probs: Tensor, labels: Tensor) -> Any:
+    """Update a metric with all data and compute it."""
     metric.update(probs, labels)
     return metric.compute()
 
@@ -217,8 +219,8 @@ def scores(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
     if installed("torch_uncertainty"):
         from torch_uncertainty.metrics.classification import AURC, BrierScore
 
-        brier["torch-uncertainty"] = lambda: fed(BrierScore(num_classes=probs.shape[1]), probs, labels)
-        aurc["torch-uncertainty"] = lambda: fed(AURC(), probs, labels)
+        brier["torch-uncertainty"] = lambda: update_and_compute(BrierScore(num_classes=probs.shape[1]), probs, labels)
+        aurc["torch-uncertainty"] = lambda: update_and_compute(AURC(), probs, labels)
     yield "nll", nll
     yield "nll from logits", from_logits
     yield "brier", brier
@@ -282,7 +284,7 @@ def calibration(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
 
 
 def timed(call: Candidate) -> tuple[float, float | None]:
-    """Time one call; its value comes along where it is a number."""
+    """Return the seconds of one call, and its value if it is a number."""
     begin = time.perf_counter()
     value = call()
     seconds = time.perf_counter() - begin
@@ -290,7 +292,7 @@ def timed(call: Candidate) -> tuple[float, float | None]:
 
 
 def measure(shape: str, only: list[str]) -> list[Figure]:
-    """Time everybody at one shape on the CPU."""
+    """Time all candidates at one shape on the CPU."""
     rows, classes = (int(part) for part in shape.split("x"))
     data = make_data(rows, classes)
     figures = []
@@ -311,7 +313,7 @@ def measure(shape: str, only: list[str]) -> list[Figure]:
 
 
 def lines(figures: list[Figure]) -> list[str]:
-    """Lay figures out as rows of a Markdown table."""
+    """Return measurements as rows of a Markdown table."""
     cells = [
         (f.metric, f.candidate, f"{f.seconds:.3g}", f"{f.ratio:.2f}", "" if f.value is None else f"{f.value:.6g}")
         for f in figures
@@ -320,7 +322,7 @@ def lines(figures: list[Figure]) -> list[str]:
 
 
 def measure_chunks(shape: str, chunk: int) -> list[Figure]:
-    """Time metrics of bfloat16 logits that come in chunks, on a GPU, against reading the logits once."""
+    """Time metrics of chunks of bfloat16 logits on a GPU against reading the logits once."""
     rows, classes = (int(part) for part in shape.split("x"))
     random = torch.Generator("cuda").manual_seed(0)
     count = rows // chunk
@@ -339,7 +341,7 @@ def measure_chunks(shape: str, chunk: int) -> list[Figure]:
         return run
 
     def plain() -> float:
-        """Compute the ECE as most people write it."""
+        """Compute the ECE in plain torch."""
         sums = torch.zeros(3, 15, dtype=torch.float64, device="cuda")
         edges = torch.linspace(0, 1, 16, device="cuda")
         for logits, truth in zip(parts, labels, strict=True):
@@ -385,7 +387,9 @@ def main() -> None:
     only = [name for name in arguments.only.split(",") if name]
     figures = []
     for shape in (arguments.shapes or SHAPES[arguments.device]).split(","):
-        print(f"\n### {shape.replace('x', ' x ')}\n\n| metric | who | s | x | value |\n|---|---|---:|---:|---:|")
+        print(
+            f"\n### {shape.replace('x', ' x ')}\n\n| metric | library | s | ratio | value |\n|---|---|---:|---:|---:|"
+        )
         figures += measure_chunks(shape, arguments.chunk) if gpu else measure(shape, only)
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=1))

@@ -34,8 +34,8 @@ def optimum(logits: Tensor, labels: Tensor) -> float:
 
 
 def fits() -> dict[str, Fit]:
-    """List everybody who can fit a temperature."""
-    found: dict[str, Fit] = {
+    """Return the functions that fit a temperature, by library."""
+    fits_of: dict[str, Fit] = {
         "fedlas": lambda logits, labels: Temperature().fit(logits, labels).temperature,
         "the paper's grid": lambda logits, labels: (
             Temperature(objective="ece", search="grid").fit(logits, labels).temperature
@@ -45,7 +45,7 @@ def fits() -> dict[str, Fit]:
         from probmetrics.calibrators import TemperatureScalingCalibrator
         from probmetrics.distributions import CategoricalLogits
 
-        found["probmetrics"] = lambda logits, labels: (
+        fits_of["probmetrics"] = lambda logits, labels: (
             1 / float(TemperatureScalingCalibrator().fit_torch(CategoricalLogits(logits), labels).invtemp_)
         )
     if importlib.util.find_spec("netcal"):
@@ -55,7 +55,7 @@ def fits() -> dict[str, Fit]:
             probs = softmax(logits.double().numpy(), axis=1)
             return 1 / float(TemperatureScaling().fit(probs, labels.numpy()).temperature[0])
 
-        found["netcal"] = netcal
+        fits_of["netcal"] = netcal
     if importlib.util.find_spec("torch_uncertainty"):
         from torch.utils.data import DataLoader, TensorDataset
         from torch_uncertainty.post_processing import TemperatureScaler
@@ -65,8 +65,8 @@ def fits() -> dict[str, Fit]:
             scaler.fit(DataLoader(TensorDataset(logits.float(), labels), batch_size=len(logits)), progress=False)
             return float(scaler.temperature[0])
 
-        found["torch-uncertainty"] = uncertainty
-    return found
+        fits_of["torch-uncertainty"] = uncertainty
+    return fits_of
 
 
 def main() -> None:
@@ -75,11 +75,11 @@ def main() -> None:
     random = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(5000, 10, generator=random, dtype=torch.float64)
     labels = torch.multinomial(logits.softmax(1), 1, generator=random)[:, 0]
-    people = fits()
-    print(f"| true T | optimum | {' | '.join(people)} |\n|---:|---:|{'---:|' * len(people)}")
+    libraries = fits()
+    print(f"| true T | optimum | {' | '.join(libraries)} |\n|---:|---:|{'---:|' * len(libraries)}")
     for scale in SCALES:
         cells = []
-        for fit in people.values():
+        for fit in libraries.values():
             try:
                 cells.append(f"{fit(scale * logits, labels):.5g}")
             except Exception as error:

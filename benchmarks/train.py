@@ -4,18 +4,18 @@
                                [--losses NAMES] [--epochs N] [--json FILE] [--profile] [--no-first-step]
                                [--data-root DIR]
 
-    reference    a loop as most people write it: float32 with TF32, torchvision transforms in a DataLoader with 16
-                 workers, one .item() in each step
-    resident     images live on the device and are augmented there; no wait in the step; fused optimizer
+    reference    a plain training loop: float32 with TF32, torchvision transforms in a DataLoader with 16 workers, one
+                 .item() in each step
+    resident     images on the device, augmented there; no synchronisation in the step; fused optimizer
     bf16         the same in bfloat16, channels last
     compile      network and loss compiled, or with custom kernels where they apply
     captured     the whole step captured as one CUDA graph, network and loss by torch.compile
     graph        the same with custom kernels: what `fit` does
 
 Before all rungs: the first step of a fresh process with an empty compiler cache. Every figure is the wall time of
-whole epochs, after warming up; of several, the median. On the last rung the losses of `--losses` take turns with `ce`,
-so that a slow moment of the machine affects all of them; the update of a loss after an epoch is included. Then: a
-validation pass over 5,000 images, and the work of an image in FLOPs and bytes against what the machine can do.
+whole epochs, after warm-up; of several, the median. On the last rung the losses of `--losses` alternate with `ce`, so
+that a slow moment of the machine affects all of them; the update of a loss after an epoch is included. Then: a
+validation pass over 5,000 images, and the FLOPs and bytes of an image relative to the limits of the GPU.
 `--synthetic` needs no data. `--profile` lists the kernels that take most of the time.
 """
 
@@ -63,14 +63,14 @@ RUNGS: dict[str, dict[str, Any]] = {
     },
     "graph": {"precision": "bf16", "channels_last": True, "compile": True, "capture": True},
 }
-# Dense bfloat16 TFLOP/s and TB/s of memory, as the makers state them.
-MACHINES = {"H200": (989.0, 4.8), "H100": (989.0, 3.35), "A100": (312.0, 2.0)}
+# Dense bfloat16 TFLOP/s and memory bandwidth in TB/s, from the data sheets.
+PEAKS = {"H200": (989.0, 4.8), "H100": (989.0, 3.35), "A100": (312.0, 2.0)}
 WARM_STEPS = 24
-ROUNDS = 7  # in which losses take turns
+ROUNDS = 7  # in which losses alternate
 
 
 class Synthetic(AbstractDataset):
-    """As many images as CIFAR-10 has, of random bytes: the arithmetic is the same."""
+    """Random images, as many as CIFAR-10 has."""
 
     name = "synthetic"
     title = "Synthetic"
@@ -93,14 +93,14 @@ class Synthetic(AbstractDataset):
 
 
 def recipe(data: str, model: str, rows: int, loss: str, rung: str) -> Recipe:
-    """Make the recipe of a rung."""
+    """Return the recipe of a rung."""
     values = {"epochs": 1000, "batch_size": rows, "drop_last": True, "clip": 2.0, "schedule": "constant", "lr": 0.01}
     return Recipe(data=data, model=model, loss=loss).replace(**values, **RUNGS[rung])
 
 
 @contextmanager
 def on_stream(device: torch.device) -> Iterator[None]:
-    """Work as the engine does, on a stream of its own."""
+    """Use a side stream, as the training engine does."""
     if device.type == "cuda":
         with torch.cuda.stream(torch.cuda.Stream(device)):
             yield
@@ -115,21 +115,21 @@ def synchronize(device: torch.device) -> None:
 
 
 def steps(session: Session, count: int) -> None:
-    """Train some steps."""
+    """Train some steps of the first epoch."""
     session.net.train()
     for number, inputs in enumerate(session.batches(0)):
         if number == count:
             return
-        session.execute(*inputs)
+        session.runner.run(*inputs)
 
 
 def epoch(session: Session, number: int, validation: Predictions | None = None) -> float:
-    """Train an epoch, read its sums, let the loss learn from validation predictions, and give images per second."""
+    """Train an epoch, read its metrics, end the epoch of the loss, and return images per second."""
     session.net.train()
     synchronize(session.device)
     start = time.perf_counter()
     for inputs in session.batches(number):
-        session.execute(*inputs)
+        session.runner.run(*inputs)
     session.step.metrics.read()
     if validation is not None:
         session.loss.end_epoch(validation)
@@ -137,8 +137,8 @@ def epoch(session: Session, number: int, validation: Predictions | None = None) 
     return session.steps_per_epoch * session.recipe.batch_size / (time.perf_counter() - start)
 
 
-class AsMostPeople(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """Images as PIL pictures through torchvision's transforms."""
+class PILImages(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """Images as PIL images, with the transforms of torchvision."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         from torchvision import transforms
@@ -150,19 +150,19 @@ class AsMostPeople(torch.utils.data.Dataset[tuple[Tensor, int]]):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, place: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
         from PIL import Image
 
-        return self.transform(Image.fromarray(np.asarray(self.images[place]))), self.labels[place]
+        return self.transform(Image.fromarray(np.asarray(self.images[index]))), self.labels[index]
 
 
 def reference(data: AbstractDataset, model: str, rows: int, device: torch.device, epochs: int) -> float:
-    """Time the loop that most people write."""
+    """Measure the plain training loop."""
     split = data.split("train")
     assert isinstance(split.images, Tensor)
     workers = min(16, os.cpu_count() or 1)
     loader = torch.utils.data.DataLoader(
-        AsMostPeople(split.images, split.labels),
+        PILImages(split.images, split.labels),
         batch_size=rows,
         shuffle=True,
         drop_last=True,
@@ -174,7 +174,7 @@ def reference(data: AbstractDataset, model: str, rows: int, device: torch.device
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
 
-    def one_epoch(limit: int | None = None) -> int:
+    def train_epoch(limit: int | None = None) -> int:
         seen, running = 0, 0.0
         for number, (images, labels) in enumerate(loader):
             if number == limit:
@@ -189,18 +189,18 @@ def reference(data: AbstractDataset, model: str, rows: int, device: torch.device
             seen += len(labels)
         return seen
 
-    one_epoch(WARM_STEPS)
+    train_epoch(WARM_STEPS)
     speeds = []
     for _ in range(epochs):
         start = time.perf_counter()
-        seen = one_epoch()
+        seen = train_epoch()
         speeds.append(seen / (time.perf_counter() - start))
     return statistics.median(speeds)
 
 
 def validation_seconds(session: Session) -> float:
-    """Time a pass over the validation split, metrics not included."""
-    source = session.evaluation("val")
+    """Measure a pass over the validation split, without metrics."""
+    source = session.evaluation_source("val")
     times = []
     for _ in range(4):
         synchronize(session.device)
@@ -219,44 +219,43 @@ def validation_seconds(session: Session) -> float:
 
 
 def first_step(data: str, model: str, rows: int, device: torch.device, root: str | None) -> None:
-    """Do one step in this process and say when; the process that started this one holds the watch."""
-    with backend_flags(chosen := recipe(data, model, rows, "fedlas_ls", "graph"), device), on_stream(device):
+    """Train one step and print a line, for which the parent process waits."""
+    with backend_flags(graph := recipe(data, model, rows, "fedlas_ls", "graph"), device), on_stream(device):
         enable_cudnn_benchmark()
-        steps(Session(chosen, device, root), 1)
+        steps(Session(graph, device, root), 1)
         synchronize(device)
     print("first step done", flush=True)
 
 
 def first_step_seconds(options: argparse.Namespace, model: str, rows: int) -> float:
-    """Start a fresh process and wait for its first step; the compiler's cache knows nothing of this network yet."""
-    words = [sys.executable, __file__, "--first-step", "--settings", f"{model}:{rows}", "--device", options.device]
-    words += ["--synthetic"] if options.synthetic else []
-    words += ["--data-root", options.data_root] if options.data_root else []
+    """Start a fresh process, with an empty compiler cache, and wait for its first step."""
+    command = [sys.executable, __file__, "--first-step", "--settings", f"{model}:{rows}", "--device", options.device]
+    command += ["--synthetic"] if options.synthetic else []
+    command += ["--data-root", options.data_root] if options.data_root else []
     start = time.perf_counter()
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if "first step done" in line:
                 seconds = time.perf_counter() - start
                 process.wait()
                 return seconds
-    raise RuntimeError(f"the process that was to do a first step ended with exit code {process.returncode}")
+    raise RuntimeError(f"the process of the first step ended with exit code {process.returncode}")
 
 
 @contextmanager
 def empty_compiler_cache() -> Iterator[None]:
-    """Let the compiler begin with an empty cache, which the rungs then share."""
+    """Use an empty compiler cache, which all rungs share."""
     with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ) as environment:
         environment |= {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
         yield
 
 
 def work_per_image(model: str) -> tuple[float, float]:
-    """Estimate GFLOPs and megabytes that one image costs in training.
+    """Estimate GFLOPs and megabytes of memory traffic per training image.
 
-    FLOPs: three times the forward pass. Bytes: each layer's output in bfloat16 is written once and read once forward,
-    and its gradient written once and read twice, the output itself read again: six passes. Weights, which a batch
-    shares, are left out.
+    FLOPs: three times the forward pass. Bytes: the bfloat16 output of each layer is written once and read twice, its
+    gradient is written once and read twice: six passes. Weights are left out, because a batch shares them.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -271,23 +270,23 @@ def work_per_image(model: str) -> tuple[float, float]:
 
 
 def profile(session: Session) -> None:
-    """List the kernels of a compiled step by their time."""
+    """Print the kernels of a step by time."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
     steps(session, 5)
     synchronize(session.device)
-    with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+    with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         steps(session, 10)
         synchronize(session.device)
-    print(seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=18, max_name_column_width=70))
+    print(profiled.key_averages().table(sort_by="self_cuda_time_total", row_limit=18, max_name_column_width=70))
 
 
 def ladder(options: argparse.Namespace, data: str, model: str, rows: int) -> dict[str, Any]:
-    """Climb all rungs with one network and batch size."""
+    """Measure all rungs with one network and batch size."""
     device = select_device(options.device)
-    found: dict[str, Any] = {"model": model, "batch_size": rows, "images_per_second": {}, "machine": name_of(device)}
-    speeds = found["images_per_second"]
+    results: dict[str, Any] = {"model": model, "batch_size": rows, "images_per_second": {}, "machine": name_of(device)}
+    speeds = results["images_per_second"]
 
     def log(rung: str, loss: str, speed: float) -> None:
         speeds[f"{rung} {loss}".strip()] = speed
@@ -295,71 +294,73 @@ def ladder(options: argparse.Namespace, data: str, model: str, rows: int) -> dic
         print(f"{model} b{rows}  {rung:10} {loss:12} {speed:10,.0f} images/s" + _ratio(speed, base), flush=True)
 
     if options.measure_first_step:
-        found["first_step_seconds"] = first_step_seconds(options, model, rows)
-        print(f"{model} b{rows}  first step of a cold process after {found['first_step_seconds']:.1f} s", flush=True)
+        results["first_step_seconds"] = first_step_seconds(options, model, rows)
+        print(f"{model} b{rows}  first step of a fresh process after {results['first_step_seconds']:.1f} s", flush=True)
     if "reference" in options.rungs:
         with backend_flags(recipe(data, model, rows, "ce", "resident"), device):
             dataset = CATALOG.build(data, **({"root": options.data_root} if options.data_root else {}))
             log("reference", "", reference(dataset, model, rows, device, options.epochs))
-    for rung in [one for one in RUNGS if one in options.rungs]:
+    for rung in [name for name in RUNGS if name in options.rungs]:
         with backend_flags(recipe(data, model, rows, "ce", rung), device), on_stream(device):
             session = Session(recipe(data, model, rows, "ce", rung), device, options.data_root)
             if rung == "graph":
                 enable_cudnn_benchmark()  # as `fit` does
             steps(session, WARM_STEPS)
             if rung == "graph":
-                found |= top(options, session, log)
+                results |= top(options, session, log)
             else:
                 log(rung, "ce", statistics.median(epoch(session, n) for n in range(options.epochs)))
         del session
         gc.collect()
         torch.cuda.empty_cache() if device.type == "cuda" else None
-    return found | roofline(model, max(speeds.values(), default=0.0), found["machine"])
+    return results | roofline(model, max(speeds.values(), default=0.0), results["machine"])
 
 
 def top(options: argparse.Namespace, session: Session, log: Callable[[str, str, float], None]) -> dict[str, Any]:
-    """Measure the last rung: losses that take turns, and a validation pass."""
+    """Measure the last rung: alternating losses, and a validation pass."""
     sessions = {"ce": session}
     for loss in options.losses.split(","):
         sessions[loss] = Session(session.recipe.replace(loss=loss), session.device, options.data_root)
         steps(sessions[loss], WARM_STEPS)
     validation = predictions_of(
-        session.net, session.evaluation("val"), session.recipe, device=session.device, split="val",
+        session.net, session.evaluation_source("val"), session.recipe, device=session.device, split="val",
         class_names=session.data.class_names,
     )  # fmt: skip
     rounds = [
-        {loss: epoch(one, n, validation) for loss, one in sessions.items()} for n in range(max(ROUNDS, options.epochs))
+        {loss: epoch(of_loss, n, validation) for loss, of_loss in sessions.items()}
+        for n in range(max(ROUNDS, options.epochs))
     ]
-    medians = {loss: statistics.median(one[loss] for one in rounds) for loss in sessions}
+    medians = {loss: statistics.median(speeds[loss] for speeds in rounds) for loss in sessions}
     for loss, speed in medians.items():
         log("graph", loss, speed)
-    ratios = {loss: statistics.median(one[loss] / one["ce"] for one in rounds) for loss in sessions if loss != "ce"}
+    ratios = {
+        loss: statistics.median(speeds[loss] / speeds["ce"] for speeds in rounds) for loss in sessions if loss != "ce"
+    }
     seconds = validation_seconds(session)
     print(f"{session.recipe.model}  of plain CE: {', '.join(f'{k} {v:.3f}' for k, v in ratios.items())}; ", end="")
     print(f"validation pass over {len(session.data.split('val')):,} images: {seconds:.3f} s", flush=True)
     if options.profile:
-        unrecorded = Session(session.recipe, session.device, options.data_root, capture=False)
-        profile(unrecorded)
+        profile(Session(session.recipe, session.device, options.data_root, capture=False))
     return {"of_plain_ce": ratios, "validation_seconds": seconds}
 
 
 def roofline(model: str, speed: float, machine_name: str) -> dict[str, Any]:
-    """Compare the fastest rung with what the machine could do."""
+    """Compare the fastest rung with the limits of the GPU."""
     flops, megabytes = work_per_image(model)
-    about: dict[str, Any] = {"gflop_per_image": flops, "megabytes_per_image": megabytes}
-    known = next((peak for name, peak in MACHINES.items() if name in machine_name), None)
-    if known is not None:
-        by_flops, by_bytes = known[0] * 1e3 / flops, known[1] * 1e6 / megabytes
-        about |= {"limit_by_flops": by_flops, "limit_by_bytes": by_bytes, "reached": speed / min(by_flops, by_bytes)}
+    limits: dict[str, Any] = {"gflop_per_image": flops, "megabytes_per_image": megabytes}
+    peaks = next((peak for name, peak in PEAKS.items() if name in machine_name), None)
+    if peaks is not None:
+        by_flops, by_bytes = peaks[0] * 1e3 / flops, peaks[1] * 1e6 / megabytes
+        limits |= {"limit_by_flops": by_flops, "limit_by_bytes": by_bytes, "reached": speed / min(by_flops, by_bytes)}
         print(
             f"{model}  {flops:.2f} GFLOP and {megabytes:.1f} MB an image: at most {by_flops:,.0f} by arithmetic, "
-            f"{by_bytes:,.0f} by memory; reached {about['reached']:.0%} of the lower one"
+            f"{by_bytes:,.0f} by memory; reached {limits['reached']:.0%} of the lower one"
         )
-    return about
+    return limits
 
 
 def name_of(device: torch.device) -> str:
-    """Name the machine."""
+    """Return the name of the GPU, or CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
@@ -368,7 +369,7 @@ def _ratio(speed: float, base: float | None) -> str:
 
 
 def main() -> None:
-    """Measure what was asked for."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--settings", default="resnet50_cifar:128,resnet18_cifar:512", help="network:batch size, ...")
     parser.add_argument("--rungs", default=",".join(["reference", *RUNGS]))
@@ -389,15 +390,16 @@ def main() -> None:
     if options.synthetic:
         CATALOG.entries[Synthetic.name] = Synthetic
     data = Synthetic.name if options.synthetic else recipe_for("cifar10").data
-    pairs = [(one.partition(":")[0], int(one.partition(":")[2])) for one in options.settings.split(",")]
+    settings = [text.partition(":") for text in options.settings.split(",")]
+    pairs = [(model, int(rows)) for model, _, rows in settings]
     if options.first_step:
         first_step(data, *pairs[0], select_device(options.device), options.data_root)
         return
     print(f"torch {torch.__version__}, {name_of(torch.device(options.device))}, {data}", flush=True)
     with empty_compiler_cache():
-        found = [ladder(options, data, model, rows) for model, rows in pairs]
+        ladders = [ladder(options, data, model, rows) for model, rows in pairs]
     if options.json:
-        options.json.write_text(json.dumps({"torch": torch.__version__, "ladders": found}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"torch": torch.__version__, "ladders": ladders}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

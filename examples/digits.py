@@ -1,7 +1,7 @@
 """Train FeDLaS-LS and plain label smoothing on scikit-learn's digits, and compare their calibration.
 
-Five seeds each, seconds on a laptop. Only 300 of the 1,797 images are trained on: with more of them nearly every
-prediction is right, and calibration is no question.
+Five seeds each, seconds on a laptop. Only 300 of the 1,797 images are used for training: with more of them nearly
+every prediction is correct, and there is nothing to calibrate.
 """
 
 import torch
@@ -15,16 +15,16 @@ SEEDS, EPOCHS, ROWS = 5, 30, 300
 
 
 def train(name: str, seed: int) -> tuple[float, float]:
-    """Train one network with one loss; give its test accuracy and ECE."""
+    """Train a network with a loss; return its test accuracy and ECE."""
     torch.manual_seed(seed)
     x, y = (torch.as_tensor(part) for part in load_digits(return_X_y=True))
     x, order = x.float() / 16, torch.randperm(len(x))
     rows, test = order[:ROWS], order[ROWS:]
 
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
-    net = fedlas.WithFeatures(model)  # 1: the network also gives its features
+    net = fedlas.WithFeatures(model)  # 1: returns logits and features
     loss = fedlas.build_loss(name, num_classes=10)  # 2: the loss
-    optimizer = torch.optim.SGD(fedlas.parameters(net, loss), lr=0.1, momentum=0.9)  # 3: it learns too
+    optimizer = torch.optim.SGD(fedlas.parameters(net, loss), lr=0.1, momentum=0.9)  # 3: the loss has parameters too
     for _ in range(EPOCHS):
         for batch in rows[torch.randperm(len(rows))].split(50):
             logits, features = net(x[batch])
@@ -37,7 +37,7 @@ def train(name: str, seed: int) -> tuple[float, float]:
 
 
 def report(name: str, results: Tensor) -> str:
-    """Word the mean and the spread over seeds."""
+    """Return mean and standard deviation over seeds as text."""
     (acc, error), (acc_spread, error_spread) = 100 * results.mean(0), 100 * results.std(0)
     return f"{name:10} accuracy {acc:.1f} ± {acc_spread:.1f} %   ECE {error:.1f} ± {error_spread:.1f} %"
 

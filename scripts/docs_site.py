@@ -98,15 +98,19 @@ def ordered(pages: list[str], index: str) -> list[Any]:
             title = heading["title"]
         for link in LINK.finditer(line):
             page = page_of(link["target"].partition("#")[0], "docs")
-            if page in pages and not any(page in held for held in sections.values()):
+            if page in pages and not any(page in listed_pages for listed_pages in sections.values()):
                 sections.setdefault(title, []).append(page)
-    listed = {page for held in sections.values() for page in held}
+    listed = {page for listed_pages in sections.values() for page in listed_pages}
     for page in pages:
         if page not in listed:
             folder = posixpath.dirname(page)
-            homes = [name for name, held in sections.items() if folder and posixpath.dirname(held[0]) == folder]
+            homes = [
+                name
+                for name, listed_pages in sections.items()
+                if folder and posixpath.dirname(listed_pages[0]) == folder
+            ]
             sections.setdefault(homes[0] if homes else REST, []).append(page)
-    return [{name: held} for name, held in sections.items()]
+    return [{name: listed_pages} for name, listed_pages in sections.items()]
 
 
 def page_of(target: str, folder: str) -> str | None:

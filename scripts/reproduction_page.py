@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
-from fedlas.experiments.base import CHANGED, FOR, LOOKS, Choice
+from fedlas.experiments.base import CHANGED, SUBSTITUTED, TEST_SPLITS, Choice
 from fedlas.experiments.grid import AbstractGrid
 from fedlas.experiments.ledger import TEST, Ledger
 from fedlas.experiments.planning import CATALOG, experiment_named, make_plan
@@ -20,7 +20,7 @@ HEAD = """\
 # Reproduction
 
 This page is written by `scripts/pages` from the ledger in `results/`: no number on it comes from anywhere else but,
-where it says "printed", from the paper. A cell is empty until its runs are done. `fedlas reproduce NAME` trains what is
+where it says "paper", from the paper. A cell is empty until its runs are done. `fedlas reproduce NAME` trains what is
 missing and prints the table as it fills; it can be stopped at any time and goes on where it stopped. Every run writes
 two lines to the ledger, as trained and after temperature scaling (`fedlas compare cifar10/ls+temperature ...`); older
 runs without validation logits have the first alone.
@@ -28,15 +28,15 @@ runs without validation logits have the first alone.
 ```sh
 fedlas list experiments
 fedlas reproduce sota --data cifar10 --protocol fast             # short: 20 epochs of ResNet-18
-fedlas reproduce sota --data cifar10 --model resnet50_cifar      # as printed: 350 epochs of ResNet-50
+fedlas reproduce sota --data cifar10 --model resnet50_cifar      # as in the paper: 350 epochs of ResNet-50
 fedlas reproduce sota --data cifar10 --protocol fast --dry-run   # the plan and the table, nothing is started
 fedlas compare cifar10/fast/fedlas_ls cifar10/fast/ls            # paired, on the same test samples, over seeds
 ```
 
 A value is the mean over seeds ± its standard deviation. An interval is the mean of the seeds' 95 % bootstrap intervals,
-which is what another test set of the same size would change. A difference to a printed number is "inside" noise if the
-printed number lies in the range of those intervals, or within two standard errors of the difference of two means, ours
-and one of three seeds with the same spread.
+which is what another test set of the same size would change. A difference from the paper is "inside" noise if the
+paper's number lies in the range of those intervals, or within two standard errors of the difference of two means, ours
+and one of three seeds with the same standard deviation.
 """
 
 
@@ -58,11 +58,11 @@ def results_tables(ledger: Ledger, like: Choice | None = None, name: str = "sota
         name: of the experiment, by default that of the main table.
     """
     experiment, made = experiment_named(name), []
-    places = {(line.protocol, line.recipe.data, line.recipe.model) for line in ledger.lines.values()}
+    benchmarks = {(line.protocol, line.recipe.data, line.recipe.model) for line in ledger.lines.values()}
     named = experiment.data_sets() if isinstance(experiment, AbstractGrid) else None
     if like is not None and like.data is not None:
         named = like.data
-    for protocol, data, model in sorted(places, key=lambda place: (place[0] not in AS_PRINTED, place)):
+    for protocol, data, model in sorted(benchmarks, key=lambda benchmark: (benchmark[0] not in AS_PRINTED, benchmark)):
         if named is not None and data not in named:
             continue
         choice = replace(like or Choice(), protocol=protocol, data=(data,), models=(model,))
@@ -83,7 +83,7 @@ def results_tables(ledger: Ledger, like: Choice | None = None, name: str = "sota
 
 def _said(table: Table) -> tuple[str, ...]:
     """Keep the notes that name what was measured, and what was changed; what a protocol is stands elsewhere."""
-    return tuple(note for note in table.notes if note.startswith((FOR, CHANGED)))
+    return tuple(note for note in table.notes if note.startswith((SUBSTITUTED, CHANGED)))
 
 
 def _summary(ledger: Ledger) -> str:
@@ -101,19 +101,19 @@ def _section(name: str, ledger: Ledger, protocols: Sequence[str]) -> list[str]:
     splits: dict[str, set[str]] = {TEST: set()}  # and the data that was evaluated on another one
     known = experiment.data_sets() if isinstance(experiment, AbstractGrid) else ()
     for line in ledger.lines.values():
-        if line.recipe.data in known and line.split in LOOKS:
+        if line.recipe.data in known and line.split in TEST_SPLITS:
             splits.setdefault(line.split, set()).add(line.recipe.data)
     written = []
     for protocol, (split, data) in product(protocols, splits.items()):
         choice = Choice(protocol=protocol, split=split, seeds=experiment.seeds)
         if split != TEST and isinstance(experiment, AbstractGrid):
-            official_ood = {one for one in known if experiment.uses_official_ood(one, choice)}
+            official_ood = {ood for ood in known if experiment.uses_official_ood(ood, choice)}
             choice = replace(choice, data=tuple(sorted(data | official_ood)))
         try:
             plan = make_plan(experiment, choice, ledger)
         except ValueError:  # the protocol has no network for this experiment
             continue
-        if len(plan.missing) == len(plan.wanted) or not any(one.split == split for one in plan.wanted):
+        if len(plan.missing) == len(plan.runs) or not any(planned.split == split for planned in plan.runs):
             continue
         if plan.protocols != protocol:  # it has a protocol of its own, whatever was asked for
             continue

@@ -1,7 +1,7 @@
-"""A pytest plugin: the catalogues also hold what lies in the folders of `FEDLAS_ADDED`, one folder for each room.
+"""Pytest plugin: add the entries in the folder `FEDLAS_ADDED` (subfolders losses, data, posthoc) to the catalogues.
 
-`tests/test_howto.py` starts the contract tests with it. Of the losses only the added ones are there: the contract makes
-hundreds of cases of each, and nobody would select the others.
+`tests/test_howto.py` runs the contract tests with it. The catalogue of losses then contains only the added ones,
+because the contract tests have hundreds of cases for each loss.
 """
 
 import os
@@ -16,13 +16,13 @@ def pytest_collection() -> None:
     from data import twins
 
     added = Path(os.environ["FEDLAS_ADDED"])
-    for room in (fedlas.losses, fedlas.data, fedlas.posthoc):
-        here = added / room.__name__.rpartition(".")[2]
-        room.__path__.append(str(here))
-        names = {path.stem for path in here.glob("*.py")}
-        assert names <= set(room.CATALOG.entries)
-        if room is fedlas.losses:
-            room.CATALOG.entries = {name: cls for name, cls in room.CATALOG.entries.items() if name in names}
+    for package in (fedlas.losses, fedlas.data, fedlas.posthoc):
+        folder = added / package.__name__.rpartition(".")[2]
+        package.__path__.append(str(folder))
+        names = {path.stem for path in folder.glob("*.py")}
+        assert names <= set(package.CATALOG.entries)
+        if package is fedlas.losses:
+            package.CATALOG.entries = {name: cls for name, cls in package.CATALOG.entries.items() if name in names}
     for path in (added / "twins").glob("*.py"):
         exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), vars(twins))
         twins.TWINS[path.stem] = vars(twins)[path.stem]

@@ -1,25 +1,25 @@
-"""What every test stands on: shapes that are checked, equal seeds, one thread for each process.
+"""Configure all tests: run-time shape checks, fixed seeds and one thread per process.
 
-Annotations of fedlas are checked at run time, in the first calls of every function in each test, so a test that
-reaches a function also proves its shapes.
-`FEDLAS_SHAPE_CHECKS=0` turns this off, and without beartype it is off.
+The annotations of fedlas are checked at run time in the first calls of every function in each test, so each test that
+calls a function also checks its shapes. `FEDLAS_SHAPE_CHECKS=0` disables the checks; they need beartype.
 """
 
 import gc
 import importlib.util
 import os
 
-# The workers already fill the cores: with two threads each, small tensors took five times as long. Processes that
-# tests start read the variable, and so do libraries that torch loads, whose threads a forked process would wait for.
+# The pytest workers use all cores already: with two threads each, operations on small tensors took five times as long.
+# Subprocesses inherit the variable. It also stops libraries of torch from starting threads, which would hang a forked
+# process.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
 
 import shape_checks
-import start_method  # noqa: F401, before any test can start threads of autograd
+import start_method  # noqa: F401, before a test starts autograd threads
 
-gc.disable()  # until all is imported, of which nothing is garbage: to look for some took a tenth of that time
+gc.disable()  # during imports and collection, where garbage collection took a tenth of the time
 
 pytest_plugins = ["no_silent_skips"]
 
@@ -29,7 +29,7 @@ if os.environ.get("FEDLAS_SHAPE_CHECKS", "1") != "0" and importlib.util.find_spe
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings
 
-    # The same examples in every run, and no failure because a machine was busy.
+    # Draw the same examples in every run, and do not fail on a slow machine.
     settings.register_profile("fedlas", derandomize=True, deadline=None)
     settings.load_profile("fedlas")
 
@@ -37,23 +37,23 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def pytest_collection_finish() -> None:
-    """Let the collector of garbage look only at what tests make, and less often: it took a twentieth of the time."""
+    """Restrict garbage collection to objects of the tests and run it less often; it took 5 % of the time."""
     gc.collect()
-    gc.freeze()  # half a million objects of torch
+    gc.freeze()  # exclude half a million objects created by imports
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
 
 
 def pytest_sessionfinish() -> None:
-    """Let it look at all in the end: libraries say what they find left over."""
+    """Collect all objects at the end, so that libraries can warn about unclosed resources."""
     gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Begin every test alike, before its fixtures: with checks, and with oneDNN.
+    """Reset the shape checks and enable oneDNN before the fixtures of each test.
 
-    A product in bfloat16 on a processor without it switches oneDNN off for good, and last digits change.
+    A bfloat16 matrix product on a CPU without bfloat16 support disables oneDNN permanently, which changes last digits.
     """
     shape_checks.next_test()
     torch.backends.mkldnn.enabled = True
@@ -61,5 +61,5 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    """Start every test from the same random state, whatever ran before it."""
-    torch.random.default_generator.manual_seed(0)  # torch.manual_seed formats a stack for CUDA: 1 ms in each test
+    """Start every test from the same random state."""
+    torch.random.default_generator.manual_seed(0)  # torch.manual_seed formats a stack trace for CUDA, which takes 1 ms

@@ -1,7 +1,7 @@
-"""With `FEDLAS_WHOLE=1`, as `scripts/check` runs the tests, a skip is a failure unless a GPU or a browser is missing.
+"""Pytest plugin: with `FEDLAS_WHOLE=1`, which `scripts/check` sets, unexpected skips fail.
 
-So may be the right to mount a file system, which few containers give.
-A package that is not installed would otherwise turn its tests off, and nobody would know.
+Tests that need a GPU, a browser or the right to mount a file system may be skipped. Without this plugin, a missing
+package would skip its tests unnoticed.
 """
 
 import os
@@ -14,7 +14,7 @@ MAY_BE_MISSING = ("CUDA", "GPU", "Chromium", "playwright", "no file system can b
 
 
 def fail_silent_skip(report: Any) -> Any:
-    """Turn a skip that is not allowed into a failure."""
+    """Report a skip that is not allowed as a failure."""
     skipped = report.skipped and not hasattr(report, "wasxfail")
     if os.environ.get("FEDLAS_WHOLE") == "1" and skipped:
         reason = str(report.longrepr)

@@ -8,13 +8,13 @@ from typing import Any
 
 
 @contextmanager
-def serving(handler: type[http.server.BaseHTTPRequestHandler], **held: Any) -> Iterator[Any]:
-    """Serve on a free port; what is held can be read and changed as attributes of the server."""
-    made: Any = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    vars(made).update(held, url=f"http://127.0.0.1:{made.server_port}")
-    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+def serving(handler: type[http.server.BaseHTTPRequestHandler], **attributes: Any) -> Iterator[Any]:
+    """Start a server on a free port; the keywords become attributes that the handler can read."""
+    server: Any = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    vars(server).update(attributes, url=f"http://127.0.0.1:{server.server_port}")
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
-    yield made
-    made.shutdown()
-    made.server_close()
+    yield server
+    server.shutdown()
+    server.server_close()
     thread.join()

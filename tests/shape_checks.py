@@ -1,10 +1,9 @@
-"""Shape checks for a package under test: jaxtyping and beartype check its annotations when it is called.
+"""Check the annotations of a package with jaxtyping and beartype when its functions are called.
 
-Of each function the first calls in every test are checked, not those of a loop that runs thousands of times: checks of
-all calls took half of the time of all tests.
+Only the first calls of each function in each test are checked; checking all calls took half of the time of the tests.
 
-Dynamo cannot trace jaxtyping's wrapper (it refuses `isinstance` against `Float[Tensor, "n c"]`), so under the plain
-import hook no `torch.compile(fullgraph=True)` succeeds. Ours steps aside while torch compiles.
+Dynamo cannot trace the wrapper of jaxtyping (`isinstance` with `Float[Tensor, "n c"]` is unsupported), so with its
+import hook `torch.compile(fullgraph=True)` always fails. This wrapper is bypassed while torch compiles.
 """
 
 import functools
@@ -16,52 +15,52 @@ import jaxtyping
 import torch
 
 jaxtyped = jaxtyping.jaxtyped
-CALLS = 8  # that are checked of each function in every test
+CALLS = 8  # checked calls of each function per test
 
 
-class Turns:
-    """How many calls of a function are still to be checked in this test."""
+class CallBudget:
+    """Count the calls of a function that remain to be checked in the current test."""
 
-    test = 0  # grows by one with every test
+    test = 0  # number of the current test
 
     def __init__(self) -> None:
-        self.seen, self.left = Turns.test, CALLS
+        self.counted_test, self.remaining = CallBudget.test, CALLS
 
-    def take(self) -> bool:
-        """Take one, if there is one left."""
-        if self.seen != Turns.test:
-            self.seen, self.left = Turns.test, CALLS
-        self.left -= 1
-        return self.left >= 0
+    def consume(self) -> bool:
+        """Return whether this call is to be checked."""
+        if self.counted_test != CallBudget.test:
+            self.counted_test, self.remaining = CallBudget.test, CALLS
+        self.remaining -= 1
+        return self.remaining >= 0
 
 
 def next_test() -> None:
-    """Check the first calls of every function again."""
-    Turns.test += 1
+    """Reset the call budgets of all functions."""
+    CallBudget.test += 1
 
 
-inner: dict[Any, Turns] = {}  # of functions inside of functions, which are made anew at every call
+inner_budgets: dict[Any, CallBudget] = {}  # by code object: nested functions are created anew in each call
 
 
 def typechecked(target: Any) -> Any:
-    """Check as mypy does: an int is a float."""
+    """Apply beartype with the rule of mypy that an int is a float."""
     from beartype import BeartypeConf, beartype
 
     return beartype(conf=BeartypeConf(is_pep484_tower=True))(target)
 
 
 def install(package: str) -> None:
-    """Check the annotations of everything that is imported from a package from now on."""
-    # The import hook writes `@jaxtyping.jaxtyped(...)` over each function, so this name is where we can step in.
+    """Check the annotations of all modules of a package that are imported from now on."""
+    # The import hook decorates each function with `@jaxtyping.jaxtyped(...)`, so replacing this name is enough.
     jaxtyping.jaxtyped = jaxtyped_in_eager
     jaxtyping.install_import_hook(package, f"{__name__}.typechecked")
 
 
 def jaxtyped_in_eager(target: Any = None, *, typechecker: Any) -> Any:
-    """Decorate as `jaxtyping.jaxtyped` does, with the way back to the plain function kept open."""
+    """Decorate like `jaxtyping.jaxtyped`, but call the unchecked function while torch compiles."""
     if target is None:
         return functools.partial(jaxtyped_in_eager, typechecker=typechecker)
-    if torch.compiler.is_compiling():  # a function defined inside a function that is being traced
+    if torch.compiler.is_compiling():  # a nested function of a function that is being traced
         return target
     if inspect.isclass(target):
         plain = target.__init__
@@ -70,24 +69,24 @@ def jaxtyped_in_eager(target: Any = None, *, typechecker: Any) -> Any:
             checked = target.__init__
             target.__init__ = unless_compiling(plain, lambda: checked)
         return target
-    if "<locals>" in target.__qualname__ and not inner.setdefault(target.__code__, Turns()).take():
+    if "<locals>" in target.__qualname__ and not inner_budgets.setdefault(target.__code__, CallBudget()).consume():
         return target
     return unless_compiling(target, functools.partial(jaxtyped, target, typechecker=typechecker))
 
 
 def unless_compiling(plain: Callable[..., Any], check: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """Choose between a function and its checked twin at each call; `check` makes the twin, at the first one."""
-    turns, checked = Turns(), functools.cache(check)
+    """Return a function that calls the checked version in eager mode; `check` creates it at the first call."""
+    budget, checked = CallBudget(), functools.cache(check)
 
-    def sometimes(*args: Any, **kwargs: Any) -> Any:
+    def call_eagerly(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        return checked()(*args, **kwargs) if turns.take() else plain(*args, **kwargs)
+        return checked()(*args, **kwargs) if budget.consume() else plain(*args, **kwargs)
 
     @functools.wraps(plain)
     def choose(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        if torch.compiler.is_compiling():  # a constant to Dynamo, which therefore traces only the plain function
+        if torch.compiler.is_compiling():  # a constant for Dynamo, so it traces only the plain function
             return plain(*args, **kwargs)
-        return sometimes(*args, **kwargs)
+        return call_eagerly(*args, **kwargs)
 
     return choose

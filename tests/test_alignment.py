@@ -20,8 +20,8 @@ def unnamed(given, **rest):
 
 
 @pytest.mark.parametrize("word", ["ids", "index"])
-def test_equal_names_and_labels_alone_are_not_the_same_samples(word):
-    """Two splits of equal size, sorted by class, whose files are called alike, raised a false alarm."""
+def test_equal_ids_and_labels_with_different_logits_are_not_overlap(word):
+    """Regression: splits of equal size, sorted by class, with equal file names gave a false warning."""
     labels = torch.arange(600) // 200
     names = [f"img_{i:04}.png" for i in range(600)] if word == "ids" else torch.arange(600)
     for scale in (1.0, 5.0, 30.0):  # at the last one most confidences are one, and agree
@@ -36,8 +36,8 @@ def test_equal_names_and_labels_alone_are_not_the_same_samples(word):
 
 
 @pytest.mark.parametrize("word", ["ids", "index", None])
-def test_overlap_is_found_among_different_samples(word):
-    """One corrected label, or other samples among the evaluated ones, and none was noticed."""
+def test_partial_overlap_is_counted(word):
+    """Regression: with one corrected label or additional samples, the overlap was not detected."""
     given, more = predictions(200), predictions(100, seed=1)
     names = [f"image {i}" for i in range(200)] if word == "ids" else torch.arange(200)
     rest = {} if word is None else {word: names}
@@ -50,14 +50,14 @@ def test_overlap_is_found_among_different_samples(word):
 
 
 @pytest.mark.parametrize("word", ["ids", "index"])
-def test_overlap_of_equal_rows_with_other_names_is_found(word):
+def test_equal_rows_with_different_ids_are_counted_as_overlap(word):
     given = predictions(200)
     evaluated = unnamed(given, **{word: range(200)})
     assert samples_in_both(evaluated, unnamed(given[:100], **{word: range(200, 300)})) == 100
     assert samples_in_both(evaluated, unnamed(given[:100], **{word: range(199, 99, -1)})) == 100
 
 
-def test_soft_labels_are_compared_too():
+def test_overlap_compares_soft_labels():
     given = predictions(200)
     soft = torch.nn.functional.one_hot(given.labels, given.num_classes) * 0.9 + 0.1 / given.num_classes
     evaluated, same = (Predictions(given.logits, soft, index=range(200)) for _ in range(2))
@@ -65,8 +65,8 @@ def test_soft_labels_are_compared_too():
     assert samples_in_both(evaluated, unnamed(given, index=range(200))) == 0
 
 
-def test_many_samples_are_compared_without_lists():
-    """A million took 3.7 seconds and 445 MiB."""
+def test_overlap_of_many_samples_takes_little_memory():
+    """Regression: a million samples took 3.7 seconds and 445 MiB."""
     make = torch.Generator().manual_seed(0)
     given = Predictions(torch.randn(200_000, 3, generator=make), torch.arange(200_000) % 3, index=range(200_000))
     other = given[torch.randperm(200_000, generator=make)]
@@ -78,8 +78,8 @@ def test_many_samples_are_compared_without_lists():
     assert most < 2**22  # lists, dicts and NumPy arrays; tensors are not among it
 
 
-def test_few_rows_of_two_digits_that_are_equal_by_chance_are_other_samples():
-    """Two equal rows of sixty were more than expected."""
+def test_chance_matches_of_rounded_rows_are_not_overlap():
+    """Regression: two equal rows of sixty were reported as overlap."""
     labels = torch.arange(60) // 20
     for seed in range(20):
         make = torch.Generator().manual_seed(seed)
@@ -90,7 +90,7 @@ def test_few_rows_of_two_digits_that_are_equal_by_chance_are_other_samples():
 
 
 @pytest.mark.parametrize("word", ["ids", "index"])
-def test_the_same_samples_may_be_a_split_of_another_name(word):
+def test_equal_ids_are_paired_across_split_names(word):
     """`fedlas predict` names splits by a hash of the data's keywords."""
     given, order = predictions(200), torch.randperm(200)
     names = torch.arange(200)
@@ -100,7 +100,7 @@ def test_the_same_samples_may_be_a_split_of_another_name(word):
         assert torch.equal(align_samples(first, second).logits, given.logits)
 
 
-def test_other_splits_raise_if_samples_have_no_ids():
+def test_pairing_different_splits_without_ids_raises():
     def of(split, **rest):
         return Predictions(predictions(50).logits, predictions(50).labels, split=split, **rest)
 

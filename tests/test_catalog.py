@@ -1,4 +1,4 @@
-"""A folder is a catalogue: what is found in it, what is refused, and what the errors say."""
+"""Catalogues of a folder: discovery of entries, building, and errors."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def test_entries_are_found_in_the_order_of_their_names(folder):
     assert [cls.__name__ for cls in entries.values()] == ["Ant", "Zebra"]
 
 
-def test_one_file_may_hold_two_entries(folder):
+def test_one_file_may_define_two_entries(folder):
     add(folder, "both", "Ant", 'name = "ant"')
     with (folder / "both.py").open("a") as file:
         file.write("\n\nclass Bee(AbstractThing):\n    name = 'bee'\n    use = None\n")
@@ -104,7 +104,7 @@ def test_imported_abstract_and_unrelated_classes_are_not_listed(folder):
     assert list(catalog(folder).entries) == ["ant"]
 
 
-def test_two_entries_of_one_name_are_an_error_that_names_both_files(folder):
+def test_duplicate_entry_names_raise_with_both_files(folder):
     add(folder, "first", "Ant", 'name = "ant"')
     add(folder, "second", "Emmet", 'name = "ant"')
     with pytest.raises(TypeError, match=r"'ant'.*things\.first.*things\.second"):
@@ -112,32 +112,32 @@ def test_two_entries_of_one_name_are_an_error_that_names_both_files(folder):
 
 
 @pytest.mark.parametrize("line", ["pass", 'name = ""'])
-def test_an_entry_without_a_name_is_an_error(folder, line):
+def test_entry_without_a_name_raises(folder, line):
     add(folder, "ant", "Ant", line)
     with pytest.raises(TypeError, match=r"things\.ant\.Ant.*`name`"):
         _ = catalog(folder).entries
 
 
-def test_an_unknown_name_is_an_error_with_the_nearest_and_all_known(folder):
+def test_unknown_name_raises_with_a_suggestion_and_all_names(folder):
     add(folder, "ant", "Ant", 'name = "ant"')
     add(folder, "zebra", "Zebra", 'name = "zebra"')
     with pytest.raises(ValueError, match=r"thing.*'zebbra'.*'zebra'.*ant, zebra"):
         catalog(folder).find("zebbra")
 
 
-def test_building_passes_the_keywords_on(folder):
+def test_build_passes_keywords_to_the_class(folder):
     add(folder, "ant", "Ant", 'name = "ant"')
     ant = catalog(folder).build("ant", width=5, size=7)
     assert (type(ant).__name__, ant.width, ant.size) == ("Ant", 5, 7)
 
 
-def test_an_unknown_keyword_is_an_error_with_the_nearest_and_all_known(folder):
+def test_unknown_keyword_raises_with_a_suggestion_and_all_keywords(folder):
     add(folder, "ant", "Ant", 'name = "ant"')
     with pytest.raises(TypeError, match=r"thing.*'ant'.*'widht'.*'width'.*width, size"):
         catalog(folder).build("ant", widht=5)
 
 
-def test_keywords_go_up_only_as_far_as_they_are_passed_on():
+def test_keywords_of_base_classes_are_listed_only_if_passed_on():
     class Top:
         def __init__(self, a, *, b=1): ...
 
@@ -152,12 +152,24 @@ def test_keywords_go_up_only_as_far_as_they_are_passed_on():
     assert keywords(Shut) == ["d"]
 
 
-def test_a_hint_is_only_given_where_something_is_near():
+def test_public_packages_are_attributes_that_are_looked_up_once():
+    """Regression: `import fedlas; fedlas.io.read_predictions` raised."""
+    code = """
+import fedlas
+for name in ("io", "integrations", "read_predictions"):
+    assert name in dir(fedlas) and name not in vars(fedlas), name
+fedlas.integrations, fedlas.read_predictions
+assert vars(fedlas)["read_predictions"] is fedlas.io.read_predictions
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_suggestion_is_given_only_for_similar_names():
     assert re.search("'focal'.*ce, focal", nearest("foccal", ["ce", "focal"]))
     assert re.search("^[^']*ce, focal", nearest("xyzzy", ["ce", "focal"]))
 
 
-def test_a_loss_that_is_dropped_into_the_package_is_listed_and_built(tmp_path):
+def test_new_loss_file_in_the_package_is_listed_and_built(tmp_path):
     package = tmp_path / "fedlas"
     shutil.copytree(Path(__file__).parents[1] / "src" / "fedlas", package)
     (package / "losses" / "brand_new.py").write_text(
@@ -210,13 +222,13 @@ def test_a_loss_that_is_dropped_into_the_package_is_listed_and_built(tmp_path):
         (lambda: fedlas.build_data("folder"), "'folder'.*path="),
     ],
 )
-def test_keywords_of_another_type_are_refused_and_missing_ones_named(build, message):
-    """`gamma=true` used to be trained with as 1, and 1.5 samples as one."""
+def test_keywords_of_wrong_type_and_missing_keywords_raise(build, message):
+    """Regression: `gamma=true` was accepted as 1, and 1.5 samples as 1."""
     with pytest.raises((TypeError, ValueError), match=message):
         build()
 
 
-def test_numbers_of_numpy_are_numbers():
+def test_numpy_scalars_are_accepted_as_numbers():
     assert _wrong_type(np.float32(2), float) is None
     assert _wrong_type(np.int64(7), int | None) is None
     assert _wrong_type(np.float32(2), int | None) is not None

@@ -34,8 +34,8 @@ def prose(text: str) -> str:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_equations_can_be_read_without_a_script(document):
-    """Formulas are code or plain signs: what stands between dollars has to be set by something from a network."""
+def test_docs_contain_no_latex_math(document):
+    """Formulas are code or plain text, because rendering LaTeX needs a script from the network."""
     text = prose(document.read_text(encoding="utf-8"))
     assert not re.findall(r"(?<![\w$])\$[^$\n`]*[\\_^{][^$\n`]*\$", re.sub(r"`[^`\n]*`", "", text))
 
@@ -54,7 +54,7 @@ def test_generated_parts_are_up_to_date(whole):
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is out of date; run scripts/pages"
 
 
-def test_every_loss_has_its_place_on_the_page():
+def test_losses_page_lists_every_loss():
     import fedlas
 
     page = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
@@ -79,7 +79,7 @@ def test_the_slurm_script_starts_ray_on_every_node(nodes, tmp_path):
     assert last.startswith("fedlas reproduce")
 
 
-def test_parts_are_written_anew_and_the_rest_stays():
+def test_generated_parts_are_replaced_and_the_rest_is_unchanged():
     filled = loaded("pages").filled
     text = "a\n<!-- scripts/pages: x -->\nold\n<!-- end of x -->\nb\n<!-- scripts/pages: y -->\n<!-- end of y -->\n"
     once = filled(text, {"x": "new", "y": "more"})
@@ -149,7 +149,7 @@ def site(tmp_path_factory) -> Path:
         pytest.param("[a](../scripts/docs_site.py)", 0, marks=pytest.mark.campaign),
     ],
 )
-def test_a_link_that_leads_nowhere_stops_the_build(tmp_path, text, wanted):
+def test_broken_link_fails_the_docs_build(tmp_path, text, wanted):
     for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md"):
         (tmp_path / name).write_text(
             (ROOT / name).read_text(encoding="utf-8") if name == "mkdocs.yml" else "# A page\n"
@@ -163,7 +163,7 @@ def test_a_link_that_leads_nowhere_stops_the_build(tmp_path, text, wanted):
     assert said.returncode == wanted, said.stdout
 
 
-def test_every_page_is_on_the_site_and_in_its_menu(site):
+def test_every_docs_page_is_built_and_in_the_menu(site):
     menu = (site / "index.html").read_text(encoding="utf-8")
     pages = [path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in ROOT.glob("docs/**/*.md")]
     assert len(pages) > 15
@@ -172,7 +172,7 @@ def test_every_page_is_on_the_site_and_in_its_menu(site):
         assert f'href="{page}"' in menu
 
 
-def test_every_public_name_is_in_the_reference(site):
+def test_api_reference_contains_every_public_name(site):
     pages = {path: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "reference").glob("*.md")}
     packages = {name: path for path, text in pages.items() for name in re.findall(r"<!-- api: ([\w.]+) -->", text)}
     assert {"fedlas", "fedlas.losses", "fedlas.metrics", "fedlas.posthoc", "fedlas.ood"} <= set(packages)
@@ -182,12 +182,12 @@ def test_every_public_name_is_in_the_reference(site):
         assert [name for name in names if f'id="{package}.{name}"' not in built_page] == [], package
 
 
-def test_a_name_that_a_page_documents_by_itself_is_not_repeated():
+def test_manually_documented_name_is_not_repeated_in_the_reference():
     text = "::: fedlas.ood.auroc\n\n<!-- api: fedlas.ood -->\n"
     assert loaded("docs_site.py").with_api(text).count("::: fedlas.ood.auroc\n") == 1
 
 
-def test_nothing_is_fetched_from_elsewhere(site):
+def test_docs_site_has_no_external_resources(site):
     for path in site.rglob("*.html"):
         fetched = Page(path.read_text(encoding="utf-8")).fetched
         assert fetched
@@ -196,8 +196,8 @@ def test_nothing_is_fetched_from_elsewhere(site):
     assert not re.findall(r"(?:@import|url\()[^)]{0,9}https?:", styles)
 
 
-def test_nothing_is_left_as_it_was_typed(site):
-    """mkdocs wants four spaces where GitHub takes two: a list or table that it did not see stands there as text."""
+def test_docs_site_renders_all_lists_and_tables(site):
+    """mkdocs needs four spaces of indentation where GitHub accepts two, and otherwise shows lists as text."""
     for path in site.rglob("*.html"):
         typed = [
             p
@@ -208,7 +208,7 @@ def test_nothing_is_left_as_it_was_typed(site):
     assert Page("<p>Text:\n- one\n- <code>two</code></p>").paragraphs == ["Text:\n- one\n- "]
 
 
-def test_pages_are_ordered_by_the_index_and_none_is_lost():
+def test_menu_follows_the_index_and_includes_every_page():
     site = loaded("docs_site.py")
     index = "# T\n[z](z.md)\n## Use\n- [b](b.md#x), [r](../README.md)\n## How\n- [c](howto/c.md)\n"
     nav = site.ordered(["a.md", "b.md", "howto/c.md", "howto/d.md", "index.md", "readme.md", "z.md"], index)
@@ -220,7 +220,7 @@ def test_pages_are_ordered_by_the_index_and_none_is_lost():
     ]
 
 
-def test_links_that_leave_the_docs_lead_to_the_site_or_become_text():
+def test_links_out_of_docs_are_relinked_or_become_text():
     relinked = loaded("docs_site.py").relinked
     assert relinked("[r](../../README.md#use) [s](../../src/x.py)", "howto/a.md") == "[r](../readme.md#use) s"
     assert relinked("[m](docs/metrics.md#files) ![p](docs/demo/p.png)", "readme.md") == (

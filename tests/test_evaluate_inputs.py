@@ -1,5 +1,6 @@
 """What `fedlas.evaluate` takes (arrays, files, DataFrames, outputs of Hugging Face), and how a report is used."""
 
+import inspect
 import warnings
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedlas.evaluation import evaluate
+from fedlas.evaluation import calibrate, evaluate
+from fedlas.io import as_predictions, read_predictions
 from fedlas.predictions import Predictions
 
 PROBS = torch.tensor([[0.7, 0.3], [0.4, 0.6], [0.9, 0.1], [0.2, 0.8]] * 10)
@@ -36,7 +38,6 @@ def ways_to_give(tmp_path) -> dict[str, Any]:
     return {
         "arrays": ((PROBS.numpy(), TRUTH.numpy()), {}),
         "lists": ((PROBS.tolist(), TRUTH.tolist()), {}),
-        "logits": ((), {"logits": logits, "labels": TRUTH}),
         "array of logits": ((logits, TRUTH), {"logits": True}),
         "file": ((str(tmp_path / "p.npy"), tmp_path / "y.npy"), {}),
         "mapping": (({"softmax": PROBS, "targets": TRUTH},), {}),
@@ -54,7 +55,7 @@ def ways_to_give(tmp_path) -> dict[str, Any]:
     }
 
 
-def test_predictions_are_given_in_many_ways(tmp_path):
+def test_evaluate_accepts_every_form_of_predictions(tmp_path):
     wanted = evaluate(Predictions.from_probs(PROBS, TRUTH), **QUICK)
     for name, (given, options) in ways_to_give(tmp_path).items():
         found = evaluate(*given, **options, **QUICK)
@@ -72,7 +73,7 @@ class Frame:
         return SimpleNamespace(to_numpy=lambda: self._columns[name])
 
 
-def test_a_frame_that_is_not_of_pandas():
+def test_evaluate_accepts_other_data_frames():
     columns = {
         "cat": PROBS[:, 0].numpy(),
         "dog": PROBS[:, 1].numpy(),
@@ -81,13 +82,38 @@ def test_a_frame_that_is_not_of_pandas():
     assert evaluate(Frame(columns), **QUICK)["accuracy"] == pytest.approx(0.75)
 
 
-def test_what_cannot_be_evaluated_is_said_with_the_argument_to_use():
+def test_columns_of_a_frame_are_class_names():
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame(PROBS.numpy(), columns=["cat", "dog"])
+    for made in (Predictions.from_probs(frame, TRUTH), Predictions(np.log(frame), TRUTH)):
+        assert made.class_names == ("cat", "dog")
+    assert Predictions.from_probs(frame, class_names=["a", "b"]).class_names == ("a", "b")
+    assert Predictions.from_probs(pd.DataFrame(PROBS.numpy())).class_names is None
+    polars = Frame({name: frame[name].to_numpy() for name in frame})
+    for given in (frame, polars):
+        for labels in (TRUTH.numpy(), np.array(["cat", "dog"])[TRUTH]):
+            found = as_predictions(given, labels)
+            assert (found.class_names, found.labels.tolist()) == (("cat", "dog"), TRUTH.tolist())
+
+
+@pytest.mark.parametrize("options", [{"logits": True}, {"normalize": True}])
+@pytest.mark.parametrize("column", [{"age": [31, 45] * 20}, {"id": np.arange(40.0)}, {"target": np.zeros(40)}])
+def test_columns_of_a_frame_that_may_be_no_class_raise(column, options):
+    """Regression: they were evaluated as further classes, where labels are given beside the frame."""
+    pd = pytest.importorskip("pandas")
+    scores = pd.DataFrame(np.random.default_rng(0).random((40, 3)), columns=["cat", "dog", "eel"])
+    frame = scores.assign(**column)
+    with pytest.raises(ValueError, match=rf"{next(iter(column))} may be no class.*prob_columns"):
+        evaluate(frame, TRUTH, **options, **QUICK)
+    assert evaluate(frame, TRUTH, prob_columns=["cat", "dog", "eel"], **options, **QUICK).classes == 3
+    assert evaluate(scores, TRUTH, **options, **QUICK).classes == 3
+
+
+def test_invalid_inputs_raise_with_the_argument_to_use():
     logits = 5 * torch.randn(40, 2)
     with pytest.raises(ValueError, match=r"row 0.*logits="):
         evaluate(logits, TRUTH)
-    with pytest.raises(TypeError, match="logits="):
-        evaluate()
-    with pytest.raises(TypeError, match="logits="):
+    with pytest.raises(TypeError, match="logits"):
         evaluate(PROBS, TRUTH, logits=logits)
     with pytest.raises(TypeError, match="labels"):
         evaluate(Predictions(logits, TRUTH), TRUTH)
@@ -95,6 +121,12 @@ def test_what_cannot_be_evaluated_is_said_with_the_argument_to_use():
         evaluate(PROBS)
     with pytest.raises(TypeError, match="label_column"):
         evaluate(PROBS, TRUTH, label_column="y")
+    with pytest.raises(TypeError, match="predictions are None; give an array"):
+        evaluate(None, TRUTH)
+    with pytest.raises(ValueError, match="sums to") as error:
+        evaluate({"probs": logits, "labels": TRUTH})
+    assert "logits=True" in str(error.value)
+    assert "--" not in str(error.value)
 
 
 def test_a_report_is_a_mapping_of_its_metrics():
@@ -108,7 +140,7 @@ def test_a_report_is_a_mapping_of_its_metrics():
     assert len(repr(report)) < 200
 
 
-def test_a_report_as_a_frame_a_tabular_and_a_figure():
+def test_report_converts_to_data_frame_latex_and_figure():
     pytest.importorskip("pandas")
     plt = pytest.importorskip("matplotlib.pyplot")
     report = evaluate(Predictions(4 * PROBS, TRUTH, split="a_b"), posthoc="histogram_binning", resamples=20)
@@ -135,14 +167,14 @@ def test_labels_of_an_array_may_be_a_file(tmp_path):
     assert float(evaluate(probs, tmp_path / "labels.npy", intervals=False).before["accuracy"]) == 1
 
 
-def test_an_unknown_keyword_is_an_error(tmp_path):
+def test_unknown_keyword_raises(tmp_path):
     (tmp_path / "p.csv").write_text("prob_a,prob_b,label\n" + "0.9,0.1,a\n" * 5)
     for word in ("bin", "label_colum", "calibrate_on"):
         with pytest.raises(TypeError, match=repr(word)):
             evaluate(tmp_path / "p.csv", **{word: "label"})
 
 
-def test_calibration_data_may_be_a_file_and_labels_are_asked_for_by_name(tmp_path):
+def test_calibration_data_may_be_a_file_with_its_own_label_column(tmp_path):
     (tmp_path / "p.csv").write_text("prob_a,prob_b,label\n" + "0.9,0.1,a\n0.8,0.2,b\n" * 20)
     (tmp_path / "q.csv").write_text("prob_a,prob_b,truth_of_mine\n" + "0.9,0.1,a\n" * 5)
     (tmp_path / "val.csv").write_text("prob_a,prob_b,label\n" + "0.7,0.3,a\n0.6,0.4,b\n" * 20)
@@ -152,7 +184,7 @@ def test_calibration_data_may_be_a_file_and_labels_are_asked_for_by_name(tmp_pat
         evaluate(tmp_path / "q.csv")
 
 
-def test_folds_may_differ_in_what_their_calibrator_learns():
+def test_folds_without_a_temperature_do_not_fail_cross_fitting():
     """With 3 decimals of 1,000 classes, some folds determine no temperature."""
     random = np.random.default_rng(1)
     labels, logits = random.integers(1000, size=600), random.normal(size=(600, 1000))
@@ -165,28 +197,28 @@ def test_folds_may_differ_in_what_their_calibrator_learns():
 
 
 @pytest.mark.parametrize("seed", [10**23, -1])
-def test_a_seed_that_generators_do_not_take_is_named(seed):
+def test_invalid_seed_raises(seed):
     with pytest.raises(ValueError, match=f"seed is {seed}"):
         evaluate(PROBS, TRUTH, seed=seed)
 
 
-def test_options_that_do_not_apply_are_named():
+def test_inapplicable_options_raise():
     output = PredictionOutput(PROBS.log().numpy(), TRUTH.numpy(), {})
     for options in ({"normalize": True}, {"label_column": "species"}):
         with pytest.raises(TypeError, match=rf"{next(iter(options))}.*PredictionOutput"):
             evaluate(output, **options, **QUICK)
     with pytest.raises(TypeError, match=r"normalize.*logits"):
-        evaluate(logits=PROBS.log(), labels=TRUTH, normalize=True, **QUICK)
+        evaluate(PROBS.log(), TRUTH, logits=True, normalize=True, **QUICK)
 
 
-def test_names_as_labels_of_an_array_are_an_error_that_names_class_names():
+def test_string_labels_without_class_names_raise():
     words = np.array(["cat", "dog"])[TRUTH]
     with pytest.raises(TypeError, match=r"labels.*class_names"):
         evaluate(PROBS, words, **QUICK)
     evaluate({"probs": PROBS, "labels": words, "class_names": ["cat", "dog"]}, **QUICK)
 
 
-def test_a_calibration_file_is_read_with_the_same_columns(tmp_path):
+def test_calibration_file_is_read_with_the_same_column_options(tmp_path):
     rows = "\n".join(f"{a},{b},{label}" for (a, b), label in zip(PROBS.tolist(), TRUTH.tolist(), strict=True))
     for name in ("test", "val"):
         (tmp_path / f"{name}.csv").write_text(f"prob_0,prob_1,species\n{rows}")
@@ -201,7 +233,7 @@ def test_a_calibration_file_is_read_with_the_same_columns(tmp_path):
     assert "temperature" in found.after
 
 
-def test_columns_of_pandas_may_have_any_index():
+def test_data_frames_may_have_any_index():
     pd = pytest.importorskip("pandas")
     rows = range(7, 7 + len(TRUTH))
     texts = pd.Series([f"{number:.1f}" for number in PROBS[:, 1].tolist()], index=rows, dtype=object)
@@ -210,8 +242,62 @@ def test_columns_of_pandas_may_have_any_index():
     assert found.classes == 2
 
 
-def test_calibration_data_may_be_given_in_every_form():
+def test_calibration_data_accepts_every_form_of_predictions():
     other = {"probs": PROBS.roll(1, 0).numpy(), "labels": TRUTH.roll(1).numpy()}
     given = Predictions.from_probs(torch.from_numpy(other["probs"]), torch.from_numpy(other["labels"]))
     found = [evaluate(PROBS, TRUTH, posthoc="temperature", calibration=one, **QUICK) for one in (other, given)]
     assert float(found[0].after["temperature"]["nll"]) == float(found[1].after["temperature"]["nll"])
+
+
+@pytest.mark.parametrize("kind", ["logits", "probs"])
+def test_an_ood_array_holds_what_the_predictions_were_built_from(kind):
+    """An array of probabilities beside predictions of probabilities was read as logits."""
+    build = Predictions if kind == "logits" else Predictions.from_probs
+    logits = 2 * torch.randn(80, 3)
+    given, svhn = (logits if kind == "logits" else logits.softmax(1)).split(40)
+    test = build(given, torch.arange(40) % 3)
+    report = evaluate(test, ood={"svhn": svhn}, **QUICK)
+    assert report.to_dict() == evaluate(test, ood={"svhn": build(svhn)}, **QUICK).to_dict()
+
+
+def test_ood_arrays_are_normalized_with_the_predictions():
+    svhn = PROBS.roll(1, 1)
+    found = evaluate(2 * PROBS, TRUTH, ood={"svhn": 4 * svhn}, normalize=True, **QUICK)
+    expected = evaluate(PROBS, TRUTH, ood={"svhn": svhn}, **QUICK)
+    for name, separation in found.before.detection["svhn"].items():
+        assert float(separation.auroc) == pytest.approx(float(expected.before.detection["svhn"][name].auroc))
+
+
+def test_ood_predictions_with_other_classes_raise():
+    """Regression: their order was not checked."""
+    test = Predictions.from_probs(PROBS, TRUTH, class_names=["cat", "dog"])
+    for names in (["dog", "cat"], ["cat", "eel"]):
+        with pytest.raises(ValueError, match="svhn names other classes, or in another order"):
+            evaluate(test, ood={"svhn": Predictions.from_probs(PROBS, class_names=names)}, **QUICK)
+
+
+def test_an_ood_array_of_probabilities_beside_calibrated_predictions_raises():
+    """Regression: it was read as logits, because calibrated predictions hold logits."""
+    test = calibrate(Predictions.from_probs(PROBS, TRUTH))
+    with pytest.raises(ValueError, match=r"svhn.*sum to one.*Predictions\.from_probs"):
+        evaluate(test, ood={"svhn": PROBS}, **QUICK)
+    assert evaluate(test, ood={"svhn": Predictions.from_probs(PROBS)}, **QUICK).before.detection is not None
+    with pytest.warns(UserWarning, match="sums to 1"):  # the caller says that arrays hold logits
+        evaluate(PROBS.log(), TRUTH, logits=True, ood={"svhn": PROBS}, **QUICK)
+
+
+def test_repeated_ids_warn():
+    ids = [f"s{number // 2}" for number in range(len(TRUTH))]
+    predictions = Predictions.from_probs(PROBS, TRUTH, ids=ids)
+    with pytest.warns(UserWarning, match=r"ids occur before.*remove repeated rows"):
+        evaluate(predictions, intervals=False)
+
+
+def test_labels_that_count_from_one_raise_with_a_remedy():
+    with pytest.raises(ValueError, match="subtract 1"):
+        Predictions.from_probs(PROBS, torch.as_tensor(TRUTH) + 1)
+
+
+def test_read_predictions_of_a_table_names_evaluate():
+    with pytest.raises(TypeError, match=r"fedlas\.evaluate"):
+        inspect.unwrap(read_predictions)({"probs": PROBS})

@@ -1,4 +1,4 @@
-"""One record of everything: equal to each metric called on its own, honest about fitting, and the same after a file."""
+"""`evaluate`: equal to single metrics, cross-fitting, warnings about leakage, and round trips through files."""
 
 import copy
 import inspect
@@ -58,7 +58,7 @@ ALONE = {
 @pytest.fixture
 def in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make parts of 100 samples, so that every number is put together from many."""
-    monkeypatch.setattr("fedlas.predictions.AT_ONCE", 700)
+    monkeypatch.setattr("fedlas.predictions.probabilities.AT_ONCE", 700)
 
 
 @cache
@@ -71,7 +71,7 @@ def in_type(dtype: torch.dtype) -> tuple[Predictions, Report]:
 @pytest.mark.usefixtures("in_small_parts")
 @pytest.mark.parametrize("name", ALONE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_every_number_is_that_of_the_metric_alone(name: str, dtype: torch.dtype):
+def test_report_metrics_equal_the_single_metrics(name: str, dtype: torch.dtype):
     given, report = in_type(dtype)
     found, wanted = report[name], ALONE[name](given, **({"bins": 15} if name == "brier" else {}))
     assert isinstance(found, Result)
@@ -86,7 +86,7 @@ def test_a_report_contains_every_metric():
 
 @pytest.mark.usefixtures("in_small_parts")
 @pytest.mark.parametrize("name", ["accuracy", "ece", "aece", "signed_ece", "classwise_ece", "nll", "brier"])
-def test_intervals_are_those_of_the_bootstrap(name: str):
+def test_report_intervals_equal_the_bootstrap(name: str):
     given = predictions()
     found = evaluate(given, resamples=500, level=0.9, seed=3)[name]
     wanted = metrics.bootstrap(ALONE[name], given, resamples=500, level=0.9, seed=3)
@@ -101,7 +101,7 @@ def test_class_wise_ece_of_too_many_probabilities_has_no_interval(monkeypatch: p
     assert evaluate(given, resamples=50)["classwise_ece"].interval is None
 
 
-def test_over_and_under_add_up_and_have_intervals():
+def test_over_and_under_ece_add_up_to_ece_and_have_intervals():
     report = evaluate(predictions(), resamples=200)
     assert report["over_ece"] + report["under_ece"] == pytest.approx(report["ece"])
     assert report["over_ece"].interval.high > report["over_ece"]
@@ -109,7 +109,7 @@ def test_over_and_under_add_up_and_have_intervals():
 
 @pytest.mark.usefixtures("in_small_parts")
 @pytest.mark.parametrize("name", ["temperature", "isotonic", "ensemble_temperature"])
-def test_a_fitted_calibrator_is_used_as_it_is(name: str):
+def test_fitted_calibrator_is_not_refitted(name: str):
     given, val = predictions(), predictions(seed=1)
     calibrator = posthoc.build_calibrator(name).fit(val.logits, val.labels, split="other")
     state = evaluate(given, posthoc=[calibrator], intervals=False).after[name]
@@ -119,7 +119,7 @@ def test_a_fitted_calibrator_is_used_as_it_is(name: str):
     assert state.fits == (calibrator.fitted,)
 
 
-def test_a_calibrator_of_other_classes_is_refused_and_its_names_stay_in_files(tmp_path: Path):
+def test_calibrator_of_other_classes_raises_also_after_saving(tmp_path: Path):
     def named(names: str, split: str) -> Predictions:
         given = predictions(300, split=split)
         return Predictions(given.logits, given.labels, class_names=list(names), split=split)
@@ -132,7 +132,7 @@ def test_a_calibrator_of_other_classes_is_refused_and_its_names_stay_in_files(tm
 
 
 @pytest.mark.usefixtures("in_small_parts")
-def test_states_keep_the_pairs_of_their_samples_also_in_files():
+def test_saved_states_keep_their_confidence_correctness_pairs():
     given, val = predictions(), predictions(500, seed=1, split="other")
     report = evaluate(given, posthoc="temperature", calibration=val, intervals=False)
     after = posthoc.Temperature().fit(val).transform(given)
@@ -156,14 +156,14 @@ def test_states_keep_the_pairs_of_their_samples_also_in_files():
         ({"correct": {"dtype": "object", "base64": ""}}, "type.*object"),
     ],
 )
-def test_pairs_of_an_untrusted_report_are_checked(change, message):
+def test_invalid_pairs_in_a_report_raise(change, message):
     made = evaluate(predictions(), intervals=False).to_dict()
     made["states"][0]["pairs"] |= change
     with pytest.raises(ValueError, match=message):
         Report.from_dict(made)
 
 
-def test_calibration_data_is_what_names_are_fitted_on():
+def test_named_calibrators_are_fitted_on_calibration_data():
     given, val = predictions(), predictions(500, seed=1, split="other")
     state = evaluate(given, posthoc=["temperature"], calibration=val, intervals=False).after["temperature"]
     wanted = posthoc.Temperature().fit(val)
@@ -174,7 +174,7 @@ def test_calibration_data_is_what_names_are_fitted_on():
 
 @pytest.mark.usefixtures("in_small_parts")
 def test_without_calibration_data_calibrators_are_cross_fitted():
-    """Random labels cannot be predicted; a calibrator that saw them would seem to."""
+    """Random labels cannot be predicted, except by a calibrator that was fitted on them."""
     given = predictions(600)
     random = torch.Generator().manual_seed(5)
     noise = Predictions(given.logits, torch.randint(7, (600,), generator=random), split="val")
@@ -221,7 +221,7 @@ def unnamed(given, **rest):
 
 @pytest.mark.parametrize("what", ["copy", "other order", "part", "more"])
 def test_calibrating_on_copies_of_evaluated_samples_warns(what):
-    """Files of the same content under another name were not noticed."""
+    """Regression: copies of the evaluated file were not detected."""
     given, more = unnamed(predictions(200)), predictions(100, seed=1)
     order = torch.randperm(200)
     other = {
@@ -238,7 +238,7 @@ def test_calibrating_on_copies_of_evaluated_samples_warns(what):
 
 
 @pytest.mark.parametrize("word", ["ids", "index"])
-def test_ids_detect_samples_that_are_evaluated_too(word):
+def test_ids_detect_overlap_of_calibration_and_test_samples(word):
     given = predictions(200)
     names = [f"image {i}" for i in range(300)] if word == "ids" else torch.arange(300)
     rounded = Predictions.from_probs(given.probs.double().round(decimals=4), given.labels)
@@ -268,7 +268,7 @@ def test_ids_detect_samples_that_are_evaluated_too(word):
     ],
 )
 def test_an_invalid_report_file_raises(tmp_path, change, message):
-    """It was read, and failed where it should be put into words."""
+    """Regression: such a file was read and failed only when printed."""
     made = evaluate(predictions(), posthoc=["temperature"], intervals=False).to_dict()
     state = made["states"][1]
     (state if change.keys() <= {"leaked", "name"} else state["fits"][0]).update(change)
@@ -279,13 +279,13 @@ def test_an_invalid_report_file_raises(tmp_path, change, message):
 
 
 @pytest.mark.parametrize(("name", "value"), [("n", "many"), ("classes", 2.5), ("split", 3)])
-def test_what_a_report_says_about_itself_is_checked_too(name, value):
+def test_invalid_report_metadata_raises(name, value):
     made = evaluate(predictions(), intervals=False).to_dict()
     with pytest.raises(ValueError, match=rf"\b{name}\b.*{value}"):
         Report.from_dict(made | {name: value})
 
 
-def test_rows_that_are_equal_by_chance_are_other_samples():
+def test_chance_matches_of_rounded_rows_do_not_warn():
     make = torch.Generator().manual_seed(0)
     shares = [(torch.rand(400, generator=make) * 20).round() / 20 for _ in range(2)]
     labels = [(torch.rand(400, generator=make) < 0.8 * share + 0.1).long() for share in shares]
@@ -306,7 +306,7 @@ def test_ood_detection_equals_detect():
     assert scores["entropy"].auroc.n == 1300
 
 
-def test_ood_data_needs_logits_only():
+def test_ood_data_accepts_logits_arrays():
     given = predictions()
     report = evaluate(given, ood={"noise": torch.randn(50, 7), "other": np.zeros((20, 7))}, intervals=False)
     assert set(report.before.detection.sets) == {"noise", "other"}
@@ -314,7 +314,7 @@ def test_ood_data_needs_logits_only():
         evaluate(given, ood={"noise": torch.randn(50, 5)})
 
 
-def test_a_report_comes_back_from_its_file(tmp_path: Path):
+def test_report_round_trips_through_its_file(tmp_path: Path):
     report = evaluate(predictions(), posthoc=["temperature"], ood={"a": torch.randn(60, 7)}, resamples=100)
     report.save(tmp_path / "report.json")
     again = Report.load(tmp_path / "report.json")
@@ -327,7 +327,7 @@ def test_a_report_comes_back_from_its_file(tmp_path: Path):
         Report.load(tmp_path / "other.json")
 
 
-def test_bins_are_those_of_reliability_diagrams():
+def test_report_bins_equal_histogram_bins():
     given = predictions()
     bins = evaluate(given, intervals=False).before.bins
     assert torch.equal(bins["width"].counts, metrics.histogram(given).bins.counts)
@@ -335,7 +335,7 @@ def test_bins_are_those_of_reliability_diagrams():
     assert int(bins["mass"].counts.sum()) == 900
 
 
-def test_it_prints_a_table():
+def test_report_prints_a_table():
     text = str(evaluate(predictions(), posthoc=["temperature"], resamples=100, ood={"far": torch.randn(40, 7)}))
     for word in (
         "val",
@@ -353,7 +353,7 @@ def test_it_prints_a_table():
     assert not any(line != line.rstrip() for line in text.splitlines())
 
 
-def test_soft_labels_and_the_top_class_alone_get_what_they_can():
+def test_soft_labels_and_top_label_predictions_have_supported_metrics():
     given = predictions()
     soft = evaluate(Predictions(given.logits, given.logits.softmax(1)), resamples=100)
     assert float(soft["ece"]) == pytest.approx(0, abs=1e-6)
@@ -363,7 +363,7 @@ def test_soft_labels_and_the_top_class_alone_get_what_they_can():
     assert float(top["ece"]) == pytest.approx(float(metrics.ece(given)), abs=1e-6)
 
 
-def test_probabilities_are_used_as_given():
+def test_probabilities_are_not_renormalised():
     given = predictions()
     probs = given.probs.round(decimals=2)
     probs = probs / probs.sum(1, keepdim=True)
@@ -373,7 +373,7 @@ def test_probabilities_are_used_as_given():
     assert report["nll"].details["floored"] == metrics.nll(table).details["floored"] > 0
 
 
-def test_bad_input_is_explained():
+def test_invalid_input_raises():
     given = predictions()
     with pytest.raises(ValueError, match=r"level.*95"):
         evaluate(given, level=95)
@@ -390,10 +390,10 @@ def test_evaluate_is_part_of_the_public_api():
     assert fedlas.Report is Report
 
 
-def test_the_logits_are_read_once(monkeypatch: pytest.MonkeyPatch):
+def test_logits_are_read_once_per_chunk(monkeypatch: pytest.MonkeyPatch):
     """Every part is taken from the table once, however many calibrators there are."""
     given, val = predictions(), predictions(seed=1)
-    monkeypatch.setattr("fedlas.predictions.AT_ONCE", 700)
+    monkeypatch.setattr("fedlas.predictions.probabilities.AT_ONCE", 700)
     calibrators = [posthoc.build_calibrator(n).fit(val.logits, val.labels) for n in ("temperature", "vector_scaling")]
     taken: list[slice] = []
     plain = Predictions.__getitem__
@@ -413,7 +413,7 @@ def test_the_logits_are_read_once(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("seeds", [8, pytest.param(30, marks=pytest.mark.campaign)])
-def test_cross_fitting_does_not_separate_ood_data_by_itself(seeds):
+def test_cross_fitting_does_not_create_ood_separation(seeds):
     """ID and OOD samples from the same distribution: calibrators must not separate them."""
     held = []
     for seed in range(seeds):
@@ -423,17 +423,20 @@ def test_cross_fitting_does_not_separate_ood_data_by_itself(seeds):
     assert sum(held) >= 25 / 30 * seeds
 
 
-def test_a_report_can_be_sent_and_copied():
+def test_report_can_be_pickled_and_copied():
     report = evaluate(predictions(100), ood={"a": torch.randn(60, 7)}, resamples=100)
     for again in (pickle.loads(pickle.dumps(report)), copy.deepcopy(report)):
         assert again.to_dict() == report.to_dict()
     assert report != pickle.loads(pickle.dumps(report))
 
 
-def test_one_calibrator_needs_no_list_and_wrong_ones_are_explained():
+def test_single_calibrator_needs_no_list_and_invalid_ones_raise():
     given = predictions(200)
     for one in ("temperature", posthoc.Temperature()):
         assert list(evaluate(given, posthoc=one, intervals=False).after) == ["temperature"]
+    names = (name for name in ("temperature", "vector_scaling"))
+    assert list(evaluate(given, posthoc=names, intervals=False).after) == ["temperature", "vector_scaling"]
+    assert not evaluate(given, posthoc=None, intervals=False).after
     unchecked = inspect.unwrap(evaluate)
     with pytest.raises(TypeError, match=r"posthoc.*Temperature\(\)"):
         unchecked(given, posthoc=[posthoc.Temperature], intervals=False)
@@ -446,7 +449,7 @@ def test_one_calibrator_needs_no_list_and_wrong_ones_are_explained():
 
 
 def test_all_correct_predictions_give_a_report_and_json():
-    """A standard error of infinity stopped the JSON file and the page."""
+    """Regression: an infinite standard error made JSON file and page fail."""
     logits = torch.tensor([[2.0, 0.0], [0.0, 3.0]] * 20)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -466,7 +469,7 @@ def test_invalid_arguments_raise(options):
         evaluate(Predictions(torch.randn(40, 2), [0, 1] * 20), posthoc="temperature", **options)
 
 
-def test_calibrated_predictions_are_those_that_are_evaluated():
+def test_calibrate_returns_the_predictions_that_evaluate_measures():
     given, val = predictions(), predictions(500, seed=1, split="other")
     for options in ({"calibration": val}, {}):
         report = evaluate(given, posthoc="temperature", intervals=False, **options)
@@ -479,7 +482,7 @@ def test_calibrated_predictions_are_those_that_are_evaluated():
         fedlas.calibrate(given, posthoc=3)
 
 
-def test_two_models_are_compared_from_arrays_files_and_predictions(tmp_path):
+def test_compare_accepts_arrays_files_and_predictions(tmp_path):
     first, second = predictions(), predictions(scale=1.0)
     expected = compare_models({"a": first, "b": second}, resamples=200)
     found = fedlas.compare(first, second, resamples=200)
@@ -503,11 +506,20 @@ def test_predictions_without_labels_are_calibrated_with_calibration_data():
     assert torch.equal(from_table.logits, expected)
 
 
-def test_metrics_of_a_comparison_are_a_list():
+def test_compare_metrics_must_be_a_list():
     with pytest.raises(TypeError, match=r"\['ece'\]"):
         fedlas.compare(predictions(), predictions(), metrics="ece")
 
 
-def test_a_negative_seed_of_a_comparison_raises():
+def test_compare_with_a_negative_seed_raises():
     with pytest.raises(ValueError, match="seed is -1"):
         fedlas.compare(predictions(), predictions(), seed=-1)
+
+
+def test_probabilities_of_two_decimals_get_every_interval():
+    """Rows whose sum is 0.99 or 1.01 are accepted when they are read."""
+    torch.manual_seed(0)
+    probs = (2 * torch.randn(80, 4)).softmax(1).double().round(decimals=2)
+    assert float(probs.sum(1).max()) > 1.005
+    report = evaluate(Predictions.from_probs(probs, torch.randint(4, (80,))), resamples=50)
+    assert report["classwise_ece"].interval is not None

@@ -27,13 +27,13 @@ def python_of(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("file", "page"), PAGES.items(), ids=PAGES.values())
-def test_a_page_names_the_file_that_it_shows(file, page):
+def test_howto_page_names_the_file_of_its_example(file, page):
     text = (ROOT / "docs" / "howto" / page).read_text(encoding="utf-8")
     assert f"`src/fedlas/{file}`" in text
     assert f'name = "{Path(file).stem}"' in python_of(page)[0]
 
 
-def test_what_the_pages_add_keeps_the_contracts(tmp_path):
+def test_howto_examples_pass_the_contract_tests(tmp_path):
     for file, page in PAGES.items():
         (tmp_path / file).parent.mkdir()
         (tmp_path / file).write_text(python_of(page)[0], encoding="utf-8")

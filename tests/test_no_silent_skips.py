@@ -1,4 +1,4 @@
-"""A silent skip proves nothing, so the whole suite does not allow it."""
+"""The plugin `no_silent_skips` reports unexpected skips as failures."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, and hold nothing that another run would change."""
+"""The notebooks run from top to bottom and contain no outputs."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ def run_notebook(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.name)
-def test_it_holds_no_outputs_and_no_counts(notebook):
+def test_notebook_has_no_outputs_or_execution_counts(notebook):
     cells = cells_of(notebook)
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert code
@@ -61,7 +61,7 @@ def test_the_notebook_for_training_runs_from_top_to_bottom(run_notebook, capsys)
 
 
 @pytest.mark.parametrize("word", ["http://", "https://", "!pip", "%"])
-def test_it_needs_no_network_and_no_magic(word):
+def test_notebook_uses_no_network_and_no_magic_commands(word):
     cells = [cell for notebook in NOTEBOOKS for cell in cells_of(notebook)]
     lines = [line for cell in cells if cell["cell_type"] == "code" for line in cell["source"]]
     assert not any(line.startswith(word) if word in "!pip%" else word in line for line in lines)

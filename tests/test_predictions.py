@@ -13,13 +13,15 @@ import torch
 from fedlas.errors import RowError
 from fedlas.io import as_predictions, read_predictions, write_predictions
 from fedlas.metrics import nll
-from fedlas.predictions import ENOUGH, Predictions, TopLabelPredictions, as_tensor, least_prob
+from fedlas.predictions import Predictions, TopLabelPredictions
+from fedlas.predictions.arrays import ENOUGH, as_tensor
+from fedlas.predictions.probabilities import least_prob
 
 LOGITS = torch.tensor([[2.0, 0.0, -1.0], [0.0, 0.0, 3.0]])
 LABELS = torch.tensor([0, 1])
 
 
-def test_properties():
+def test_properties_are_derived_from_logits_and_labels():
     known = Predictions(LOGITS, LABELS, split="test", class_names=["cat", "dog", "emu"])
     assert (len(known), known.num_classes, known.split) == (2, 3, "test")
     assert torch.equal(known.probs, LOGITS.softmax(1))
@@ -32,14 +34,14 @@ def test_properties():
 
 
 @pytest.mark.parametrize("make", [lambda x: x, lambda x: x.numpy(), lambda x: x.tolist()])
-def test_torch_numpy_and_lists(make):
+def test_tensors_arrays_and_lists_are_accepted(make):
     known = Predictions(logits=make(LOGITS), labels=make(LABELS), index=make(torch.tensor([5, 3])))
     assert known.logits.tolist() == LOGITS.tolist()
     assert known.labels.dtype == torch.int64
     assert known.index.tolist() == [5, 3]
 
 
-def test_read_only_arrays_and_gradients():
+def test_read_only_arrays_and_tensors_with_gradient_are_accepted():
     array = LOGITS.numpy().copy()
     array.flags.writeable = False
     assert Predictions(array, LABELS).logits.tolist() == LOGITS.tolist()
@@ -59,7 +61,7 @@ def test_a_one_logit_head_is_binary():
         assert torch.allclose(known.probs[:, 1], torch.tensor([-1.0, 2.0]).sigmoid())
 
 
-def test_soft_labels():
+def test_soft_labels_give_fractional_correctness():
     soft = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.0, 1.0]])
     known = Predictions(LOGITS, soft)
     assert known.correct.tolist() == [0.5, 1.0]
@@ -69,7 +71,7 @@ def test_equal_probabilities_predict_the_first_class():
     assert Predictions(torch.zeros(1, 4), torch.tensor([0])).prediction.tolist() == [0]
 
 
-def test_probabilities_are_kept_as_given():
+def test_given_probabilities_are_not_recomputed():
     """softmax(log p) is not p; a confidence on the edge of a bin has to stay there."""
     probs = torch.tensor([[0.2, 0.8], [1.0, 0.0], [2 / 3, 1 / 3]])
     known = Predictions.from_probs(probs, torch.tensor([0, 0, 1]))
@@ -105,14 +107,14 @@ def test_invalid_values_raise_an_error_that_names_the_row(logits, labels, option
 
 
 @pytest.mark.parametrize("rows", [2, ENOUGH + 5])
-def test_no_classes(rows):
-    """The fuzzer found torch's own error, about the smallest of no numbers."""
+def test_predictions_without_classes_raise(rows):
+    """Regression: torch raised an error about the minimum of an empty tensor."""
     for make in (Predictions, Predictions.from_probs):
         with pytest.raises(ValueError, match=rf"\({rows}, 0\)"):
             make(torch.zeros(rows, 0), torch.zeros(rows, dtype=torch.long))
 
 
-def test_no_rows_wrong_types_and_wrong_shapes():
+def test_empty_or_wrongly_typed_or_shaped_predictions_raise():
     with pytest.raises(ValueError, match=r"logits.*rows"):
         Predictions(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long))
     with pytest.raises(TypeError, match="floating-point"):
@@ -124,7 +126,7 @@ def test_no_rows_wrong_types_and_wrong_shapes():
             make(torch.zeros(2, 3, 4), LABELS)
 
 
-def test_rows_have_to_sum_to_one():
+def test_rows_that_do_not_sum_to_one_raise():
     with pytest.raises(ValueError, match=r"probs.*row 1.*distribution.*\[0\.9, 0\.9\]"):
         Predictions.from_probs([[0.5, 0.5], [0.9, 0.9]], [0, 1])
     with pytest.raises(ValueError, match="row 0"):
@@ -144,7 +146,7 @@ def test_an_unknown_keyword_raises() -> None:
 
 
 @pytest.mark.parametrize("rows", [slice(1, 2), torch.tensor([1]), torch.tensor([False, True])])
-def test_selection_of_samples(rows):
+def test_samples_are_selected_by_slices_and_masks(rows):
     every = Predictions(LOGITS, LABELS, features=LOGITS, index=[7, 8], class_names=list("abc"), split="val")
     one = every[rows]
     assert len(one) == 1
@@ -168,7 +170,7 @@ def test_selection_by_numpy_arrays_and_lists(rows):
     assert torch.equal(Predictions(LOGITS, LABELS)[rows].logits, LOGITS[1:])
 
 
-def test_no_samples_are_an_error():
+def test_selecting_no_samples_raises():
     with pytest.raises(ValueError, match="sample"):
         Predictions(LOGITS, LABELS)[:0]
 
@@ -192,7 +194,7 @@ def test_a_row_that_is_not_a_distribution_raises_an_error_with_its_sum():
 
 
 def test_rounded_percentages_are_detected():
-    """Of a row that sums to 94 it was said that logits enter elsewhere."""
+    """Regression: a row that sums to 94 was reported as logits."""
     rows = [[90.0, 1.0, 1.0, 1.0, 1.0], [95.0, 1.0, 1.0, 1.0, 0.0], [50.0, 48.0, 0.0, 0.0, 0.0]]
     with pytest.raises(ValueError, match=r"94.*percentages.*100"):
         Predictions.from_probs(rows, [0, 1, 2])
@@ -201,7 +203,7 @@ def test_rounded_percentages_are_detected():
 
 
 def test_a_transposed_table_is_detected():
-    """Of probabilities it was said that they look like percentages: 300 of them sum to about 100."""
+    """Regression: probabilities were taken for percentages, because 300 of them sum to about 100."""
     probs = torch.full((300, 3), 1 / 3)
     labels = torch.arange(300) % 3
     for given in (labels, labels.numpy(), labels.tolist(), torch.eye(3)[labels]):
@@ -254,7 +256,7 @@ def test_logits_with_some_rows_that_are_distributions_do_not_warn():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_a_probability_of_zero_has_a_logit_where_small_numbers_are_flushed(dtype):
-    """The floor was such a small number itself, and its logarithm minus infinity."""
+    """Regression: the floor was subnormal, and its logarithm was minus infinity."""
     probs, soft = torch.tensor([[1.0, 0.0]], dtype=dtype), torch.tensor([[0.5, 0.5]], dtype=dtype)
     plain = Predictions.from_probs(probs, [1])
     expected = [float(nll(probs, labels)) for labels in ([1], soft)]
@@ -272,7 +274,7 @@ def test_a_probability_of_zero_has_a_logit_where_small_numbers_are_flushed(dtype
 
 
 def test_duplicate_class_names_raise():
-    """They were taken, and refused when the work was done and should be saved."""
+    """Regression: duplicate names were accepted and rejected only when saving."""
     for make in (Predictions, Predictions.from_probs):
         with pytest.raises(ValueError, match=r"name.*'a'"):
             make(LOGITS.softmax(1), LABELS, class_names=["a", "b", "a"])
@@ -280,7 +282,7 @@ def test_duplicate_class_names_raise():
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
 def test_an_error_about_a_row_can_be_copied_and_pickled(again):
-    """A process that reads files for another one could not tell it."""
+    """Regression: such errors could not be sent between processes."""
     error = RowError("p.csv: ", 3, " has label 'x'")
     found = again(error)
     assert (type(found), str(found)) == (RowError, str(error))
@@ -332,14 +334,14 @@ class Array:
         return len(self.values)
 
 
-def test_arrays_of_other_libraries():
+def test_arrays_of_other_libraries_are_accepted():
     made = as_predictions(Array(LOGITS.softmax(1)), Array(LABELS))
     assert torch.equal(made.probs, LOGITS.softmax(1))
     assert made.labels.tolist() == LABELS.tolist()
 
 
 @pytest.mark.parametrize("kind", [Predictions, TopLabelPredictions])
-def test_metadata_columns(kind, tmp_path):
+def test_metadata_columns_are_stored(kind, tmp_path):
     scores = LOGITS if kind is Predictions else [0.9, 0.5]
     metadata = {"site": ["a", "b"], "age": range(30, 32)}
     made = kind(scores, LABELS, metadata=metadata)

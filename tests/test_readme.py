@@ -1,4 +1,4 @@
-"""What the documents show works: their Python runs, and the commands they name exist.
+"""The Python code in the documents runs, and the commands in them exist.
 
 The Python blocks of one file run in order and share their names, as a reader would type them. A block that cannot run
 here stands below `<!-- no test: reason -->`.
@@ -90,13 +90,13 @@ def languages(document: Path) -> set[str]:
     [pytest.param(p, marks=pytest.mark.campaign if called(p) in LONG else ()) for p in RUN if "python" in languages(p)],
     ids=called,
 )
-def test_the_python_runs(document, tmp_path, monkeypatch):
+def test_documented_python_runs(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_python(str(document), document.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=called)
-def test_the_commands_exist(document):
+def test_documented_make_targets_exist(document):
     assert make_targets(document.read_text(encoding="utf-8")) <= known_targets()
 
 
@@ -105,7 +105,7 @@ def test_readme_and_pages_in_subfolders_of_the_docs_are_run():
     assert {called(document) for document in RUN} >= LONG
 
 
-def test_a_broken_block_is_found_with_its_line():
+def test_failing_block_is_reported_with_its_line():
     text = "Text.\n\n```python\nx = 1\n```\n\nMore.\n\n- item\n  ```python\n  y = x + 1\n  assert y == 3\n  ```\n"
     with pytest.raises(AssertionError) as failure:
         run_python("made_up.md", text)
@@ -113,28 +113,28 @@ def test_a_broken_block_is_found_with_its_line():
     assert "snippets" not in sys.modules
 
 
-def test_a_block_may_define_classes_that_know_their_module():
+def test_code_block_may_define_dataclasses():
     run_python(
         "made_up.md", "```python\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 1\n```\n"
     )
 
 
-def test_only_python_is_run_and_an_excused_block_is_not():
+def test_only_python_without_a_no_test_comment_is_run():
     run_python("made_up.md", "```text\nraise\n```\n\n<!-- no test: needs a GPU -->\n```python\nraise ValueError\n```\n")
 
 
 @pytest.mark.parametrize("excuse", ["<!-- no test: -->", "<!-- no test:-->"])
-def test_an_excuse_needs_a_reason(excuse):
+def test_no_test_comment_needs_a_reason(excuse):
     with pytest.raises(AssertionError, match=r"made_up\.md:3"):
         run_python("made_up.md", f"{excuse}\n```python\npass\n```\n")
 
 
-def test_an_excuse_covers_only_the_next_block():
+def test_no_test_comment_covers_only_the_next_block():
     with pytest.raises(ZeroDivisionError):
         run_python("made_up.md", "<!-- no test: slow -->\n```python\npass\n```\n```python\n1 / 0\n```\n")
 
 
-def test_an_unknown_make_target_is_found():
+def test_unknown_make_target_is_detected():
     text = (
         "```bash\ncd fedlas && make test\nPYTHON=python3.12 make nonsense  # a comment\nmake PYTHON=python3 help\n```\n"
     )

@@ -35,7 +35,7 @@ def checkout(tmp_path):
         (b"x" * 1_048_576, ""),
     ],
 )
-def test_the_guard_refuses_large_files_and_private_keys(tmp_path, content, complaint):
+def test_guard_rejects_large_files_and_private_keys(tmp_path, content, complaint):
     file = tmp_path / "a file"
     file.write_bytes(content)
     result = run([ROOT / "scripts" / "guard", file])
@@ -43,13 +43,13 @@ def test_the_guard_refuses_large_files_and_private_keys(tmp_path, content, compl
     assert complaint in result.stdout
 
 
-def test_check_refuses_unknown_options():
+def test_check_rejects_unknown_options():
     result = run([ROOT / "scripts" / "check", "--quick"])
     assert result.returncode == 2
     assert re.match("usage: scripts/check .*--all.*--fast.*--fix", result.stdout)
 
 
-def test_check_stops_at_the_first_failing_stage_and_names_it(checkout):
+def test_check_stops_at_the_first_failing_stage(checkout):
     tools = checkout / ".venv" / "bin"
     tools.mkdir(parents=True)
     for tool, status in [("ruff", 0), ("mypy", 1), ("pytest", 0)]:
@@ -61,21 +61,21 @@ def test_check_stops_at_the_first_failing_stage_and_names_it(checkout):
     assert "pytest ran" not in result.stdout
 
 
-def test_the_versions_file_has_versions_and_nothing_else():
+def test_constraints_file_contains_only_pinned_versions():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if not line.startswith("#")]
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.!]*", pin) for pin in pins)
     assert not re.search(r"://|@|/", "\n".join(lines).replace("`", ""))
 
 
-def test_every_requirement_has_a_version():
+def test_every_requirement_is_pinned_in_the_constraints_file():
     wanted = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values(), BUILD["requires"]]
     names = {re.match(r"[\w-]+", requirement)[0].lower() for group in wanted for requirement in group} - {"fedlas"}
     pins = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert names <= {pin.lower().replace("_", "-") for pin in pins}
 
 
-def test_there_is_one_version():
+def test_version_is_equal_everywhere():
     assert f"\nversion: {PROJECT['version']}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\n## {PROJECT['version']} " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert fedlas.__version__ == PROJECT["version"]
@@ -109,7 +109,7 @@ def setup(machine):
     return run(["make", "setup", "PYTHON=./python"], cwd=machine)
 
 
-def test_the_second_setup_installs_nothing(machine):
+def test_repeated_setup_installs_nothing(machine):
     assert setup(machine).returncode == 0
     asked = (machine / "asked").read_text()
     first, second = re.findall("^-m pip install.*$", asked, re.MULTILINE)
@@ -134,7 +134,7 @@ def test_the_demo_installs_nothing_after_the_full_setup(machine):
     assert "[demo]" not in (machine / "asked").read_text()
 
 
-def test_only_the_tests_install_a_browser(machine):
+def test_browser_is_installed_only_by_make_test(machine):
     (machine / "scripts" / "check").write_text("#!/bin/sh\necho check >> asked\n")
     (machine / "scripts" / "check").chmod(0o755)
     assert run(["make", "test", "PYTHON=./python"], cwd=machine).returncode == 0
@@ -142,7 +142,7 @@ def test_only_the_tests_install_a_browser(machine):
 
 
 @pytest.mark.parametrize("there", ["chromium", "apt-get", "nothing"])
-def test_a_browser_is_installed_where_that_is_possible(tmp_path, there):
+def test_browser_is_installed_if_root_and_apt_are_available(tmp_path, there):
     for tool in ("bash", "env"):
         (tmp_path / tool).symlink_to(shutil.which(tool))
     stand_ins = {"id": "echo 0", "apt-get": f'echo "$@" >> {tmp_path}/asked', "chromium": "true"}
@@ -157,7 +157,7 @@ def test_a_browser_is_installed_where_that_is_possible(tmp_path, there):
         assert (tmp_path / "asked").read_text().split()[-1] == "chromium"
 
 
-def test_a_changed_requirement_is_installed_into_the_same_environment(machine):
+def test_changed_requirement_is_installed_into_the_existing_environment(machine):
     setup(machine)
     (machine / ".venv" / ".ready").unlink()
     (machine / "asked").unlink()
@@ -165,7 +165,7 @@ def test_a_changed_requirement_is_installed_into_the_same_environment(machine):
     assert (machine / "asked").read_text().startswith("-m pip install")
 
 
-def test_an_old_python_is_refused_with_a_way_out(machine):
+def test_old_python_fails_with_a_remedy(machine):
     (machine / "too_old").write_text("1")
     result = setup(machine)
     assert result.returncode != 0

@@ -1,4 +1,4 @@
-"""The shape checks of the tests themselves: they find a wrong shape, and they let `torch.compile` through."""
+"""The shape checks of the tests detect wrong shapes and do not prevent `torch.compile`."""
 
 import importlib
 import os

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 import fedlas
+from fedlas.cli.compare import compare_models as compare_command
 from fedlas.cli.evaluation import detect_ood, evaluate_command
-from fedlas.cli.reproduce import compare_models as compare_command
 from fedlas.comparison import compare_models, compare_runs
 from fedlas.ood import detect
 from fedlas.report.html import report_page
@@ -29,7 +29,7 @@ def defaults(function: Any) -> dict[str, Any]:
         (detect_ood, detect),
     ],
 )
-def test_commands_have_the_parameters_and_defaults_of_their_function(command, function):
+def test_commands_share_parameters_and_defaults_with_their_function(command, function):
     given, expected = defaults(command.__wrapped__), defaults(function)
     names = given.keys() - OF_COMMANDS - {"columns"}
     assert names <= expected.keys()
@@ -54,6 +54,6 @@ def test_functions_share_defaults():
     }  # fmt: skip
 
 
-def test_output_paths_follow_what_is_written():
+def test_output_paths_follow_the_other_parameters():
     for function in (fedlas.write_predictions, fedlas.save_page, fedlas.save_figures):
         assert list(inspect.signature(function).parameters)[1] in {"path", "folder"}

@@ -23,7 +23,7 @@ def given() -> Predictions:
     return Predictions(logits, torch.multinomial(logits.softmax(1), 1, generator=draw)[:, 0], split="test")
 
 
-def test_they_are_measured_as_the_full_predictions(given):
+def test_top_label_metrics_equal_those_of_full_predictions(given):
     top = TopLabelPredictions(given.confidence, given.correct, split="test")
     ours, full = (fedlas.evaluate(one, intervals=False) for one in (top, given))
     assert {"nll", "brier", "classwise_ece"}.isdisjoint(ours.before.results)
@@ -37,7 +37,7 @@ def test_they_are_measured_as_the_full_predictions(given):
 
 
 @pytest.mark.parametrize("words", [("1", "0"), ("true", "false"), ("True", "False"), ("1.0", "0.0")])
-def test_a_column_of_correctness_replaces_labels_and_predictions(tmp_path, given, words):
+def test_correctness_column_replaces_labels_and_predictions(tmp_path, given, words):
     rows = "".join(
         f"{c},{words[0] if right else words[1]}\n"
         for c, right in zip(given.confidence.tolist(), given.correct.tolist(), strict=True)
@@ -54,7 +54,7 @@ def test_a_column_of_correctness_replaces_labels_and_predictions(tmp_path, given
         read_predictions(tmp_path / "p.csv")
 
 
-def test_what_contradicts_itself_raises():
+def test_contradictory_top_label_arguments_raise():
     with pytest.raises(ValueError, match=r"correct.*row 1"):
         TopLabelPredictions([0.5, 0.6], [True, True], labels=[0, 1], prediction=[0, 0])
     with pytest.raises(ValueError, match="correct"):
@@ -63,7 +63,7 @@ def test_what_contradicts_itself_raises():
         TopLabelPredictions([0.5, 1.2], [True, True])
 
 
-def test_they_are_saved_loaded_and_cut(tmp_path):
+def test_top_label_predictions_are_saved_loaded_and_indexed(tmp_path):
     top = TopLabelPredictions(
         [0.5, 0.6, 0.7],
         labels=[0, 1, 1],
@@ -82,7 +82,7 @@ def test_they_are_saved_loaded_and_cut(tmp_path):
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 @pytest.mark.parametrize("quoted", [False, True])
-def test_blank_lines_quotation_marks_and_line_ends_change_nothing(tmp_path, ending, quoted):
+def test_csv_blank_lines_quotes_and_line_ends_are_ignored(tmp_path, ending, quoted):
     mark = '"' if quoted else ""
     lines = ["confidence,prediction,label", f"0.9,{mark}a{mark},a", "", "0.8,b,a", f"0.7,{mark}b{mark},b"]
     (tmp_path / "p.csv").write_bytes(ending.join(lines).encode())
@@ -94,7 +94,7 @@ def test_blank_lines_quotation_marks_and_line_ends_change_nothing(tmp_path, endi
         read_predictions(tmp_path / "p.csv")
 
 
-def test_a_row_takes_few_bytes_whatever_the_number_of_classes(tmp_path):
+def test_top_label_memory_is_independent_of_the_number_of_classes(tmp_path):
     """A table of all classes took 8 bytes for each row and class: 800 MB for this many classes and 100,000 rows."""
     n, classes = 20_000, 1_000
     draw = np.random.default_rng(0)
@@ -112,7 +112,7 @@ def test_a_row_takes_few_bytes_whatever_the_number_of_classes(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [np.uint16, np.uint32, np.uint64, np.float64])
-def test_class_numbers_of_every_type(kind):
+def test_class_numbers_of_every_dtype_are_accepted(kind):
     found = TopLabelPredictions([0.5, 0.6], labels=np.array([300, 2], kind), prediction=np.array([300, 3], kind))
     assert found.correct.tolist() == [True, False]
 

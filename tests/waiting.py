@@ -1,4 +1,4 @@
-"""Waiting: for something that happens elsewhere, though not for ever; and a guard for code that must never wait."""
+"""Wait for a condition with a timeout, and detect host synchronisation with a GPU."""
 
 import time
 import warnings
@@ -10,17 +10,17 @@ import torch
 
 
 def until(happened: Callable[[], Any], seconds: float = 120) -> Any:
-    """Wait for something, and give it."""
+    """Call a function until its result is true, and return the result; fail after a timeout."""
     end = time.monotonic() + seconds
-    while not (found := happened()):
-        assert time.monotonic() < end, "it never happened"
+    while not (result := happened()):
+        assert time.monotonic() < end, f"the condition was not met within {seconds:g} seconds"
         time.sleep(0.01)
-    return found
+    return result
 
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Fail where the host would wait for the GPU."""
+    """Raise if the host synchronises with the GPU."""
     torch.cuda.synchronize()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that this mode is a prototype

@@ -3,11 +3,14 @@
 The names below are loaded when they are first used, so that `import fedlas` costs little more than `import torch`.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fedlas.lazy_imports import lazy_attributes
 
 if TYPE_CHECKING:
     from fedlas import data as data
+    from fedlas import integrations as integrations
+    from fedlas import io as io
     from fedlas import losses as losses
     from fedlas import metrics as metrics
     from fedlas import models as models
@@ -52,61 +55,23 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# The module of each name; None for a package of fedlas.
-_HOMES = {
-    "AdaptiveSmoothing": "fedlas.losses",
-    "GateHistory": "fedlas.losses",
-    "Model": "fedlas.report.model",
-    "Output": "fedlas.models.base",
-    "Predictions": "fedlas.predictions",
-    "Recipe": "fedlas.training",
-    "Report": "fedlas.evaluation",
-    "TopLabelPredictions": "fedlas.predictions",
-    "WithFeatures": "fedlas.models.base",
-    "WithLoss": "fedlas.models.base",
-    "build_calibrator": "fedlas.posthoc",
-    "build_data": "fedlas.data",
-    "build_loss": "fedlas.losses",
-    "build_model": "fedlas.models",
-    "calibrate": "fedlas.evaluation",
-    "checks": "fedlas.losses",
-    "compare": "fedlas.comparison",
-    "data": None,
-    "evaluate": "fedlas.evaluation",
-    "evaluate_files": "fedlas.report.evaluation_result",
-    "fit": "fedlas.training",
-    "fit_many": "fedlas.training",
-    "list_calibrators": "fedlas.posthoc",
-    "list_data": "fedlas.data",
-    "list_losses": "fedlas.losses",
-    "list_models": "fedlas.models",
-    "list_recipes": "fedlas.training",
-    "load_calibrator": "fedlas.posthoc",
-    "losses": None,
-    "metrics": None,
-    "models": None,
-    "ood": None,
-    "parameters": "fedlas.models.base",
-    "posthoc": None,
-    "read_predictions": "fedlas.io",
-    "recipe_for": "fedlas.training",
-    "report": None,
-    "save_figures": "fedlas.report.figures",
-    "save_page": "fedlas.report.html",
-    "smoothed_cross_entropy": "fedlas.losses",
-    "training": None,
-    "write_predictions": "fedlas.io",
-}
-__all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    """Load a name on first use."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'fedlas' has no attribute {name!r}")
-    home = _HOMES[name]
-    return import_module(f"fedlas.{name}") if home is None else getattr(import_module(home), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+__getattr__, __dir__, __all__ = lazy_attributes(
+    __name__,
+    {
+        "comparison": ["compare"],
+        "data": ["build_data", "list_data"],
+        "evaluation": ["Report", "calibrate", "evaluate"],
+        "io": ["read_predictions", "write_predictions"],
+        "losses": ["AdaptiveSmoothing", "GateHistory", "build_loss", "checks", "list_losses", "smoothed_cross_entropy"],
+        "models": ["build_model", "list_models"],
+        "models.base": ["Output", "WithFeatures", "WithLoss", "parameters"],
+        "posthoc": ["build_calibrator", "list_calibrators", "load_calibrator"],
+        "predictions": ["Predictions", "TopLabelPredictions"],
+        "report.evaluation_result": ["evaluate_files"],
+        "report.figures": ["save_figures"],
+        "report.html": ["save_page"],
+        "report.model": ["Model"],
+        "training": ["Recipe", "fit", "fit_many", "list_recipes", "recipe_for"],
+    },
+    packages=["data", "integrations", "io", "losses", "metrics", "models", "ood", "posthoc", "report", "training"],
+)

@@ -6,6 +6,7 @@ and labels of two models, and `samples_in_both` counts samples that a calibrator
 
 import math
 import re
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -15,13 +16,27 @@ from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from fedlas.errors import UserError, short_list
-from fedlas.predictions import AnyPredictions, Array, Predictions, as_tensor, slices_of
+from fedlas.predictions import AnyPredictions, Predictions
+from fedlas.predictions.arrays import Array, as_tensor
+from fedlas.predictions.probabilities import slices_of
 
 SAMPLE_NAMES = ("ids", "index")  # fields that identify samples, the more reliable first
 SPLIT_PREFIXES = ("train", "val", "test")
 NEAR = 1e-3  # largest difference of probabilities of the same sample, one of them rounded to three digits
 CHANCE = 0.01  # fraction of equal rows that two different splits may have
 INFORMATIVE = 0.2  # a row that agrees with a larger fraction of the rows of its label is no evidence
+
+
+def warn_about_repeated_samples(predictions: AnyPredictions) -> None:
+    """Warn if samples occur more than once, which intervals and cross-fitting do not know."""
+    repeated = 0 if predictions.ids is None else len(predictions) - len(set(predictions.ids))
+    if repeated:
+        warnings.warn(
+            f"{repeated:,} of {len(predictions):,} ids occur before: intervals assume independent samples and are too "
+            "narrow, and cross-fitted calibrators have seen copies of their test samples; remove repeated rows",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def align_samples(first: AnyPredictions, second: AnyPredictions) -> AnyPredictions:
@@ -76,8 +91,8 @@ def check_same_samples(first: AnyPredictions | Array, second: AnyPredictions | A
         raise UserError(f"the first model has {len(first)} samples, the second {len(second)}")
     if isinstance(first, AnyPredictions) and isinstance(second, AnyPredictions):
         for field in SAMPLE_NAMES:
-            given = getattr(first, field) is not None and getattr(second, field) is not None
-            if given and _names(first, field) != _names(second, field):
+            both_known = getattr(first, field) is not None and getattr(second, field) is not None
+            if both_known and _names(first, field) != _names(second, field):
                 raise UserError(f"{field} of the two models differ: other samples, or another order")
         _check_classes(first, second)
         _check_labels(first, second)
@@ -122,8 +137,8 @@ def _check_labels(first: AnyPredictions, second: AnyPredictions) -> None:
         return
     row, count = int((~same).nonzero()[0]), int((~same).sum())
     shown = [
-        repr(words[int(one[row])]) if words is not None and hard else str(one[row].tolist())
-        for words, one in zip(names or (first.class_names or second.class_names,) * 2, labels, strict=True)
+        repr(words[int(numbers[row])]) if words is not None and hard else str(numbers[row].tolist())
+        for words, numbers in zip(names or (first.class_names or second.class_names,) * 2, labels, strict=True)
     ]
     sample = f" ({first.ids[row]!r})" if first.ids is not None else ""
     raise UserError(
@@ -141,7 +156,7 @@ def _label_names(first: AnyPredictions, second: AnyPredictions) -> tuple[tuple[s
     complete = first.has_all_classes, second.has_all_classes
     if all(complete):
         return None
-    ours, theirs = (one.class_names or tuple(map(str, range(one.num_classes))) for one in (first, second))
+    ours, theirs = (model.class_names or tuple(map(str, range(model.num_classes))) for model in (first, second))
     if complete == (False, True) and _are_class_numbers(ours, theirs):
         theirs = tuple(map(str, range(len(theirs))))
     if complete == (True, False) and _are_class_numbers(theirs, ours):
@@ -157,7 +172,7 @@ def _common_numbers(labels: Sequence[Tensor], names: Sequence[Sequence[str]]) ->
     """Renumber labels so that equal names have equal numbers."""
     number: dict[str, int] = {}
     tables = [torch.tensor([number.setdefault(name, len(number)) for name in words]) for words in names]
-    return [table.to(one.device)[one] for table, one in zip(tables, labels, strict=True)]
+    return [table.to(numbers.device)[numbers] for table, numbers in zip(tables, labels, strict=True)]
 
 
 def samples_in_both(evaluated: Predictions, calibration: Predictions) -> int:
@@ -183,12 +198,12 @@ def samples_in_both(evaluated: Predictions, calibration: Predictions) -> int:
     return count or _count_equal_rows(evaluated, calibration)
 
 
-def _find_rows(index: Int64[Tensor, " n"], wanted: Int64[Tensor, " m"]) -> Int64[Tensor, " m"]:
+def _find_rows(index: Int64[Tensor, " n"], numbers: Int64[Tensor, " m"]) -> Int64[Tensor, " m"]:
     """Return the row of each wanted number; -1 if there is none."""
     order = index.argsort()
     ordered = index[order]
-    place = torch.searchsorted(ordered, wanted).clamp_max(len(ordered) - 1)
-    return torch.where(ordered[place] == wanted, order[place], -1)
+    position = torch.searchsorted(ordered, numbers).clamp_max(len(ordered) - 1)
+    return torch.where(ordered[position] == numbers, order[position], -1)
 
 
 def _count_named(evaluated: Predictions, calibration: Predictions, rows: Int64[Tensor, " m"]) -> int:

@@ -1,4 +1,4 @@
-"""Registries that are built by scanning a package: a new file registers its classes without further edits.
+"""Registries of classes that scan a package, so that a new module needs no further registration.
 
 An entry is a concrete class that derives from the base class of the package, is defined in a module of the package, and
 has a class attribute `name`.
@@ -11,6 +11,7 @@ import numbers
 import pkgutil
 import types
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin
 
@@ -26,11 +27,11 @@ PLAIN: dict[Any, tuple[type, str]] = {
 }
 
 
-def nearest(word: str, known: list[str]) -> str:
-    """Return the end of an error message about an unknown name: the closest known name, if any, and all names."""
-    plain = {name.lower().replace("-", "_"): name for name in known}
-    close = difflib.get_close_matches(word.lower().replace("-", "_"), plain, n=1, cutoff=0.5)
-    hint = f"did you mean {plain[close[0]]!r}? " if close else ""
+def nearest(name: str, known: list[str]) -> str:
+    """Return the hint of an error message about an unknown name: the closest name, if any, and all names."""
+    by_spelling = {known_name.lower().replace("-", "_"): known_name for known_name in known}
+    close = difflib.get_close_matches(name.lower().replace("-", "_"), by_spelling, n=1, cutoff=0.5)
+    hint = f"did you mean {by_spelling[close[0]]!r}? " if close else ""
     return f"{hint}Known: {', '.join(known)}."
 
 
@@ -46,34 +47,60 @@ def _annotations(cls: type) -> dict[str, tuple[Any, bool]]:
         if "__init__" not in vars(ancestor):
             continue
         parameters = list(inspect.signature(vars(ancestor)["__init__"]).parameters.values())[1:]
-        rest = [p.annotation for p in parameters if p.kind is p.VAR_KEYWORD]
-        own = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        annotations |= {p.name: (p.annotation, p.default is p.empty) for p in own if p.name not in annotations}
-        named = [dictionary for annotation in rest for dictionary in get_args(annotation)]  # Unpack[SomeTypedDict]
+        variadic = [p.annotation for p in parameters if p.kind is p.VAR_KEYWORD]
+        named_parameters = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         annotations |= {
-            n: (kind, False) for one in named for n, kind in one.__annotations__.items() if n not in annotations
+            p.name: (p.annotation, p.default is p.empty) for p in named_parameters if p.name not in annotations
         }
-        if named or not rest:
+        typed_dicts = [
+            typed_dict for annotation in variadic for typed_dict in get_args(annotation)
+        ]  # Unpack[SomeTypedDict]
+        annotations |= {
+            n: (kind, False)
+            for typed_dict in typed_dicts
+            for n, kind in typed_dict.__annotations__.items()
+            if n not in annotations
+        }
+        if typed_dicts or not variadic:
             break
     return annotations
 
 
-def _wrong_type(value: object, kind: Any) -> str | None:
-    """Return a description of the expected type if the value does not have it; None if it does or is not checked."""
-    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    if not all(one in PLAIN or one is types.NoneType for one in kinds):
+def _wrong_type(value: object, annotation: Any) -> str | None:
+    """Return the expected type as text if a value has another type; None if the type is correct or not checked."""
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    if not all(kind in PLAIN or kind is types.NoneType for kind in kinds):
         return None
     if value is None:
-        return None if types.NoneType in kinds else " or ".join(PLAIN[one][1] for one in kinds)
-    plain = [PLAIN[one] for one in kinds if one in PLAIN]
-    if any(isinstance(value, one) and (one is bool or not isinstance(value, bool)) for one, _ in plain):
+        return None if types.NoneType in kinds else " or ".join(PLAIN[kind][1] for kind in kinds)
+    checked = [PLAIN[kind] for kind in kinds if kind in PLAIN]
+    if any(isinstance(value, kind) and (kind is bool or not isinstance(value, bool)) for kind, _ in checked):
         return None
-    return " or ".join([*(words for _, words in plain), *(["none"] if types.NoneType in kinds else [])])
+    return " or ".join([*(description for _, description in checked), *(["none"] if types.NoneType in kinds else [])])
 
 
 def summary(cls: type) -> str:
     """Return the first line of the docstring of a class."""
     return (cls.__doc__ or "").split("\n", 1)[0]
+
+
+@dataclass(frozen=True)
+class CatalogRecord(Generic[Entry]):
+    """Description of a catalogue entry.
+
+    Attributes:
+        name: name of the entry.
+        summary: description in one sentence.
+        citation: publication.
+        keywords: keywords of the constructor.
+        cls: class of the entry.
+    """
+
+    name: str
+    summary: str
+    citation: str
+    keywords: tuple[str, ...]
+    cls: type[Entry]
 
 
 class Catalog(Generic[Entry]):
@@ -82,7 +109,7 @@ class Catalog(Generic[Entry]):
     Args:
         package: name of the package.
         base: abstract base class of the entries.
-        kind: name of an entry in error messages.
+        kind: name of the kind of entries in error messages, such as "metric".
     """
 
     def __init__(self, package: str, base: type[Entry], kind: str) -> None:
@@ -111,6 +138,13 @@ class Catalog(Generic[Entry]):
             raise UserError(f"no {self.kind} is called {name!r}; {nearest(str(name), list(self.entries))}")
         return self.entries[name]
 
+    def records(self) -> list[CatalogRecord[Entry]]:
+        """Describe all entries."""
+        return [
+            CatalogRecord(name, summary(cls), getattr(cls, "citation", ""), tuple(keywords(cls)), cls)
+            for name, cls in self.entries.items()
+        ]
+
     def build(self, name: str, **options: object) -> Entry:
         """Build an entry; raise with the known keywords if one is unknown."""
         self.check(name, **options)
@@ -118,16 +152,16 @@ class Catalog(Generic[Entry]):
 
     def check(self, name: str, **options: object) -> None:
         """Raise if a keyword is unknown, has the wrong type, or is missing."""
-        known = _annotations(self.find(name))
+        annotations = _annotations(self.find(name))
         for option, value in options.items():
-            if option not in known:
-                raise UserTypeError(f"{self.kind} {name!r} takes no {option!r}; {nearest(option, list(known))}")
-            wanted = _wrong_type(value, known[option][0])
-            if wanted is not None:
+            if option not in annotations:
+                raise UserTypeError(f"{self.kind} {name!r} takes no {option!r}; {nearest(option, list(annotations))}")
+            expected = _wrong_type(value, annotations[option][0])
+            if expected is not None:
                 number = isinstance(value, numbers.Real) and not isinstance(value, bool)
                 kind = UserError if number else UserTypeError
-                raise kind(f"{option} of {self.kind} {name!r} must be {wanted}, not {value!r}")
-        for option, (_, needed) in known.items():
+                raise kind(f"{option} of {self.kind} {name!r} must be {expected}, not {value!r}")
+        for option, (_, needed) in annotations.items():
             if needed and option not in options:
                 raise UserTypeError(f"{self.kind} {name!r} needs {option!r}: {option}=...")
 

@@ -1,8 +1,8 @@
 """Paired comparison of models on the same test samples: pairs of models, and runs of two methods over seeds.
 
-Files may list the same samples in different orders, and equal labels do not show it. Where both models have `ids` or
-`index`, these decide which samples belong together. Runs of two methods are paired by seed; over seeds, the mean
-difference has a standard error over seeds and test samples.
+Two files may list the same samples in different orders, which cannot be detected if their labels happen to be equal.
+Therefore samples are matched by `ids` or `index` if both models have them, and by row otherwise. Runs of two methods
+are paired by seed; the standard error of their mean difference accounts for the variance over seeds and samples.
 """
 
 import math
@@ -23,12 +23,13 @@ from fedlas.io.columns import ColumnOptions
 from fedlas.metrics.base import AbstractMetric, Resampling
 from fedlas.metrics.calibration_error import ece
 from fedlas.metrics.paired import RESAMPLES, EachSample, check_draws, of_each_sample, paired_bootstrap, paired_method
-from fedlas.metrics.registry import all_metrics, compared_metrics
+from fedlas.metrics.registry import all_metrics, default_comparison_metrics
 from fedlas.metrics.result import Comparison
 from fedlas.metrics.seeds import SeedComparison, holm, over_seeds
-from fedlas.predictions import AnyPredictions, Array, TopLabelPredictions
+from fedlas.predictions import AnyPredictions, TopLabelPredictions
+from fedlas.predictions.arrays import Array
 
-MAX_MODELS_ALL_PAIRS = 8  # more models are compared with the first and the best one only
+MAX_MODELS_ALL_PAIRS = 8  # with more models, only pairs that include the first or the best one are compared
 TABLE_HEAD = ("metric", "seed", "first", "second", "difference", "interval", "p", "better")
 
 
@@ -46,7 +47,7 @@ class PairedTest:
         second: name of the second model.
         metric: name of the metric.
         comparison: the paired test; None if the models cannot be compared.
-        reason: why they cannot be compared.
+        reason: reason why the models cannot be compared; empty if they can.
     """
 
     first: str
@@ -64,7 +65,7 @@ class ModelRuns:
         name: name of the model.
         runs: predictions on the test samples.
         per_sample: per-sample values of metrics, by seed and metric, where not all probabilities are stored.
-        settings: model, epochs and seed of the training runs, where known.
+        settings: model, epochs and seed of the training runs, if known.
     """
 
     name: str
@@ -78,7 +79,7 @@ class ModelRuns:
         return stored[metric] if metric in stored else of_each_sample(paired_metrics()[metric], predictions)
 
     def lacks(self, metric: str) -> bool:
-        """Return whether a metric needs probabilities that some run has not stored."""
+        """Return whether a metric needs probabilities that at least one run has not stored."""
         return paired_metrics()[metric].needs_all_classes and any(
             isinstance(predictions, TopLabelPredictions) and metric not in self.per_sample.get(seed, {})
             for seed, predictions in self.runs.items()
@@ -87,13 +88,13 @@ class ModelRuns:
 
 @dataclass(frozen=True)
 class RunsComparison:
-    """The difference of two methods in one metric.
+    """The difference between two methods in one metric.
 
     Args:
         metric: name of the metric.
-        by_seed: the comparison of each seed.
-        second_seeds: the seed of the second method, by that of the first, where they differ.
-        over_seeds: the comparison over seeds and test samples, of metrics that are means over samples and of the AURC.
+        by_seed: one comparison per seed.
+        second_seeds: maps the seed of the first method to the paired seed of the second, where the two differ.
+        over_seeds: the comparison over seeds and test samples; only for the AURC and means over samples.
         level: confidence level.
     """
 
@@ -106,59 +107,62 @@ class RunsComparison:
     @property
     def difference(self) -> float:
         """Value of the first method minus that of the second, averaged over seeds."""
-        return fmean(one.difference for one in self.by_seed.values())
+        return fmean(comparison.difference for comparison in self.by_seed.values())
 
     @property
     def standard_error(self) -> float | None:
         """Standard error of the mean difference over seeds; None for a single one."""
-        values = [one.difference for one in self.by_seed.values()]
+        values = [comparison.difference for comparison in self.by_seed.values()]
         return stdev(values) / sqrt(len(values)) if len(values) > 1 else None
 
     def rows(self) -> list[list[str]]:
         """Return a table row for each seed, and one for their mean."""
-        unit = _unit(next(iter(self.by_seed.values())))
-        name = f"{self.metric} %" if unit == 100 else self.metric
-        rows = [[name, self._seeds(seed), *_cells(one)] for seed, one in self.by_seed.items()]
+        scale = _scale(next(iter(self.by_seed.values())))
+        name = f"{self.metric} %" if scale == 100 else self.metric
+        rows = [[name, self._seeds(seed), *_cells(comparison)] for seed, comparison in self.by_seed.items()]
         if self.standard_error is not None:
-            rows.append([name, "mean", "", "", *self._cells_over_seeds(percent=unit == 100)])
+            rows.append([name, "mean", "", "", *self._cells_over_seeds(percent=scale == 100)])
         return rows
 
     def _cells_over_seeds(self, *, percent: bool) -> list[str]:
         error = self.standard_error
         assert error is not None
-        spread = formatting.number(error, -error, error, percent=percent)
+        error_text = formatting.number(error, -error, error, percent=percent)
         if self.over_seeds is None:
             value, _ = formatting.difference(self.difference, -error, error, percent=percent)
-            return [f"{value} ± {spread}", "", "", ""]
-        ends = self.over_seeds.interval(self.level)
-        value, interval = formatting.difference(self.difference, ends.low, ends.high, percent=percent)
+            return [f"{value} ± {error_text}", "", "", ""]
+        interval = self.over_seeds.interval(self.level)
+        value, interval_text = formatting.difference(self.difference, interval.low, interval.high, percent=percent)
         first = (self.difference > 0) == bool(paired_metrics()[self.metric].higher_is_better)
-        better = "" if ends.low <= 0 <= ends.high else "first" if first else "second"
-        return [f"{value} ± {spread}", interval, formatting.p_value_cell(self.over_seeds.p_value), better]
+        better = "" if interval.low <= 0 <= interval.high else "first" if first else "second"
+        return [f"{value} ± {error_text}", interval_text, formatting.p_value_cell(self.over_seeds.p_value), better]
 
     def _seeds(self, seed: int | None) -> str:
-        both = (seed, self.second_seeds.get(seed, seed))
-        return ", ".join(map(str, dict.fromkeys(one for one in both if one is not None)))
+        """Return the seeds of a pair of runs; a single number if they are equal, empty if they are unknown."""
+        pair = dict.fromkeys((seed, self.second_seeds.get(seed, seed)))
+        return ", ".join(str(number) for number in pair if number is not None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         pairs = [
-            {"seed": seed, "second_seed": self.second_seeds.get(seed, seed)} | one.to_dict()
-            for seed, one in self.by_seed.items()
+            {"seed": seed, "second_seed": self.second_seeds.get(seed, seed)} | comparison.to_dict()
+            for seed, comparison in self.by_seed.items()
         ]
         about = {"metric": self.metric, "difference": self.difference, "standard_error": self.standard_error}
         about |= {"over_seeds": None if self.over_seeds is None else self.over_seeds.to_dict(self.level)}
         return about | {"pairs": pairs}
 
 
-def _unit(one: Comparison) -> int:
-    return 100 if one.first.definition.unit == "fraction" else 1
+def _scale(comparison: Comparison) -> int:
+    return 100 if comparison.first.definition.unit == "fraction" else 1
 
 
-def _cells(one: Comparison) -> list[str]:
-    ends, percent = (one.interval.low, one.interval.high), _unit(one) == 100
-    values = [formatting.number(float(result), *ends, percent=percent) for result in (one.first, one.second)]
-    return [*values, *one.cells(), formatting.p_value_cell(one.p_value), one.better or ""]
+def _cells(comparison: Comparison) -> list[str]:
+    ends, percent = (comparison.interval.low, comparison.interval.high), _scale(comparison) == 100
+    values = [
+        formatting.number(float(result), *ends, percent=percent) for result in (comparison.first, comparison.second)
+    ]
+    return [*values, *comparison.cells(), formatting.p_value_cell(comparison.p_value), comparison.better or ""]
 
 
 def compare(
@@ -167,7 +171,7 @@ def compare(
     labels: Array | str | None = None,
     *,
     metrics: Sequence[str] | None = None,
-    logits: bool | None = None,
+    logits: bool = False,
     bins: int = 15,
     level: float = 0.95,
     resamples: int | None = None,
@@ -179,9 +183,9 @@ def compare(
     Args:
         first: predictions of the first model: an array of probabilities, a file, a DataFrame or `Predictions`.
         second: predictions of the second model.
-        labels: labels of both models; not for predictions that have labels.
-        metrics: names of metrics; by default those of reports, as far as the predictions allow.
-        logits: True if arrays hold logits.
+        labels: labels of the samples, the same for both models; omit them if the predictions include labels.
+        metrics: names of metrics; by default the metrics of comparisons in reports that the predictions allow.
+        logits: whether arrays hold logits.
         bins: number of bins of calibration errors.
         level: confidence level.
         resamples: number of bootstrap resamples, 2,000 by default.
@@ -189,9 +193,9 @@ def compare(
         columns: roles of the columns of a file or table, as in `read_predictions`.
     """
 
-    def read(name: str, given: Any) -> ModelRuns:
-        own_labels = isinstance(given, AnyPredictions)
-        return ModelRuns(name, {None: as_predictions(given, None if own_labels else labels, logits=logits, **columns)})
+    def read(name: str, model: Any) -> ModelRuns:
+        own_labels = isinstance(model, AnyPredictions)
+        return ModelRuns(name, {None: as_predictions(model, None if own_labels else labels, logits=logits, **columns)})
 
     first, second = read("first", first), read("second", second)
     tests = compare_runs(first, second, metrics, bins=bins, level=level, resamples=resamples, seed=seed)
@@ -207,10 +211,11 @@ def compare_models(
     seed: int = 0,
     progress: Callable[[float], None] | None = None,
 ) -> list[PairedTest]:
-    """Compare models on the same samples by paired tests; a pair that cannot be compared is listed once.
+    """Compare models on the same samples by paired tests; return a test for each pair and metric.
 
-    All pairs of up to eight models are compared; more models are compared with the first and with the one with the
-    lowest ECE. The p-values of each metric are corrected for the number of pairs by the method of Holm.
+    Up to eight models are compared in all pairs. With more models, only pairs that include the first model or the one
+    with the lowest ECE are compared. A pair that cannot be compared has a single test, which holds the reason. The
+    p-values of each metric are corrected for the number of pairs by the method of Holm.
 
     Args:
         models: predictions by the name of the model.
@@ -222,7 +227,7 @@ def compare_models(
     """
     pairs = _pairs(models)
     resamples = resamples or RESAMPLES
-    if resamples + 1 > 2 / (1 - level):  # otherwise the tests report that these are too few
+    if resamples + 1 > 2 / (1 - level):  # with fewer resamples, each test reports that they are too few
         # The smallest p-value, 2 / (resamples + 1), has to stay below 1 - level after the correction.
         resamples = max(resamples, math.ceil(2 * len(pairs) / (1 - level)))
     tests: list[PairedTest] = []
@@ -241,12 +246,12 @@ def _pairs(models: Mapping[str, AnyPredictions]) -> list[tuple[str, str]]:
     if len(names) <= MAX_MODELS_ALL_PAIRS:
         return list(combinations(names, 2))
     best = min(names, key=lambda name: float(ece(models[name])))
-    others = [(best, name) for name in names if name not in {best, names[0]}]
-    return [(names[0], name) for name in names[1:]] + ([] if best == names[0] else others)
+    pairs_with_best = [(best, name) for name in names if name not in {best, names[0]}]
+    return [(names[0], name) for name in names[1:]] + ([] if best == names[0] else pairs_with_best)
 
 
 def correction_note(models: int) -> str:
-    """Return which pairs of models are compared, and how p-values are corrected; empty for two models."""
+    """Return a note on which pairs are compared and how p-values are corrected; empty for two models."""
     if models < 3:
         return ""
     which = "all pairs are compared"
@@ -256,7 +261,10 @@ def correction_note(models: int) -> str:
 
 
 def _test_pair(first: ModelRuns, second: ModelRuns, bins: int, how: Resampling) -> Iterator[PairedTest]:
-    metric = next(iter(compared_metrics()))
+    """Yield a test for each metric, or a single one with the reason if the models cannot be compared."""
+    metric = next(
+        iter(default_comparison_metrics())
+    )  # metric of the test that has the reason, if the samples do not match
     try:
         check_draws(how.level, how.resamples or RESAMPLES)
         paired = _PairedRuns.of(first, second)
@@ -269,8 +277,12 @@ def _test_pair(first: ModelRuns, second: ModelRuns, bins: int, how: Resampling) 
 def _corrected(tests: Sequence[PairedTest], level: float) -> list[PairedTest]:
     """Correct the p-values of each metric for the number of pairs by the step-down method of Holm (1979)."""
     corrected = list(tests)
-    for metric in compared_metrics():
-        family = [(one.comparison, i) for i, one in enumerate(tests) if one.metric == metric and one.comparison]
+    for metric in default_comparison_metrics():
+        family = [
+            (paired_test.comparison, i)
+            for i, paired_test in enumerate(tests)
+            if paired_test.metric == metric and paired_test.comparison
+        ]
         for (test, i), p_value in zip(family, holm([test.p_value for test, _ in family]), strict=True):
             better = test.better if p_value <= 1 - level or len(family) == 1 else None
             corrected[i] = replace(tests[i], comparison=replace(test, p_value=p_value, better=better))
@@ -292,7 +304,7 @@ def compare_runs(
     Args:
         first: predictions of the first method.
         second: predictions of the second method, on the same samples.
-        metrics: names of metrics; by default those of reports, as far as the predictions allow.
+        metrics: names of metrics; by default the metrics of comparisons in reports that the predictions allow.
         bins: number of bins of calibration errors.
         level: confidence level.
         resamples: number of bootstrap resamples, 2,000 by default.
@@ -305,11 +317,11 @@ def compare_runs(
     for name in metrics or ():
         if name not in paired_metrics():
             raise UserError(f"{name!r} cannot be compared; known: {', '.join(paired_metrics())}")
-        if lacking := [one.name for one in (first, second) if one.lacks(name)]:
-            possible = [word for word, one in paired_metrics().items() if not one.needs_all_classes]
+        if lacking := [side.name for side in (first, second) if side.lacks(name)]:
+            possible = [other for other, metric in paired_metrics().items() if not metric.needs_all_classes]
             raise UserError(
-                f"{name} needs the probabilities of all classes, and of {lacking[0]} only the largest are stored; "
-                f"compare {', '.join(possible)}, or name run folders"
+                f"{name} needs the probabilities of all classes, but only the largest ones of {lacking[0]} are stored; "
+                f"compare {', '.join(possible)}, or pass run folders instead"
             )
     paired = _PairedRuns.of(first, second)
     return [paired.compare(name, bins, how) for name in (paired.known_metrics() if metrics is None else metrics)]
@@ -322,8 +334,8 @@ class _PairedRuns:
     Args:
         first: the first method.
         second: the second method.
-        seeds: the seed of the second method, by that of the first.
-        aligned: predictions of both, by the seed of the first.
+        seeds: maps the seed of the first method to the paired seed of the second.
+        aligned: predictions of both methods on the same samples in the same order, by the seed of the first.
     """
 
     first: ModelRuns
@@ -343,17 +355,21 @@ class _PairedRuns:
         return cls(first, second, seeds, aligned)
 
     def known_metrics(self) -> list[str]:
-        """Return the metrics of reports that can be computed of both."""
-        return [name for name in compared_metrics() if not (self.first.lacks(name) or self.second.lacks(name))]
+        """Return the default metrics that can be computed for both methods."""
+        return [
+            name for name in default_comparison_metrics() if not (self.first.lacks(name) or self.second.lacks(name))
+        ]
 
     def compare(self, name: str, bins: int, how: Resampling) -> RunsComparison:
         """Compare both methods in one metric."""
         metric = paired_metrics()[name]
-        others = {seed: other for seed, other in self.seeds.items() if seed != other}
+        different_seeds = {seed: other for seed, other in self.seeds.items() if seed != other}
         if metric.is_binned:
             options: dict[str, Any] = {"bins": bins, "level": how.level, "resamples": how.resamples, "seed": how.seed}
             return RunsComparison(
-                name, {seed: paired_bootstrap(metric, *both, **options) for seed, both in self.aligned.items()}, others
+                name,
+                {seed: paired_bootstrap(metric, *both, **options) for seed, both in self.aligned.items()},
+                different_seeds,
             )
         values = {
             seed: (self.first.values(seed, name, ours), self.second.values(self.seeds[seed], name, theirs))
@@ -361,10 +377,10 @@ class _PairedRuns:
         }
         by_seed = {seed: paired_method(metric).compare_means(metric, *both, how) for seed, both in values.items()}
         same_size = len({len(ours.values) for ours, _ in values.values()}) == 1
-        together = None
+        across_seeds = None
         if len(values) > 1 and same_size:
-            together = over_seeds(*([both[side].values for both in values.values()] for side in (0, 1)))
-        return RunsComparison(name, by_seed, others, together, how.level)
+            across_seeds = over_seeds(*([both[side].values for both in values.values()] for side in (0, 1)))
+        return RunsComparison(name, by_seed, different_seeds, across_seeds, how.level)
 
 
 def _paired_seeds(first: ModelRuns, second: ModelRuns) -> dict[int | None, int | None]:
@@ -373,39 +389,40 @@ def _paired_seeds(first: ModelRuns, second: ModelRuns) -> dict[int | None, int |
         return dict(zip(first.runs, second.runs, strict=True))
     seeds: dict[int | None, int | None] = {seed: seed for seed in first.runs if seed in second.runs}
     if not seeds:
-        raise UserError(f"no seed is on both sides: {list(first.runs)} and {list(second.runs)}")
+        raise UserError(f"the two methods have no seed in common: {list(first.runs)} and {list(second.runs)}")
     return seeds
 
 
 def comparison_notes(first: ModelRuns, second: ModelRuns) -> list[str]:
-    """Return what limits the comparison of two methods: unpaired seeds, different settings, equal predictions."""
+    """Return warnings about a comparison of two methods: unpaired seeds, different settings, equal predictions."""
     seeds = _paired_seeds(first, second)
     pairs = [(seed, first.runs[seed], second.runs[other]) for seed, other in seeds.items()]
     notes = []
     for name, left in (("first", set(first.runs) - set(seeds)), ("second", set(second.runs) - set(seeds.values()))):
         if left:
-            notes.append(f"seeds of the {name} side alone are left out: {', '.join(sorted(map(str, left)))}")
+            notes.append(f"seeds that only the {name} method has are ignored: {', '.join(sorted(map(str, left)))}")
     notes += _different_settings(first, second, seeds)
-    if any(seed is None and _have_no_sample_names(*both) for seed, *both in pairs):
-        notes.append("samples are paired by their rows, because no id or index is on both sides")
+    if any(seed is None and _share_no_sample_ids(*both) for seed, *both in pairs):
+        notes.append("samples are paired by row, because the predictions share neither ids nor an index")
     same = [seed for seed, ours, theirs in pairs if _are_equal(ours.scores, theirs.scores)]
     if same:
         which = "" if len(same) == len(seeds) else f" of seed {', '.join(map(str, same))}"
-        notes.append(f"both sides are the same predictions{which}, so nothing differs; was another one meant?")
+        notes.append(f"both methods have identical predictions{which}; check that the intended ones are compared")
     return notes
 
 
 def _different_settings(first: ModelRuns, second: ModelRuns, seeds: Mapping[int | None, int | None]) -> list[str]:
     different: dict[str, tuple[Any, Any]] = {}
-    for one, other in seeds.items():
-        ours, theirs = first.settings.get(one, {}), second.settings.get(other, {})
+    for seed, other in seeds.items():
+        ours, theirs = first.settings.get(seed, {}), second.settings.get(other, {})
         both = {name: (ours[name], theirs[name]) for name in ours if name in theirs}
         different |= {name: pair for name, pair in both.items() if pair[0] != pair[1]}
-    return [f"{name} is {pair[0]} on the first side and {pair[1]} on the second" for name, pair in different.items()]
+    return [f"{name} is {pair[0]} for the first method, {pair[1]} for the second" for name, pair in different.items()]
 
 
-def _have_no_sample_names(ours: AnyPredictions, theirs: AnyPredictions) -> bool:
-    return all(None in (getattr(ours, word), getattr(theirs, word)) for word in SAMPLE_NAMES)
+def _share_no_sample_ids(ours: AnyPredictions, theirs: AnyPredictions) -> bool:
+    """Return whether neither `ids` nor `index` is available for both."""
+    return all(None in (getattr(ours, name), getattr(theirs, name)) for name in SAMPLE_NAMES)
 
 
 def _are_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:

@@ -17,18 +17,16 @@ import base64
 import html
 import json
 import math
-import warnings
-from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
 import torch
-from jaxtyping import Int64
 from torch import Tensor
 
-from fedlas.alignment import samples_in_both
+from fedlas.alignment import samples_in_both, warn_about_repeated_samples
 from fedlas.catalog import nearest
 from fedlas.errors import UserError, UserTypeError
 from fedlas.extras import optional_module
@@ -45,8 +43,11 @@ from fedlas.metrics.result import Comparison, Definition, Result, aligned, html_
 from fedlas.ood.detection import Detection, as_ood_predictions, detect_scores
 from fedlas.ood.scores import OF_LOGITS, OF_PROBS, missing, score_names, score_of
 from fedlas.posthoc import AbstractCalibrator, Fit, build_calibrator
-from fedlas.posthoc.base import check_count, check_text, with_logits
-from fedlas.predictions import AnyPredictions, Array, Predictions, TopLabelPredictions, slices_of, with_every_class
+from fedlas.posthoc.base import check_count, check_text
+from fedlas.posthoc.cross_fit import Calibration, assign_folds, check_folds, cross_fit, fit_on_other_samples
+from fedlas.predictions import AnyPredictions, Predictions, with_every_class
+from fedlas.predictions.arrays import Array
+from fedlas.predictions.probabilities import slices_of
 
 FORMAT = "fedlas.report/1"
 UNCALIBRATED = "uncalibrated"
@@ -105,16 +106,16 @@ class State:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "State":
         """Return the state that `to_dict` described."""
-        found, pairs = fields["detection"], fields["pairs"]
+        detection, pairs = fields["detection"], fields["pairs"]
         return cls(
             name=check_text(fields["name"], "name"),
-            results={name: Result.from_dict(one) for name, one in fields["results"].items()},
-            bins={name: Bins.from_dict(one) for name, one in fields["bins"].items()},
-            detection=None if found is None else Detection.from_dict(found),
-            fits=tuple(Fit.from_dict(one) for one in fields["fits"]),
+            results={name: Result.from_dict(result) for name, result in fields["results"].items()},
+            bins={name: Bins.from_dict(bins) for name, bins in fields["bins"].items()},
+            detection=None if detection is None else Detection.from_dict(detection),
+            fits=tuple(Fit.from_dict(fit) for fit in fields["fits"]),
             parameters=fields["parameters"],
             leaked=check_count(fields["leaked"], "leaked"),
-            comparisons={name: Comparison.from_dict(one) for name, one in fields["comparisons"].items()},
+            comparisons={name: Comparison.from_dict(test) for name, test in fields["comparisons"].items()},
             pairs=None if pairs is None else _pairs_from_dict(pairs),
         )
 
@@ -251,13 +252,15 @@ class Report:
     def from_dict(cls, fields: Mapping[str, Any]) -> "Report":
         """Return the report that `to_dict` described."""
         if fields.get("format") != FORMAT:
-            raise UserError(f"this is not a report that fedlas wrote: its format is {fields.get('format')!r}")
-        before, *after = (State.from_dict(one) for one in fields["states"])
+            raise UserError(
+                f"Report.load reads what Report.save wrote; the format of this is {fields.get('format')!r:.100}"
+            )
+        before, *after = (State.from_dict(state) for state in fields["states"])
         n, classes = (check_count(fields[name], name) for name in ("n", "classes"))
         split = None if fields["split"] is None else check_text(fields["split"], "split")
         if any(state.pairs is not None and len(state.pairs.confidence) != n for state in (before, *after)):
             raise UserError(f"the report is about {n} samples, but holds pairs of another number")
-        return cls(before, {one.name: one for one in after}, n, classes, split)
+        return cls(before, {state.name: state for state in after}, n, classes, split)
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file, atomically."""
@@ -281,12 +284,12 @@ class Report:
     @property
     def notes(self) -> list[str]:
         """Notes about the intervals of the table."""
-        found: dict[tuple[str, str], list[str]] = {}
+        states_of: dict[tuple[str, str], list[str]] = {}
         for state in self.states:
             for result in (state.results[name] for name in summary_metrics() if name in state.results):
                 if result.note:
-                    found.setdefault((result.definition.estimator, result.note), []).append(state.name)
-        return [f"{metric} ({', '.join(states)}): {note}." for (metric, note), states in found.items()]
+                    states_of.setdefault((result.definition.estimator, result.note), []).append(state.name)
+        return [f"{metric} ({', '.join(states)}): {note}." for (metric, note), states in states_of.items()]
 
     @property
     def _title(self) -> str:
@@ -310,17 +313,17 @@ class Report:
 
     def __str__(self) -> str:
         lines = [*aligned(self._rows()), *self.notes]
-        found = [f"\n{state.name}\n{state.detection}" for state in self.states if state.detection is not None]
-        return "\n".join([self._title, *lines, *found])
+        detections = [f"\n{state.name}\n{state.detection}" for state in self.states if state.detection is not None]
+        return "\n".join([self._title, *lines, *detections])
 
 
 def evaluate(
-    predictions: Any = None,
+    predictions: Any,
     labels: Array | str | Path | None = None,
     *,
-    logits: Array | bool | None = None,
+    logits: bool = False,
     ood: Mapping[str, AnyPredictions | Array] | None = None,
-    posthoc: str | AbstractCalibrator | Sequence[str | AbstractCalibrator] = (),
+    posthoc: str | AbstractCalibrator | Iterable[str | AbstractCalibrator] | None = (),
     calibration: Any = None,
     train_features: Array | None = None,
     folds: int = FOLDS,
@@ -339,8 +342,9 @@ def evaluate(
             polars, a mapping of arrays, a `PredictionOutput` of Hugging Face (whose predictions are logits), or
             `Predictions`.
         labels: class numbers, or soft labels; a file may hold them, too. Not for what has its own labels.
-        logits: an array of logits instead of `predictions`, or True where `predictions` holds logits.
-        ood: predictions or logits on OOD data, by the name of the data set.
+        logits: whether arrays hold logits.
+        ood: predictions on OOD data, by the name of the data set; an array holds what `predictions` were built from,
+            logits or probabilities.
         posthoc: names of calibrators, or built ones; fitted ones are used as they are.
         calibration: predictions of the same model on other samples, on which calibrators are fitted; without it,
             they are cross-fitted.
@@ -355,71 +359,68 @@ def evaluate(
         columns: roles of the columns of a file or table, as in `read_predictions`; `normalize=True` divides rows of
             probabilities by their sums.
     """
+    declared = not isinstance(predictions, AnyPredictions)
     predictions = as_predictions(predictions, labels, logits=logits, **columns)
     predictions.correct  # noqa: B018 - an error where there are no labels, before anything is fitted
-    if calibration is not None and not isinstance(calibration, Predictions | TopLabelPredictions):
-        calibration = as_predictions(calibration, logits=logits if isinstance(logits, bool) else None, **columns)
-    chosen = [posthoc] if isinstance(posthoc, str | AbstractCalibrator) else list(posthoc)
-    for one in chosen:
-        if not isinstance(one, str | AbstractCalibrator):
-            raise UserTypeError(f"posthoc holds names or built calibrators, such as Temperature(), not {one!r}")
+    warn_about_repeated_samples(predictions)
+    if calibration is not None and not isinstance(calibration, AnyPredictions):
+        calibration = as_predictions(calibration, logits=logits, **columns)
+    calibrators = _as_calibrators([posthoc] if isinstance(posthoc, str | AbstractCalibrator) else posthoc or ())
     if ood is not None and not isinstance(ood, Mapping):
-        raise UserTypeError('ood is a mapping from names to predictions or logits, such as {"svhn": logits}')
+        raise UserTypeError('ood is a mapping from names to predictions or arrays, such as {"svhn": probs}')
+    normalize = columns.get("normalize", False)
+    ood_data = {
+        name: as_ood_predictions(name, data, predictions, declared=declared, normalize=normalize)
+        for name, data in (ood or {}).items()
+    }
     if not 1 <= bins <= MOST_BINS:
         raise UserError(f"bins is {bins}; a number from 1 to {MOST_BINS:,} is needed")
-    _check_cross_fit(folds, seed)
-    way = Resampling(level, resamples, seed) if intervals else None
-    fits = [0 if _is_fitted(one) else 1 if calibration is not None else folds + bool(ood) for one in chosen]
-    steps = _Steps(sum(fits) + 1 + len(ood or {}) + 1 + 2 * len(chosen), progress)
+    check_folds(folds, seed)
+    how = Resampling(level, resamples, seed) if intervals else None
+
+    unfitted = sum(calibrator.fitted is None for calibrator in calibrators)
+    fits = unfitted * (1 if calibration is not None else folds + bool(ood_data))
+    steps = _Steps(fits + 1 + len(ood_data) + 1 + 2 * len(calibrators), progress)
     steps.within(0.0)
-    fitted = []
-    if chosen:
-        full = with_every_class(predictions, "calibration")
-        other = None if calibration is None else with_every_class(calibration, "calibration")
-        both = 0 if other is None or all(map(_is_fitted, chosen)) else samples_in_both(full, other)
-        about: dict[str, Any] = {"whole": bool(ood), "leaked": both}
-        fold_of = _assign_folds(len(predictions), folds, seed)
-        fitted = [_fit_calibrator(one, full, other, fold_of, steps, **about) for one in chosen]
-    calibrations = _named(fitted)
-    ood_predictions = {name: as_ood_predictions(name, given, predictions) for name, given in (ood or {}).items()}
-    every = [predictions, *ood_predictions.values()]
+    calibrations = _fit(calibrators, predictions, calibration, folds, seed, whole=bool(ood_data), on_fit=steps.done)
+
+    every = [predictions, *ood_data.values()]
     scores = [
-        s for s in score_names() if ood_predictions and all(missing(one, s, train_features) is None for one in every)
+        score
+        for score in score_names()
+        if ood_data and all(missing(data, score, train_features) is None for data in every)
     ]
-    runs = [
-        _Run(UNCALIBRATED, None, EvaluationAccumulator(bins), tuple(scores)),
-        # What a calibrator returns are log-probabilities up to a constant, so only scores of those mean anything.
-        *(
-            _Run(name, one, EvaluationAccumulator(bins), tuple(s for s in scores if s in OF_PROBS))
-            for name, one in calibrations.items()
-        ),
-    ]
-    known = _read(predictions, runs, train_features, steps, is_id=True)
-    others = {name: _read(one, runs, train_features, steps, is_id=False) for name, one in ood_predictions.items()}
-    states = {}
+    # What a calibrator returns are log-probabilities up to a constant, so only scores of probabilities mean anything.
+    after = tuple(score for score in scores if score in OF_PROBS)
+    runs = [_Run(UNCALIBRATED, None, EvaluationAccumulator(bins), tuple(scores))]
+    runs += [_Run(name, fitted, EvaluationAccumulator(bins), after) for name, fitted in _named(calibrations).items()]
+    id_scores = _accumulate(predictions, runs, train_features, steps, is_id=True)
+    ood_scores = {name: _accumulate(data, runs, train_features, steps, is_id=False) for name, data in ood_data.items()}
+
+    states: dict[str, State] = {}
     for run in runs:
-        found = None
+        detection = None
         if run.scores:
-            theirs = {name: held[run.name] for name, held in others.items()}
+            of_run = {name: scores_of_runs[run.name] for name, scores_of_runs in ood_scores.items()}
             split = predictions.split or "ID"
-            found = detect_scores(known[run.name], theirs, level=level, seed=seed, split=split)
-        states[run.name] = run.state(way, found)
+            detection = detect_scores(id_scores[run.name], of_run, level=level, seed=seed, split=split)
+        states[run.name] = run.state(how, detection)
         steps.done()
     before = states.pop(UNCALIBRATED)
     for run in runs[1:]:
-        if way is not None:
-            after = states[run.name]
-            tests = runs[0].accumulator.compare(run.accumulator, before.results, after.results, way)
-            states[run.name] = replace(after, comparisons=tests)
+        if how is not None:
+            state = states[run.name]
+            tests = runs[0].accumulator.compare(run.accumulator, before.results, state.results, how)
+            states[run.name] = replace(state, comparisons=tests)
         steps.done()
     return Report(before, states, len(predictions), predictions.num_classes, predictions.split)
 
 
 def calibrate(
-    predictions: Any = None,
+    predictions: Any,
     labels: Array | str | Path | None = None,
     *,
-    logits: Array | bool | None = None,
+    logits: bool = False,
     posthoc: str | AbstractCalibrator = "temperature",
     calibration: Any = None,
     folds: int = FOLDS,
@@ -431,7 +432,7 @@ def calibrate(
     Args:
         predictions: predictions in any form that `evaluate` takes.
         labels: class indices; needed for cross-fitting, where the predictions have none.
-        logits: an array of logits instead of `predictions`, or True if `predictions` holds logits.
+        logits: whether arrays hold logits.
         posthoc: name of a calibrator, or a built one; a fitted one is used as it is.
         calibration: predictions of the same model on other samples, on which the calibrator is fitted; without it, it
             is cross-fitted: each fold of the samples is transformed by a calibrator fitted on the others.
@@ -439,36 +440,56 @@ def calibrate(
         seed: random seed of the assignment of samples to folds.
         columns: roles of the columns of a file or table, as in `read_predictions`.
     """
-    if not isinstance(posthoc, str | AbstractCalibrator):
-        raise UserTypeError(f"posthoc is a name or a built calibrator, such as Temperature(), not {posthoc!r}")
-    _check_cross_fit(folds, seed)
-    cross_fit = calibration is None and not _is_fitted(posthoc)
-    full = with_every_class(
-        as_predictions(predictions, labels, logits=logits, labelled=cross_fit, **columns), "calibration"
-    )
-    other = None
-    if calibration is not None and not _is_fitted(posthoc):
-        other = with_every_class(
-            as_predictions(calibration, logits=logits if isinstance(logits, bool) else None, **columns)
-            if not isinstance(calibration, AnyPredictions)
-            else calibration,
-            "calibration",
-        )
-    leaked = 0 if other is None or full.given_labels is None else samples_in_both(full, other)
-    steps, fold_of = _Steps(folds, None), _assign_folds(len(full), folds, seed)
-    fitted = _fit_calibrator(posthoc, full, other, fold_of, steps, whole=False, leaked=leaked)
-    return fitted.transform(full, slice(0, len(full)))
+    calibrators = _as_calibrators([posthoc])
+    check_folds(folds, seed)
+    labelled = calibration is None and calibrators[0].fitted is None
+    predictions = as_predictions(predictions, labels, logits=logits, labelled=labelled, **columns)
+    if calibration is not None and not isinstance(calibration, AnyPredictions):
+        calibration = as_predictions(calibration, logits=logits, **columns)
+    (fitted,) = _fit(calibrators, predictions, calibration, folds, seed)
+    return fitted.transform(predictions, slice(0, len(predictions)))
 
 
-def _check_cross_fit(folds: int, seed: int) -> None:
-    if folds < 2:
-        raise UserError(f"folds is {folds}; a calibrator is cross-fitted in two parts or more")
-    if not 0 <= seed < 2**63:
-        raise UserError(f"seed is {seed}; a whole number from 0 to 2**63 - 1 is needed")
+def _as_calibrators(posthoc: Iterable[Any]) -> list[AbstractCalibrator]:
+    entries = list(posthoc)
+    for entry in entries:
+        if not isinstance(entry, str | AbstractCalibrator):
+            raise UserTypeError(f"posthoc takes names or built calibrators, such as Temperature(), not {entry!r}")
+    return [build_calibrator(entry) if isinstance(entry, str) else entry for entry in entries]
 
 
-def _assign_folds(samples: int, folds: int, seed: int) -> Int64[Tensor, " n"]:
-    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed)) % folds
+def _fit(
+    calibrators: Sequence[AbstractCalibrator],
+    predictions: AnyPredictions,
+    calibration: AnyPredictions | None,
+    folds: int,
+    seed: int,
+    *,
+    whole: bool = False,
+    on_fit: Callable[[], None] = lambda: None,
+) -> list[Calibration]:
+    """Fit calibrators on calibration data, or cross-fit them without."""
+    if not calibrators:
+        return []
+    evaluated = with_every_class(predictions, "calibration")
+    other = None if calibration is None else with_every_class(calibration, "calibration")
+    leaked = 0
+    if (
+        other is not None
+        and evaluated.given_labels is not None
+        and any(calibrator.fitted is None for calibrator in calibrators)
+    ):
+        leaked = samples_in_both(evaluated, other)
+    fold = assign_folds(len(evaluated), folds, seed)
+    calibrations = []
+    for calibrator in calibrators:
+        if calibrator.fitted is None and other is None:
+            calibrations.append(cross_fit(calibrator, evaluated, fold, whole=whole, on_fit=on_fit))
+            continue
+        calibrations.append(fit_on_other_samples(calibrator, evaluated, other, leaked))
+        if calibrator.fitted is None:
+            on_fit()
+    return calibrations
 
 
 class _Steps:
@@ -494,59 +515,46 @@ class _Steps:
 
 
 @dataclass(frozen=True)
-class _Calibration:
-    """A fitted calibrator, or one for each fold and one fitted on all samples.
+class _Run:
+    """The accumulator of one state.
 
     Args:
-        calibrators: one, or one for each fold.
-        whole: the one for samples without labels.
-        fold: the fold of each sample.
-        leaked: number of evaluated samples that it was also fitted on.
+        name: name of the state.
+        calibration: the calibrator of the state; None before calibration.
+        accumulator: the metrics.
+        scores: names of the OOD scores.
     """
 
-    calibrators: tuple[AbstractCalibrator, ...]
-    whole: AbstractCalibrator
-    fold: Tensor | None = None
-    leaked: int = 0
-
-    def transform(self, part: Predictions, rows: slice) -> Predictions:
-        """Calibrate labelled samples, each by a calibrator that was not fitted on it."""
-        if self.fold is None:
-            return self.whole.transform(part)
-        fold = self.fold[rows].to(part.scores.device)
-        rows_of = [(fold == number).nonzero()[:, 0] for number in range(len(self.calibrators))]
-        filled = [(one, place) for one, place in zip(self.calibrators, rows_of, strict=True) if len(place)]
-        samples = part.scores_only()
-        calibrated = torch.cat([one.transform(samples[place]).logits for one, place in filled])
-        return with_logits(part, calibrated[torch.cat(rows_of).argsort()])
-
-
-@dataclass(frozen=True)
-class _Run:
-    """The accumulator of one state."""
-
     name: str
-    calibration: _Calibration | None
+    calibration: Calibration | None
     accumulator: EvaluationAccumulator
     scores: tuple[str, ...]
 
-    def state(self, intervals: Resampling | None, detection: Detection | None) -> State:
+    def transform(self, part: AnyPredictions, rows: slice) -> AnyPredictions:
+        """Return the predictions of this state at some rows of the labelled samples."""
+        if self.calibration is None:
+            return part
+        return self.calibration.transform(with_every_class(part, "calibration"), rows)
+
+    def transform_unlabelled(self, part: AnyPredictions) -> AnyPredictions:
+        """Return the predictions of this state by one calibrator for ID and OOD data, so that scores are comparable."""
+        if self.calibration is None:
+            return part
+        return self.calibration.whole.transform(with_every_class(part, "calibration"))
+
+    def state(self, how: Resampling | None, detection: Detection | None) -> State:
         """Compute the state."""
-        fitted = () if self.calibration is None else self.calibration.calibrators
-        single = sorted({name for one in fitted for name, value in one.learned.items() if value.numel() == 1})
-        single = [name for name in single if all(name in one.learned for one in fitted)]  # some folds may lack zeros
-        means = {name: math.fsum(float(one.learned[name]) for one in fitted) / len(fitted) for name in single}
-        means = {name: value for name, value in means.items() if math.isfinite(value)}
-        fits = tuple(one.fitted for one in fitted if one.fitted is not None)
         top = self.accumulator.top
-        found, bins = self.accumulator.compute(intervals, top), self.accumulator.histograms(top)
-        leaked = 0 if self.calibration is None else self.calibration.leaked
-        # The copy is without what metrics have computed of the pairs.
-        return State(self.name, found, bins, detection, fits, means, leaked, pairs=replace(top))
+        results, bins = self.accumulator.compute(how, top), self.accumulator.histograms(top)
+        pairs = replace(top)  # a copy without what metrics have computed of the pairs
+        if self.calibration is None:
+            return State(self.name, results, bins, detection, pairs=pairs)
+        fits, parameters = self.calibration.fits, self.calibration.parameters
+        return State(self.name, results, bins, detection, fits, parameters, self.calibration.leaked, pairs=pairs)
 
 
-def _read(
-    given: AnyPredictions,
+def _accumulate(
+    predictions: AnyPredictions,
     runs: Sequence[_Run],
     train_features: Array | None,
     steps: _Steps,
@@ -554,96 +562,35 @@ def _read(
     is_id: bool,
 ) -> dict[str, dict[str, Tensor]]:
     """Pass over predictions once: update accumulators of ID data, and return the OOD scores of every run."""
-    kept: dict[str, dict[str, list[Tensor]]] = {
+    parts: dict[str, dict[str, list[Tensor]]] = {
         run.name: {score: [] for score in run.scores if score in OF_LOGITS} for run in runs
     }
-    for rows in slices_of(given.scores):
-        taken = given[rows]
+    for rows in slices_of(predictions.scores):
+        part = predictions[rows]
         for run in runs:
             if is_id:
-                run.accumulator.update(
-                    taken
-                    if run.calibration is None
-                    else run.calibration.transform(with_every_class(taken, "calibration"), rows)
-                )
-            if kept[run.name]:
-                # One calibrator for ID and OOD samples: scores of different calibrators cannot be compared.
-                part = (
-                    taken
-                    if run.calibration is None
-                    else run.calibration.whole.transform(with_every_class(taken, "calibration"))
-                )
-                for score, found in kept[run.name].items():
-                    found.append(score_of(part, score))
-        if rows.stop < len(given):
-            steps.within(rows.stop / len(given))
+                run.accumulator.update(run.transform(part, rows))
+            if parts[run.name]:
+                transformed = run.transform_unlabelled(part)
+                for score, values in parts[run.name].items():
+                    values.append(score_of(transformed, score))
+        if rows.stop < len(predictions):
+            steps.within(rows.stop / len(predictions))
     steps.done()
-    scores = {name: {score: torch.cat(found) for score, found in held.items()} for name, held in kept.items()}
+    scores = {name: {score: torch.cat(values) for score, values in of_run.items()} for name, of_run in parts.items()}
     for run in runs:
-        scores[run.name] |= {s: score_of(given, s, train_features) for s in run.scores if s not in OF_LOGITS}
+        scores[run.name] |= {
+            score: score_of(predictions, score, train_features) for score in run.scores if score not in OF_LOGITS
+        }
     return scores
 
 
-def _fit_calibrator(
-    wanted: str | AbstractCalibrator,
-    predictions: Predictions,
-    calibration: Predictions | None,
-    fold_of: Int64[Tensor, " n"],
-    steps: _Steps,
-    *,
-    whole: bool,
-    leaked: int,
-) -> _Calibration:
-    calibrator = build_calibrator(wanted) if isinstance(wanted, str) else wanted
-    if calibrator.fitted is None and calibration is not None:
-        calibrator = _copy(calibrator).fit(calibration)
-        steps.done()
-    else:
-        leaked = 0
-    if calibrator.fitted is not None:
-        split = calibrator.fitted.split
-        same = f"{split!r}, the split it is evaluated on" if split is not None and split == predictions.split else ""
-        if leaked:
-            of = "" if leaked == len(predictions) else f"{leaked:,} of "
-            same = f"{of}the very samples it is evaluated on"
-        if same:
-            warnings.warn(
-                f"{calibrator.name} was fitted on {same}: its results are optimistic", UserWarning, stacklevel=3
-            )
-        return _Calibration((calibrator,), calibrator, leaked=leaked)
-    folds = int(fold_of.max()) + 1
-    if len(predictions) < 2 * folds:
-        few = f"{len(predictions)} samples are too few to cross-fit {calibrator.name} in {folds} parts"
-        raise UserError(f"{few}; give calibration=...")
-    place, samples = fold_of.to(predictions.scores.device), predictions.scores_only()
-    fitted = []
-    for fold in range(folds):
-        one = _copy(calibrator).fit(samples[place != fold])
-        assert one.fitted is not None
-        one.fitted = replace(one.fitted, split=f"{predictions.split or 'the same split'}, other folds")
-        fitted.append(one)
-        steps.done()
-    every = fitted[0]
-    if whole:
-        every = _copy(calibrator).fit(samples)
-        steps.done()
-    return _Calibration(tuple(fitted), every, fold_of)
-
-
-def _is_fitted(wanted: str | AbstractCalibrator) -> bool:
-    return not isinstance(wanted, str) and wanted.fitted is not None
-
-
-def _copy(calibrator: AbstractCalibrator) -> AbstractCalibrator:
-    return type(calibrator)(**calibrator.options)
-
-
-def _named(calibrations: Sequence[_Calibration]) -> dict[str, _Calibration]:
+def _named(calibrations: Sequence[Calibration]) -> dict[str, Calibration]:
     """Return calibrators by name; equal names are numbered."""
-    found: dict[str, _Calibration] = {}
-    for one in calibrations:
-        name, number = one.calibrators[0].name, 1
-        while (unique := name if number == 1 else f"{name} {number}") in found:
+    by_name: dict[str, Calibration] = {}
+    for calibration in calibrations:
+        number = 1
+        while (name := calibration.name if number == 1 else f"{calibration.name} {number}") in by_name:
             number += 1
-        found[unique] = one
-    return found
+        by_name[name] = calibration
+    return by_name

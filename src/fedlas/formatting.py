@@ -1,4 +1,4 @@
-"""Numbers as text: the only module that rounds results. `report/page/format.js` is its twin for the HTML page.
+"""Numbers as text: the only module that rounds results. `report/page/format.js` has the same rules for the HTML page.
 
 A number with a confidence interval is shown up to the digit at which the half-width of the interval has its second
 significant digit; the ends of the interval get as many decimals. A number without an interval has a fixed number of
@@ -17,11 +17,11 @@ SMALLEST_P = 0.001
 
 
 def decimals(low: float | None = None, high: float | None = None, *, percent: bool = True) -> int:
-    """Return the number of decimals of a number from its confidence interval.
+    """Return the number of decimals that the confidence interval of a number justifies.
 
     Args:
-        low: lower end of the interval, None without one.
-        high: upper end.
+        low: lower end of the interval; None without an interval.
+        high: upper end of the interval.
         percent: whether the number is a fraction that is shown as a percentage.
     """
     half_width = 0.0 if low is None or high is None else (high - low) / 2 * (100 if percent else 1)
@@ -32,7 +32,7 @@ def decimals(low: float | None = None, high: float | None = None, *, percent: bo
 
 
 def fixed(value: float, digits: int, sign: str = "") -> str:
-    """Round to a number of decimals, without minus zero; `sign="+"` also writes the plus."""
+    """Round to a number of decimals, without negative zero; `sign="+"` writes a plus sign too."""
     return f"{float(value):{sign}z.{digits}f}"
 
 
@@ -51,7 +51,7 @@ def cell(value: float, low: float | None = None, high: float | None = None, *, p
 
 
 def difference(value: float, low: float, high: float, *, percent: bool = True) -> tuple[str, str]:
-    """Write a difference and its confidence interval, with their signs; of percentages, in points."""
+    """Write a signed difference and its confidence interval; differences of percentages are in points."""
     digits, unit = decimals(low, high, percent=percent), 100 if percent else 1
     ends = ", ".join(fixed(unit * end, digits, "+") for end in (low, high))
     return fixed(unit * value, digits, "+"), f"[{ends}]"
@@ -92,7 +92,7 @@ def edge(value: float) -> str:
 
 
 def p_value(value: float) -> str:
-    """Write a p-value with its sign of relation, such as p = 0.012 or p < 0.001."""
+    """Write a p-value with its relation, such as p = 0.012 or p < 0.001."""
     return f"p < {SMALLEST_P}" if value < SMALLEST_P else f"p = {fixed(value, 3)}"
 
 

@@ -1,11 +1,11 @@
-"""Collective operations across the processes (ranks) of a distributed run; the identity for a single process.
+"""Collective operations across the processes (ranks) of a distributed run; they do nothing for a single process.
 
-The functions are not in-place, so they can be traced by `torch.compile` with `fullgraph=True` and captured in a
+The functions are out-of-place, so they can be traced by `torch.compile` with `fullgraph=True` and captured in a
 CUDA graph. All ranks must call the same functions in the same order.
 
-On a GPU, with NCCL, these are the functional collectives of torch. With gloo those sometimes abort the process
-(`tests/faults/collectives.py`), so tensors on the CPU use the plain collectives, wrapped in custom operators for
-`torch.compile`.
+On a GPU with NCCL, these are the functional collectives of torch. With gloo, functional collectives sometimes abort the
+process (`tests/faults/collectives.py`), so tensors on the CPU use the plain collectives, wrapped in custom operators
+for `torch.compile`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,7 @@ def stacked(x: Tensor) -> Tensor:
 
 
 def joined(x: Tensor) -> Tensor:
-    """Concatenate the rows of all ranks, rank 0 first; gradients of the losses of all ranks are propagated back.
+    """Concatenate the rows of all ranks, rank 0 first; the backward pass sums the gradients of all ranks.
 
     All ranks must have the same number of rows. This is checked on the CPU, unless compiled; on other devices the check
     would need a host synchronisation.
@@ -94,9 +94,9 @@ def _plain_total(x: Tensor) -> Tensor:
 
 
 def _plain_stacked(x: Tensor, world: int) -> Tensor:
-    held = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(world)]
-    dist.all_gather(held, x.contiguous())
-    return torch.stack(held)
+    gathered = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(world)]
+    dist.all_gather(gathered, x.contiguous())
+    return torch.stack(gathered)
 
 
 # Custom operators, which Dynamo does not trace into.

@@ -1,7 +1,7 @@
 """Records of a training log for experiment trackers: scalars such as `val/ece`, histograms, and TensorBoard files.
 
-A record is one line of `log.jsonl`: numbers and groups of numbers. A group with `edges` and `counts` is a histogram:
-the first count is of values below the first edge, the last of values above the last edge.
+A record is one line of `log.jsonl`, with numbers and nested groups of numbers. A group with `edges` and `counts` is a
+histogram: the first count is that of values below the first edge, the last that of values above the last edge.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,20 +13,20 @@ from fedlas.extras import optional_module
 
 
 class Histogram(NamedTuple):
-    """Counts of values below, between and above edges."""
+    """Counts of values in bins, including the values below the first and above the last edge."""
 
     edges: Sequence[float]
     counts: Sequence[int]
 
     @property
     def limits(self) -> list[float]:
-        """The edges, with one more on each side for the outer counts."""
+        """The edges, with an additional edge on each side for the outer counts."""
         width = self.edges[1] - self.edges[0]
         return [self.edges[0] - width, *self.edges, self.edges[-1] + width]
 
 
 def numbers_in(record: Mapping[str, Any], above: str = "") -> dict[str, float]:
-    """Return the numbers of a record; those of a group have its name as a prefix. Other values are left out."""
+    """Return the numbers of a record, with names such as `val/ece` for numbers in groups; skip other values."""
     values: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, Mapping):
@@ -51,7 +51,7 @@ class Board:
 
     Args:
         folder: output folder.
-        first: epoch from which records of an earlier process are discarded; None keeps all.
+        first: discard records of an earlier process from this epoch on; None keeps all records.
     """
 
     def __init__(self, folder: str | Path, first: int | None = None) -> None:

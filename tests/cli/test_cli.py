@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import tomllib
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +38,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_training_leaves_a_finished_run(run):
+def test_train_command_produces_a_finished_run(run):
     assert Run(run).finished
     assert (Run(run).recipe.epochs, Run(run).recipe.model) == (2, "small_cnn")
 
 
-def test_a_finished_run_is_shown_again_and_nothing_is_built(run, monkeypatch):
+def test_resuming_a_finished_run_prints_results_without_training(run, monkeypatch):
     monkeypatch.setattr("fedlas.training.loop.Session", lambda *_, **__: pytest.fail("it was trained again"))
     done = call("train", "--data", "digits", "--loss", "fedlas_ls", *SHORT, "--out", str(run), "--resume")
     assert done.exit_code == 0
@@ -99,7 +98,7 @@ def test_errors_are_one_line(tmp_path, monkeypatch, words, message):
     assert "Traceback" not in done.output
 
 
-def test_quiet_leaves_results_and_verbose_adds_details(tmp_path):
+def test_quiet_hides_log_messages_and_verbose_adds_details(tmp_path):
     words = ["reproduce", "sota", "--dry-run", "--data", "digits", "--protocol", "small", "--ledger", str(tmp_path)]
     normal, quiet = call(*words), call("--quiet", *words)
     assert normal.stdout == quiet.stdout
@@ -111,7 +110,7 @@ def test_quiet_leaves_results_and_verbose_adds_details(tmp_path):
     call("list", "losses")  # sets the level back
 
 
-def test_every_help_ends_in_an_example():
+def test_every_help_text_ends_with_an_example():
     for command in ("", *get_command(app).commands, "calibrate fit", "calibrate apply"):
         words = command.split()
         shown = call(*words, "--help", env={"NO_COLOR": "1", "FORCE_COLOR": "1", "TERMINAL_WIDTH": "200"})
@@ -126,26 +125,26 @@ def test_version_option_prints_the_version():
 
 
 @pytest.mark.parametrize("words", [["evaluate", "a.csv"], ["ood", "a.csv", "far=b.csv"], ["compare", "a.csv", "b.csv"]])
-def test_a_seed_below_zero_is_named_with_its_option(words):
+def test_negative_seed_is_a_usage_error_that_names_the_option(words):
     done = call(*words, "--seed", "-1")
     assert done.exit_code == 2
     assert "'--seed'" in done.stderr
 
 
-def test_another_recipe_in_the_folder_is_one_line_too(run):
+def test_training_into_the_folder_of_another_recipe_fails_in_one_line(run):
     done = call("train", "--data", "digits", "--loss", "ce", "--out", str(run))
     assert done.exit_code == 1
     assert re.search("recipe.*loss", done.stderr), done.stderr
 
 
-def test_missing_data_says_what_to_put_where(tmp_path):
+def test_missing_data_error_names_the_expected_archive(tmp_path):
     words = ["--data", "cifar10", "--loss", "ce", "--protocol", "fast", "--data-root", str(tmp_path)]
     done = call("train", *words, "--set", "data_options.download=false", "--out", str(tmp_path / "run"))
     assert done.exit_code == 1
     assert "cifar-10-binary.tar.gz" in done.stderr
 
 
-def test_predictions_on_any_data(run, tmp_path):
+def test_predict_command_writes_predictions_of_any_split(run, tmp_path):
     done = call("predict", str(run), "--data", "digits", "--split", "train")
     assert done.exit_code == 0, done.output
     made = fedlas.read_predictions(done.stdout.strip())
@@ -157,7 +156,7 @@ def test_predictions_on_any_data(run, tmp_path):
     assert (tmp_path / "test.safetensors").read_bytes() == Run(run).predictions_file("best-test").read_bytes()
 
 
-def test_evaluate_a_run_folder_uses_all_of_its_files(run, tmp_path):
+def test_evaluate_of_a_run_folder_uses_all_of_its_files(run, tmp_path):
     page, kept = tmp_path / "page.html", tmp_path / "answer.json"
     copy = tmp_path / "again-0.5"
     shutil.copytree(run, copy)
@@ -182,7 +181,7 @@ def test_evaluate_a_run_folder_uses_all_of_its_files(run, tmp_path):
     assert (done.exit_code, "recipe.json" in done.stderr) == (1, True)
 
 
-def test_predictions_on_images_of_ones_own(run, tmp_path):
+def test_predict_command_reads_an_image_folder(run, tmp_path):
     image = pytest.importorskip("PIL.Image")
     split = fedlas.build_data("digits").split("test")
     for number in range(20):
@@ -200,7 +199,7 @@ def test_predictions_on_images_of_ones_own(run, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["losses", "data", "models", "recipes", "calibrators"])
-def test_lists_are_complete(what):
+def test_list_command_shows_every_entry(what):
     done = call("list", what)
     assert done.exit_code == 0
     assert "…" not in done.stdout
@@ -211,7 +210,7 @@ def test_lists_are_complete(what):
         assert fedlas.recipe_for("cifar10", loss="fedlas_ls").key in done.stdout
 
 
-def test_keywords_of_data_are_listed():
+def test_list_data_shows_keywords():
     shown = {line.split()[0]: line for line in call("list", "data").stdout.splitlines() if line.strip()}
     assert "train_samples label_noise" in shown["digits"]
     assert "path class_names image_size" in shown["folder"]
@@ -219,7 +218,7 @@ def test_keywords_of_data_are_listed():
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_ctrl_c_while_torch_is_imported_is_one_line(monkeypatch, wrapped):
+def test_ctrl_c_during_import_exits_with_130_in_one_line(monkeypatch, wrapped):
     def interrupt(*_: object, **__: object) -> None:
         if wrapped:
             raise ImportError("initialization failed") from KeyboardInterrupt()
@@ -232,8 +231,8 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(monkeypatch, wrapped):
     assert "Traceback" not in done.output
 
 
-def test_without_typer_one_line_says_what_to_install():
-    """Both ways in: `python -m fedlas`, and the command that pyproject.toml names."""
+def test_missing_typer_error_is_one_line_with_the_install_command():
+    """Test both entry points: `python -m fedlas` and the script of pyproject.toml."""
     command = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]["fedlas"]
     module, name = command.split(":")
     for way in (
@@ -246,7 +245,7 @@ def test_without_typer_one_line_says_what_to_install():
         assert re.fullmatch(r"fedlas: .*typer.* pip install 'fedlas\[train,report\]'\n", done.stderr)
 
 
-def test_a_narrow_terminal_variable_does_not_cut_a_pipe(monkeypatch):
+def test_columns_variable_does_not_truncate_piped_output(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     lines = call("list", "losses").stdout.splitlines()
     assert max(map(len, lines)) > 150
@@ -276,7 +275,7 @@ def test_warnings_are_one_line(stopped):
     assert "milestones" not in ending
 
 
-def test_python_m_fedlas_stops_on_a_signal_and_goes_on(stopped):
+def test_sigterm_stops_training_with_a_hint_to_resume(stopped):
     code, error, run = stopped
     assert code == 128 + signal.SIGTERM
     assert "--resume" in error
@@ -284,26 +283,36 @@ def test_python_m_fedlas_stops_on_a_signal_and_goes_on(stopped):
     assert 0 < len(run.log) < 500
 
 
-def test_the_demo_shows_five_losses(tmp_path, monkeypatch):
-    from fedlas.experiments import demo
-
-    monkeypatch.setattr(demo, "EPOCHS", 1)
-    monkeypatch.setattr(demo, "evaluate", partial(fedlas.evaluate, intervals=False))  # which take most of the time
-    monkeypatch.setattr("fedlas.report.figures.style.figure_bytes", lambda *_, **__: b"a picture")
-    done = call("demo", "--out", str(tmp_path))
-    assert done.exit_code == 0, done.output
-    papers = {"ce": "CE", "ls": "LS", "fedlas_ls": "FeDLaS-LS", "mbls": "MbLS", "fedlas_mbls": "FeDLaS-MbLS"}
-    rows = [line.split()[:2] for line in done.stdout.splitlines() if " as trained " in line]
-    assert rows == [[name, paper] for name, paper in papers.items()]
+def test_the_demo_shows_five_losses_with_its_own_extra_only(tmp_path):
+    """The extra `demo` installs neither torchvision nor timm nor PyArrow."""
+    program = f"""
+import sys
+sys.modules.update(dict.fromkeys(("torchvision", "timm", "pyarrow", "probmetrics", "pandas")))
+from functools import partial
+from fedlas.cli import app
+from fedlas.experiments import demo
+from fedlas.report.figures import style
+demo.EPOCHS = 1
+demo.evaluate = partial(demo.evaluate, intervals=False)  # which take most of the time
+style.figure_bytes = lambda *_, **__: b"a picture"
+app(["demo", "--out", {str(tmp_path)!r}])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    rows = [line.split()[0] for line in lines if " as trained " in line]
+    assert rows == ["ce", "ls", "fedlas_ls", "mbls", "fedlas_mbls"]
     assert "…" not in done.stdout
-    assert demo.TEXT.split() == done.stdout.split()[: len(demo.TEXT.split())]
-    assert sum(line.split()[:1] == ["temperature"] for line in done.stdout.splitlines()) == 5
+    assert sum(line.split()[:1] == ["temperature"] for line in lines) == 5
+    assert all(len(line) <= 80 for line in lines if str(tmp_path) not in line)
+    assert str(tmp_path / "report.html") in lines
+    assert "fedlas_ls" in (tmp_path / "report.html").read_text()
     assert (tmp_path / "figures" / "reliability.png").read_bytes() == b"a picture"
     assert json.loads((tmp_path / "figures" / "reliability.json").read_text())["data"]["temperature"]
 
 
 @pytest.mark.campaign
-def test_the_demo_shows_a_problem(tmp_path):
+def test_demo_cross_entropy_is_overconfident_and_temperature_scaling_helps(tmp_path):
     """Plain cross-entropy is over-confident there, and temperature scaling helps."""
     from fedlas.experiments.demo import recipes
     from fedlas.training import fit_many
@@ -317,10 +326,14 @@ def test_the_demo_shows_a_problem(tmp_path):
     assert after < 0.6 * before
 
 
-def test_the_demo_shows_intervals():
-    from fedlas.experiments.demo import _cell
+def test_demo_table_cells_have_intervals():
+    from fedlas.experiments.demo import _rows
 
-    made = fedlas.Predictions(2 * torch.eye(4).repeat(9, 1), torch.arange(36) % 3)
-    report = fedlas.evaluate(made, resamples=50)
-    assert _cell(report.before["accuracy"]) == "25.0 [13.8, 41.1]"
-    assert re.fullmatch(r"\d\.\d{3} \[\d\.\d{3}, \d\.\d{3}\]", _cell(report.before["nll"]))
+    made = fedlas.Predictions(2 * torch.eye(4).repeat(9, 1), torch.arange(36) % 4 * (torch.arange(36) < 24))
+    report = fedlas.evaluate(made, posthoc=["temperature"], resamples=50)
+    as_trained, calibrated = _rows("ce", report)
+    assert as_trained[:3] == ["ce", "as trained", "75"]
+    assert calibrated[:3] == ["", "temperature", "75"]
+    for cell, metric in zip(as_trained[3:], ("ece", "nll"), strict=True):
+        assert cell == report.before[metric].cell()
+        assert re.fullmatch(r"[\d.]+ \[[\d.]+, [\d.]+\]", cell)

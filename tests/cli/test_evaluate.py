@@ -38,7 +38,7 @@ def call(*words):
     return CliRunner().invoke(app, [str(word) for word in (*words, *fewer)])
 
 
-def drawn(seed, n=400):
+def sample_predictions(seed, n=400):
     make = torch.Generator().manual_seed(seed)
     true = 1.5 * torch.randn(n, 3, generator=make)
     return Predictions(3 * true, torch.multinomial(true.softmax(1), 1, generator=make)[:, 0])
@@ -47,12 +47,12 @@ def drawn(seed, n=400):
 @pytest.fixture
 def files(tmp_path):
     for name, seed in {"val": 1, "test": 2}.items():
-        write_predictions(drawn(seed), tmp_path / f"{name}.csv")
+        write_predictions(sample_predictions(seed), tmp_path / f"{name}.csv")
     write_predictions(Predictions(torch.randn(40, 3)), tmp_path / "far.npz")
     return tmp_path
 
 
-def test_an_answer_for_people(files):
+def test_evaluate_prints_a_summary_and_a_table(files):
     done = call("evaluate", files / "test.csv", "--calibration", files / "val.csv", "--ood", f"far={files / 'far.npz'}")
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("test: over-confident by ")
@@ -61,7 +61,18 @@ def test_an_answer_for_people(files):
     assert not done.stderr
 
 
-def test_a_csv_written_by_hand(tmp_path):
+def test_columns_of_a_file_are_slices_of_the_page(files):
+    header, *rows = (files / "test.csv").read_text().splitlines()
+    lines = [f"{header},country,note", *(f"{row},{('no', 'de')[i % 2]},note {i}" for i, row in enumerate(rows))]
+    (files / "test.csv").write_text("\n".join(lines))
+    done = call("evaluate", files / "test.csv", "--html", files / "page.html")
+    assert done.exit_code == 0, done.output
+    assert "metadata from country; not read: note" in " ".join(done.stdout.split())
+    slices = re.findall(r'\["country","(..)",200,', (files / "page.html").read_text())
+    assert sorted(slices) == ["de", "no"]
+
+
+def test_evaluate_skips_calibrators_with_a_note_for_three_samples(tmp_path):
     path = tmp_path / "mine.csv"
     for times, tried in {5: True, 1: False}.items():
         path.write_text("prob_cat,prob_dog,label\n" + "0.9,0.1,cat\n0.8,0.2,dog\n0.3,0.7,dog\n" * times)
@@ -72,13 +83,13 @@ def test_a_csv_written_by_hand(tmp_path):
         assert bool(re.search("mine: .*calibrator.*3 samples", done.stdout)) is not tried
 
 
-def test_a_file_that_is_not_there_is_named_without_numbers_of_the_system(tmp_path):
+def test_missing_file_error_does_not_show_errno(tmp_path):
     path = tmp_path / "not there.csv"
     done = call("evaluate", path)
     assert (done.exit_code, done.stderr) == (1, f"fedlas: {path}: No such file or directory\n")
 
 
-def test_answers_for_programs(files, monkeypatch):
+def test_evaluate_writes_json_and_html_with_the_printed_numbers(files, monkeypatch):
     monkeypatch.setattr("sys.argv", ["somewhere/fedlas", "evaluate", "my file.csv"])
     page, kept = files / "page.html", files / "answer.json"
     words = ("evaluate", files / "test.csv", "--posthoc", "")
@@ -94,7 +105,7 @@ def test_answers_for_programs(files, monkeypatch):
     assert piped.stderr.startswith("test: over-confident")
 
 
-def test_a_check_in_a_pipeline(files):
+def test_fail_if_exits_with_3_when_a_condition_holds(files):
     words = ("evaluate", files / "test.csv", "--posthoc", "", "--fail-if", "ece>0.9")
     fine = call(*words, "--fail-if", "accuracy<1%")
     assert (fine.exit_code, fine.stderr) == (0, "")
@@ -111,24 +122,24 @@ def test_a_check_in_a_pipeline(files):
         ("ece", "'ece'"),
         ("eec>0.1", "'eec'.*accuracy, ece"),
         ("isotonic.ece>0.1", "'isotonic'.*temperature"),
-        ("ece>5", r"5% .*0\.05"),  # a fraction is at most 1: such a check would never fire, or always
+        ("ece>5", r"5% .*0\.05"),  # a fraction is at most 1, so such a condition would hold always or never
         ("accuracy<90", "90%"),
         ("temperature.ece>=2", "2%"),
     ],
 )
-def test_conditions_are_checked_before_anything_is_read(tmp_path, condition, message):
+def test_fail_if_conditions_are_validated_before_files_are_read(tmp_path, condition, message):
     done = call("evaluate", tmp_path / "nowhere.csv", "--fail-if", condition)
     assert done.exit_code == 1
     assert re.search(message, done.stderr)
 
 
 @pytest.mark.parametrize("n", [50, 400])
-def test_the_numbers_that_conditions_may_name(n):
+def test_fail_if_knows_every_evaluated_metric(n):
     made = Predictions(torch.randn(n, 7), torch.arange(n) % 7)
     assert set(all_metrics()) == set(evaluate(made, intervals=False).before.results)
 
 
-def unread(*words):
+def run_with_closed_pipe(*words):
     """Run a command whose output nobody reads."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -139,10 +150,10 @@ def unread(*words):
         os.close(writer)
 
 
-def test_files_and_exit_code_do_not_depend_on_a_closed_pipe(files):
+def test_closed_pipe_does_not_change_output_files_or_exit_code(files):
     page, kept = files / "page.html", files / "answer.json"
     words = ("evaluate", files / "test.csv", "--resamples", "50", "--html", page, "--json", kept)
-    done = unread(*words, "--fail-if", "ece>1%")
+    done = run_with_closed_pipe(*words, "--fail-if", "ece>1%")
     assert done.returncode == 3
     assert "ece>1%" in done.stderr
     assert done.stderr.count("\n") == 1
@@ -151,24 +162,26 @@ def test_files_and_exit_code_do_not_depend_on_a_closed_pipe(files):
 
 
 @pytest.mark.parametrize(("left", "code"), [(True, 141), (False, 1)])
-def test_a_reader_that_leaves_is_no_error(monkeypatch, capsys, left, code):
-    monkeypatch.setattr("fedlas.cli.errors.reader_left", lambda: left)
+def test_broken_pipe_is_silent_if_the_reader_of_stdout_closed_it(monkeypatch, capsys, left, code):
+    monkeypatch.setattr("fedlas.cli.errors.stdout_reader_is_gone", lambda: left)
     with pytest.raises(typer.Exit) as ended, one_line_errors():
         raise BrokenPipeError("a pipe broke")
     assert (ended.value.exit_code, capsys.readouterr().err.count("\n")) == (code, int(not left))
 
 
 @pytest.mark.campaign
-def test_exit_codes_on_a_closed_pipe(files):
-    done = unread("evaluate", files / "test.csv", "--resamples", "50", "--json", "-", "--fail-if", "ece>1%")
+def test_closed_pipe_gives_documented_exit_codes(files):
+    done = run_with_closed_pipe(
+        "evaluate", files / "test.csv", "--resamples", "50", "--json", "-", "--fail-if", "ece>1%"
+    )
     assert (done.returncode, "ece>1%" in done.stderr) == (3, True)
-    done = unread("list", "losses")
+    done = run_with_closed_pipe("list", "losses")
     assert (done.returncode, done.stderr) == (141, "")
-    done = unread("calibrate", "apply", "nothing", "nothing", "--out", "nothing")
+    done = run_with_closed_pipe("calibrate", "apply", "nothing", "nothing", "--out", "nothing")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
 
 
-def test_fail_if_without_the_requested_value_still_writes_the_result(files):
+def test_fail_if_on_a_missing_value_still_writes_the_json(files):
     kept = files / "answer.json"
     done = call("evaluate", files / "test.csv", "--posthoc", "", "--json", kept, "--fail-if", "mce.high>0.1")
     assert (done.exit_code, "mce.high" in done.stderr) == (1, True)
@@ -188,7 +201,7 @@ def test_fail_if_without_the_requested_value_still_writes_the_result(files):
         ("prob_a,logit_a,prob_b,label\n0.5,1,0.5,a\n", "logit_a; prob_a, prob_b.*--prob-columns"),
     ],
 )
-def test_errors_are_one_line_and_name_what_is_there(tmp_path, text, message):
+def test_invalid_csv_errors_are_one_line(tmp_path, text, message):
     (tmp_path / "p.csv").write_text(text)
     done = call("evaluate", tmp_path / "p.csv")
     assert done.exit_code == 1
@@ -197,7 +210,7 @@ def test_errors_are_one_line_and_name_what_is_there(tmp_path, text, message):
     assert "Traceback" not in done.output
 
 
-def test_pictures_lie_beside_the_file_that_names_them(tmp_path):
+def test_page_shows_images_next_to_the_predictions_file(tmp_path):
     Image.fromarray(np.full((8, 8, 3), 200, np.uint8)).save(tmp_path / "one.png")
     rows = "".join(f"0.9,0.1,{'ab'[i % 4 == 0]},one.png,sample {i}\n" for i in range(40))
     (tmp_path / "p.csv").write_text("prob_a,prob_b,label,path,id\n" + rows)
@@ -208,7 +221,7 @@ def test_pictures_lie_beside_the_file_that_names_them(tmp_path):
     assert "sample 4" in page
 
 
-def test_pictures_elsewhere_are_left_out_and_this_is_said(tmp_path):
+def test_images_outside_the_predictions_folder_are_omitted_with_a_warning(tmp_path):
     for folder in ("mine", "theirs"):
         (tmp_path / folder).mkdir()
     Image.fromarray(np.full((8, 8, 3), 200, np.uint8)).save(tmp_path / "theirs" / "one.png")
@@ -224,7 +237,7 @@ def test_pictures_elsewhere_are_left_out_and_this_is_said(tmp_path):
     assert "data:image/png;base64" in (tmp_path / "page.html").read_text()
 
 
-def test_progress_shows_any_name(monkeypatch):
+def test_progress_bar_shows_names_with_markup_literally(monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stderr", screen)
@@ -235,7 +248,7 @@ def test_progress_shows_any_name(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["temperature", "isotonic"])
-def test_fit_on_one_file_and_recalibrate_another(files, method):
+def test_calibrator_fitted_on_one_file_is_applied_to_another(files, method):
     kept = files / "calibrator.safetensors"
     done = call("calibrate", "fit", files / "val.csv", "--posthoc", method, "--out", kept)
     assert done.exit_code == 0, done.output
@@ -243,14 +256,14 @@ def test_fit_on_one_file_and_recalibrate_another(files, method):
         done = call("calibrate", "apply", kept, files / "test.csv", "--out", files / f"fixed{ending}", "--probs")
         assert done.exit_code == 0, done.output
         found = read_predictions(files / f"fixed{ending}")
-        expected = build_calibrator(method).fit(drawn(1)).transform(drawn(2))
+        expected = build_calibrator(method).fit(sample_predictions(1)).transform(sample_predictions(2))
         # Calibrators of steps jump, so a sample at a step may differ where the csv has it in other digits.
         differ = (found.probs.double() - expected.probs.double()).abs().amax(1) > 1e-5
         assert int(differ.sum()) <= 2
-        assert float(nll(found)) < float(nll(drawn(2)))
+        assert float(nll(found)) < float(nll(sample_predictions(2)))
 
 
-def test_a_calibrator_with_a_keyword_and_one_that_is_none(files):
+def test_calibrate_rejects_unknown_keywords_and_invalid_calibrator_files(files):
     words = ("calibrate", "fit", files / "val.csv", "--out", files / "c.safetensors", "--posthoc", "histogram_binning")
     assert call(*words, "--set", "bins=4").exit_code == 0
     done = call(*words, "--set", "binz=4", "--overwrite")
@@ -287,8 +300,10 @@ def test_ood_command_reports_detection(files):
     assert (done.exit_code, "NAME=FILE" in done.stderr) == (1, True)
 
 
-def test_compare_for_programs(files):
-    write_predictions(build_calibrator("temperature").fit(drawn(1)).transform(drawn(2)), files / "fixed.npz")
+def test_compare_writes_json(files):
+    write_predictions(
+        build_calibrator("temperature").fit(sample_predictions(1)).transform(sample_predictions(2)), files / "fixed.npz"
+    )
     words = ("compare", files / "test.csv", files / "fixed.npz", "--metrics", "ece", "--json", "-", "--resamples", 60)
     done = call(*words)
     assert done.exit_code == 0, done.output
@@ -323,7 +338,7 @@ def test_every_ood_file_advances_the_progress_bar(files, monkeypatch):
         assert {0.0, 1.0} <= {share for name, share in seen if name == stage}, stage
 
 
-def test_what_is_read_is_not_written_over(files):
+def test_outputs_never_overwrite_inputs(files):
     kept = files / "c.safetensors"
     assert call("calibrate", "fit", files / "val.csv", "--out", kept).exit_code == 0
     before = (files / "test.csv").read_bytes()
@@ -341,10 +356,10 @@ def test_what_is_read_is_not_written_over(files):
     assert (done.exit_code, ".safetensors" in done.stderr) == (1, True)
 
 
-def test_nothing_of_another_kind_is_written_over(files):
+def test_outputs_never_overwrite_files_of_another_kind(files):
     kept = files / "c.safetensors"
     assert call("calibrate", "fit", files / "val.csv", "--out", kept).exit_code == 0
-    write_predictions(drawn(3), files / "run.safetensors")
+    write_predictions(sample_predictions(3), files / "run.safetensors")
     (files / "notes.csv").write_text("these are,no predictions\n1,2\n")
     test = files / "test.csv"
     for words in (
@@ -360,21 +375,26 @@ def test_nothing_of_another_kind_is_written_over(files):
         assert Path(words[-1]).read_bytes() == before
 
 
-def test_a_fit_says_what_it_found_and_a_table_stays_what_it_was(files):
+def test_calibrate_fit_reports_temperature_and_apply_keeps_probabilities(files):
     done = call("calibrate", "fit", files / "val.csv", "--out", files / "c.safetensors")
-    found = build_calibrator("temperature").fit(drawn(1))
+    found = build_calibrator("temperature").fit(sample_predictions(1))
     assert f"temperature {found.temperature:.4g}, " in done.stderr
     assert re.search(f"NLL {found.fitted.before:.4g} .*{found.fitted.after:.4g} .*400 samples", done.stderr)
-    write_predictions(drawn(2), files / "probs.csv", probs=True)
+    write_predictions(sample_predictions(2), files / "probs.csv", probs=True)
     call("calibrate", "apply", files / "c.safetensors", files / "probs.csv", "--out", files / "fixed.csv")
     assert (files / "fixed.csv").read_text().startswith("prob_0,")
     call("calibrate", "apply", files / "c.safetensors", files / "test.csv", "--out", files / "logits.csv")
     assert (files / "logits.csv").read_text().startswith("logit_0,")
 
 
-def test_files_cannot_steer_the_terminal(tmp_path):
+def test_file_contents_cannot_emit_terminal_escapes(tmp_path):
     evil = "\x1b]0;owned\x07"
-    np.savez(tmp_path / "p.npz", logits=drawn(1).logits.numpy(), labels=drawn(1).labels.numpy(), split=evil)
+    np.savez(
+        tmp_path / "p.npz",
+        logits=sample_predictions(1).logits.numpy(),
+        labels=sample_predictions(1).labels.numpy(),
+        split=evil,
+    )
     (tmp_path / "q.csv").write_text(f"{evil},label\n1,2\n")
     for name, code in {"p.npz": 0, "q.csv": 1}.items():
         done = call("evaluate", tmp_path / name, "--posthoc", "")
@@ -383,10 +403,12 @@ def test_files_cannot_steer_the_terminal(tmp_path):
         assert not set("\x1b\x07") & set(done.output)
 
 
-def test_a_closed_output_is_no_traceback(monkeypatch):
+def test_main_exits_without_traceback_if_stdout_is_closed(monkeypatch):
     monkeypatch.setattr("sys.argv", ["fedlas", "list", "calibrators"])
     monkeypatch.setattr("sys.stdout", None)
-    monkeypatch.setattr("warnings.formatwarning", warnings.formatwarning)  # which `main` replaces
+    monkeypatch.setattr(
+        "warnings.formatwarning", warnings.formatwarning
+    )  # restored after the test, because `main` replaces it
     with pytest.raises(SystemExit) as ended:
         main()
     sys.stdout.close()
@@ -394,13 +416,13 @@ def test_a_closed_output_is_no_traceback(monkeypatch):
 
 
 @pytest.mark.campaign
-def test_a_process_with_a_closed_output_is_no_traceback(files):
+def test_evaluate_process_exits_without_traceback_if_stdout_is_closed(files):
     words = [sys.executable, "-m", "fedlas", "evaluate", str(files / "test.csv"), "--resamples", "50"]
     done = subprocess.run(["sh", "-c", f"{shlex.join(words)} >&-"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_calibrator_that_cannot_be_kept_is_one_line(files, monkeypatch):
+def test_saving_an_unsavable_calibrator_fails_in_one_line(files, monkeypatch):
     calibrator = build_calibrator("probmetrics", method="svs")
     monkeypatch.setattr(type(calibrator), "fit", lambda self, given: self)
     words = ("calibrate", "fit", files / "val.csv", "--posthoc", "probmetrics:svs", "--out", files / "c.safetensors")
@@ -409,7 +431,7 @@ def test_a_calibrator_that_cannot_be_kept_is_one_line(files, monkeypatch):
     assert "pickle" in done.stderr
 
 
-def test_the_example_that_was_written_by_hand_gives_what_the_page_says(tmp_path):
+def test_docs_evaluate_example_prints_the_documented_output(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "evaluate.md").read_text(encoding="utf-8")
     rows = re.search(r"```text\n(prob_crow.*?)```", page, re.DOTALL)
     said = re.search(r"\$ fedlas evaluate birds.csv --html birds.html\n(.*?)\n\.\.\.", page, re.DOTALL)
@@ -427,7 +449,7 @@ def test_the_example_that_was_written_by_hand_gives_what_the_page_says(tmp_path)
 ZEROS = "prob_a,prob_b,label\n" + "0.9,0.1,a\n0.2,0.8,b\n0.1,0.9,b\n0.6,0.4,a\n" * 400 + "1.0000,0.0000,b\n"
 
 
-def test_labels_of_probability_zero_are_counted_in_a_fit(tmp_path):
+def test_calibrate_fit_warns_about_labels_of_probability_zero(tmp_path):
     (tmp_path / "zeros.csv").write_text(ZEROS)
     done = call("calibrate", "fit", tmp_path / "zeros.csv", "--out", tmp_path / "t.safetensors")
     assert done.exit_code == 0
@@ -435,8 +457,8 @@ def test_labels_of_probability_zero_are_counted_in_a_fit(tmp_path):
     assert "standard error" in done.stderr
 
 
-def test_zeros_do_not_spoil_the_temperature(tmp_path):
-    """The rows without zeros are calibrated; four labels of probability zero made T large."""
+def test_zero_probabilities_do_not_bias_the_temperature(tmp_path):
+    """The rows without zeros are calibrated; four labels of probability zero used to make T large."""
     rows = {"0.9,0.1,a": 1800, "0.9,0.1,b": 200, "1.00,0.00,a": 40, "1.00,0.00,b": 4}
     text = "prob_a,prob_b,label\n" + "".join(f"{row}\n" * count for row, count in rows.items())
     (tmp_path / "zeros.csv").write_text(text)
@@ -450,8 +472,8 @@ def test_zeros_do_not_spoil_the_temperature(tmp_path):
     assert load_calibrator(tmp_path / "t.safetensors").temperature == pytest.approx(1, abs=0.01)
 
 
-def test_logits_of_the_wrong_sign_have_one_explanation(tmp_path):
-    made = drawn(1)
+def test_negated_logits_are_explained_once(tmp_path):
+    made = sample_predictions(1)
     write_predictions(Predictions(-made.logits, made.labels), tmp_path / "turned.csv")
     with pytest.warns(DoubtfulFit, match=r"logits.*labels.*\?$") as seen:
         done = call("evaluate", tmp_path / "turned.csv")
@@ -460,14 +482,14 @@ def test_logits_of_the_wrong_sign_have_one_explanation(tmp_path):
 
 
 @pytest.mark.parametrize(("scale", "option"), [(1e-6, "--set low=NUMBER"), (1e9, "--set high=NUMBER")])
-def test_a_bound_that_is_too_near_names_the_option(tmp_path, scale, option):
-    made = drawn(1)
+def test_fit_at_a_temperature_bound_names_the_option(tmp_path, scale, option):
+    made = sample_predictions(1)
     write_predictions(Predictions(scale * made.logits, made.labels), tmp_path / "odd.csv")
     done = call("calibrate", "fit", tmp_path / "odd.csv", "--out", tmp_path / "t.safetensors")
     assert option in done.stderr
 
 
-def test_advice_about_a_file_names_no_python(tmp_path):
+def test_warnings_about_files_do_not_mention_python_arguments(tmp_path):
     rows = [line.split(",") for line in ZEROS.splitlines()[1:40]]
     files = {
         "logits.csv": "prob_a,prob_b,label\n" + "2.5,-1.5,a\n" * 30,
@@ -491,7 +513,7 @@ def test_advice_about_a_file_names_no_python(tmp_path):
 
 @pytest.mark.parametrize("kind", ["npz", "parquet", "jsonl", "csv"])
 @pytest.mark.parametrize("name", ["probs", "logits"])
-def test_whole_percentages_are_refused_as_such(tmp_path, kind, name):
+def test_integer_percentages_are_rejected_as_percentages(tmp_path, kind, name):
     rows = np.array([[70, 20, 10], [33, 33, 33], [1, 98, 1], [97, 1, 1]] * 5)
     labels, single = np.array([0, 1, 1, 0] * 5), name.removesuffix("s")
     path = tmp_path / f"p.{kind}"
@@ -514,7 +536,7 @@ def test_whole_percentages_are_refused_as_such(tmp_path, kind, name):
     assert done.exit_code == (1 if name == "probs" or kind == "npz" else 0)
 
 
-def test_the_same_classes_in_another_order_are_called_so(tmp_path):
+def test_compare_error_says_that_the_class_order_differs(tmp_path):
     (tmp_path / "one.csv").write_text(ZEROS)
     swapped = [line.split(",") for line in ZEROS.splitlines()]
     (tmp_path / "two.csv").write_text("".join(f"{b},{a},{label}\n" for a, b, label in swapped))
@@ -523,7 +545,7 @@ def test_the_same_classes_in_another_order_are_called_so(tmp_path):
     assert re.search("classes.* order", done.stderr)
 
 
-def test_a_link_to_itself_is_an_error_in_one_line(tmp_path):
+def test_symlink_loop_fails_in_one_line(tmp_path):
     path = tmp_path / "loop.csv"
     path.symlink_to(path)
     done = call("evaluate", path)
@@ -531,7 +553,7 @@ def test_a_link_to_itself_is_an_error_in_one_line(tmp_path):
     assert "loop.csv" in done.stderr
 
 
-def test_a_copy_of_the_evaluated_file_is_noticed(files):
+def test_calibrating_on_a_copy_of_the_evaluated_file_warns(files):
     (files / "copy.csv").write_bytes((files / "test.csv").read_bytes())
     with pytest.warns(UserWarning, match=r"temperature.* fitted .*samples"):
         done = call("evaluate", files / "test.csv", "--calibration", files / "copy.csv", "--json", files / "a.json")
@@ -542,8 +564,8 @@ def test_a_copy_of_the_evaluated_file_is_noticed(files):
     assert "None" not in done.output
 
 
-def test_a_temperature_at_its_bound_is_no_success(tmp_path):
-    made = drawn(1)
+def test_temperature_at_its_bound_is_reported_as_doubtful(tmp_path):
+    made = sample_predictions(1)
     write_predictions(Predictions(made.logits, made.prediction), tmp_path / "right.csv")
     done = call("calibrate", "fit", tmp_path / "right.csv", "--out", tmp_path / "t.safetensors")
     assert done.exit_code == 0
@@ -562,12 +584,12 @@ def test_a_temperature_at_its_bound_is_no_success(tmp_path):
 
 
 def named(seed=2, **rest):
-    made = drawn(seed)
+    made = sample_predictions(seed)
     given = {"ids": [f"image {i}" for i in range(len(made))], "class_names": ("ant", "bee", "cow"), "split": "test"}
     return Predictions(made.logits, made.labels, **(given | rest))
 
 
-def test_compare_pairs_samples_by_their_names(files):
+def test_compare_pairs_samples_by_id(files):
     write_predictions(named(), files / "a.npz")
     write_predictions(named()[torch.randperm(400)], files / "b.npz")
     done = call("compare", files / "a.npz", files / "b.npz", "--json", "-", "--resamples", 50)
@@ -586,10 +608,10 @@ def test_compare_pairs_samples_by_their_names(files):
         ({}, r"labels.* row 3 \('image 3'\)"),
     ],
 )
-def test_compare_refuses_models_that_differ_in_samples_or_classes(files, rest, message):
-    labels = drawn(2).labels
+def test_compare_rejects_models_with_different_samples_or_classes(files, rest, message):
+    labels = sample_predictions(2).labels
     labels[3] = (labels[3] + 1) % 3
-    other = named(**rest) if rest else Predictions(drawn(2).logits, labels, ids=named().ids)
+    other = named(**rest) if rest else Predictions(sample_predictions(2).logits, labels, ids=named().ids)
     write_predictions(named(), files / "a.npz")
     write_predictions(other, files / "b.npz")
     done = call("compare", files / "a.npz", files / "b.npz")
@@ -597,13 +619,13 @@ def test_compare_refuses_models_that_differ_in_samples_or_classes(files, rest, m
     assert re.search(message, done.stderr), done.stderr
 
 
-def test_columns_that_are_only_numbered_name_no_class(files):
+def test_numbered_columns_can_be_compared_with_named_classes(files):
     write_predictions(named(), files / "a.npz")
     assert call("compare", files / "test.csv", files / "a.npz", "--metrics", "accuracy").exit_code == 0
 
 
 @pytest.mark.parametrize("names", ["012", "01"])
-def test_a_file_of_top_predictions_is_refused_where_every_class_is_needed(files, names):
+def test_top_label_files_are_rejected_where_all_classes_are_needed(files, names):
     lines = "".join(f"0.9,{names[i % len(names)]},{names[0]}\n" for i in range(40))
     (files / "top.csv").write_text(f"confidence,prediction,label\n{lines}")
     good, top, kept = files / "test.csv", files / "top.csv", files / "t.safetensors"
@@ -621,8 +643,8 @@ def test_a_file_of_top_predictions_is_refused_where_every_class_is_needed(files,
         assert "classes" not in done.stderr
 
 
-def test_an_interval_that_needs_an_explanation_has_a_footnote(tmp_path):
-    """The upper end of the NLL of a hundred certain predictions is that of losses never seen."""
+def test_nll_interval_with_an_explanation_has_a_footnote(tmp_path):
+    """The upper end of the NLL interval of 100 certain predictions allows for losses that did not occur."""
     probs, labels = torch.tensor([[0.9, 0.1]]).repeat(100, 1), torch.zeros(100, dtype=torch.long)
     write_predictions(Predictions.from_probs(probs, labels), tmp_path / "given.safetensors")
     shown = call("evaluate", tmp_path / "given.safetensors", "--posthoc", "").stdout

@@ -33,7 +33,7 @@ def call(*words):
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
-def refused(words, *facts):
+def assert_one_line_error(words, *facts):
     """Check that a command ends in an error of one line with these facts."""
     done = call(*words)
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1), done.output
@@ -69,7 +69,7 @@ def test_existing_files_need_overwrite(tmp_path, monkeypatch, words, name):
     existing = tmp_path / name
     existing.parent.mkdir(exist_ok=True)
     existing.write_text("mine")
-    refused(words, f"{name} exists", "--overwrite")
+    assert_one_line_error(words, f"{name} exists", "--overwrite")
     assert existing.read_text() == "mine"
     with_flag = call(*words, "--overwrite")  # the inputs do not exist
     assert (with_flag.exit_code, "--overwrite" in with_flag.stderr) == (1, False), with_flag.output
@@ -93,7 +93,7 @@ def test_overwrite_replaces_files_of_any_content(given, monkeypatch):
     ):
         done = call(*words, "--overwrite")
         assert done.exit_code == 0, done.output
-        refused(words, "exists", "--overwrite")
+        assert_one_line_error(words, "exists", "--overwrite")
     assert {name: (given / "figures" / name).read_text() for name in others} == others
     for name in ("evaluation", "ood", "comparison", "figures/class_map"):
         found = json.loads((given / f"{name}.json").read_text())
@@ -110,11 +110,12 @@ def test_overwrite_replaces_files_of_any_content(given, monkeypatch):
         (SOTA, "sota-small.csv"),
         (SOTA, "sota-cifar10.png"),
         (("demo",), "figures/reliability.png"),
+        (("demo",), "report.html"),
         (SEARCH, "search.json"),
         (TRAIN, "recipe.json"),
     ],
 )
-def test_folders_of_results_do_not_replace_files_of_that_name(tmp_path, monkeypatch, words, name):
+def test_result_folders_do_not_replace_user_files_of_the_same_name(tmp_path, monkeypatch, words, name):
     monkeypatch.chdir(tmp_path)
     mine = tmp_path / "made" / name
     mine.parent.mkdir(parents=True)
@@ -126,28 +127,29 @@ def test_folders_of_results_do_not_replace_files_of_that_name(tmp_path, monkeypa
     assert [path for path in (tmp_path / "made").rglob("*") if path.is_file() and path.name[0] != "."] == [mine]
 
 
-def test_reproduce_updates_its_own_folder_only(tmp_path, monkeypatch):
+def test_reproduce_replaces_only_its_own_results_without_overwrite(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     table = tmp_path / "made" / "sota-small.csv"
     table.parent.mkdir()
     table.write_text("mine")
-    refused((*SOTA, "--out", "made"), "sota-small.csv exists", "--overwrite")
+    assert_one_line_error((*SOTA, "--out", "made"), "sota-small.csv exists", "--overwrite")
     assert table.read_text() == "mine"
     for more in (("--overwrite",), ()):
         done = call(*SOTA, "--out", "made", *more)
         assert done.exit_code == 0, done.output
     assert table.read_text() != "mine"
     (tmp_path / "made" / "indicator-small.csv").write_text("mine")  # of another experiment
-    refused(("reproduce", "indicator", "--data", "digits", "--dry-run", "--out", "made"), "--overwrite")
+    assert_one_line_error(("reproduce", "indicator", "--data", "digits", "--dry-run", "--out", "made"), "--overwrite")
 
 
-def test_demo_updates_its_own_folder(tmp_path, monkeypatch):
+def test_demo_replaces_its_own_results_without_overwrite(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run_demo(folder, **_):
         (folder / "figures").mkdir(exist_ok=True)
         (folder / "figures" / "reliability.png").write_bytes(b"an image")
-        return DemoResult("", (), [], [])
+        (folder / "report.html").write_text("a page")
+        return DemoResult([], "", "", folder / "report.html", [])
 
     monkeypatch.setattr("fedlas.experiments.demo.run_demo", run_demo)
     for _ in range(2):
@@ -155,7 +157,7 @@ def test_demo_updates_its_own_folder(tmp_path, monkeypatch):
         assert done.exit_code == 0, done.output
 
 
-def test_the_record_of_a_search_is_replaced_by_the_same_search_only(tmp_path):
+def test_search_json_is_replaced_only_by_the_same_search(tmp_path):
     recipe, ranges = recipe_for("digits", None, "ls"), [Range.parse("alpha=0.01:0.1:log"), Range.parse("n=1,2")]
     record = Search(recipe, tuple(ranges), "nll", (1, 2), 0, (), {})
     path = tmp_path / "search.json"
@@ -172,7 +174,7 @@ def test_the_record_of_a_search_is_replaced_by_the_same_search_only(tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name, _ in list_experiments()])
-def test_every_table_has_a_name_of_its_experiment(name, tmp_path):
+def test_table_names_match_the_file_pattern_of_their_experiment(name, tmp_path):
     experiment = experiment_named(name)
     for table in experiment.tables(Ledger(tmp_path), Choice()):
         assert re.fullmatch(experiment.file_names, table.name)
@@ -192,21 +194,21 @@ def test_output_paths_are_checked_before_inputs_are_read(tmp_path, monkeypatch):
         ("calibrate", "apply", "nowhere.safetensors", "nowhere.csv", "--out", here),
         ("predict", "nowhere", "--data", "digits", "--out", here),
     ):
-        refused(words, f"{here} ", "folder")
+        assert_one_line_error(words, f"{here} ", "folder")
         if words[0] == "evaluate":
-            refused((*words[:-1], "file/deep/x"), tmp_path / "file/deep")
+            assert_one_line_error((*words[:-1], "file/deep/x"), tmp_path / "file/deep")
     for words in (
         ("evaluate", "nowhere.csv", "--figures", "file"),
         *((*one, "--out", "file") for one in OUTPUT_FOLDERS),
     ):
-        refused(words, "fedlas: file ", "folder")
-        refused((*words[:-1], "file/deep"), tmp_path / "file/deep")
+        assert_one_line_error(words, "fedlas: file ", "folder")
+        assert_one_line_error((*words[:-1], "file/deep"), tmp_path / "file/deep")
 
 
 OUTPUT_FOLDERS = (SOTA, SEARCH, TRAIN, ("demo",))
 
 
-def test_a_doubtful_fit_is_reported_once_whatever_its_wording(tmp_path, monkeypatch):
+def test_doubtful_fit_is_reported_once(tmp_path, monkeypatch):
     write_predictions(Predictions(5 * torch.eye(3).repeat(9, 1), torch.arange(3).repeat(9)), tmp_path / "easy.csv")
     monkeypatch.setattr("fedlas.posthoc.temperature.Temperature.doubt", lambda *_: "autre chose")
     with pytest.warns(DoubtfulFit, match="autre chose"):
@@ -221,9 +223,9 @@ def test_a_doubtful_fit_is_reported_once_whatever_its_wording(tmp_path, monkeypa
     assert format_warning("autre\nchose", DoubtfulFit, "file.py", 3) == "fedlas: autre chose\n"
 
 
-def test_two_outputs_need_two_files(tmp_path, monkeypatch):
+def test_two_outputs_to_the_same_path_are_rejected(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    refused(["evaluate", "a.csv", "--html", "same.out", "--json", "./same.out"], "same.out", "two")
+    assert_one_line_error(["evaluate", "a.csv", "--html", "same.out", "--json", "./same.out"], "same.out", "two")
     assert not Path("same.out").exists()
 
 
@@ -236,7 +238,7 @@ def test_two_outputs_need_two_files(tmp_path, monkeypatch):
         (torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB"), " (CUDA out of memory)\n"),
     ],
 )
-def test_memory_that_runs_out_is_one_line(capsys, given, said):
+def test_out_of_memory_is_one_line(capsys, given, said):
     with pytest.raises(typer.Exit) as ended, one_line_errors():
         raise given
     assert ended.value.exit_code == 1
@@ -244,6 +246,6 @@ def test_memory_that_runs_out_is_one_line(capsys, given, said):
     assert re.fullmatch(f"fedlas: [^(]*memory[^(]*{re.escape(said)}", shown)
 
 
-def test_other_errors_of_torch_are_no_memory_that_ran_out():
+def test_other_runtime_errors_are_not_reported_as_out_of_memory():
     with pytest.raises(RuntimeError, match="a bug"), one_line_errors():
         raise RuntimeError("a bug")

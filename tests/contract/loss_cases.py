@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 import fedlas
-from fedlas.losses import AbstractLoss, LossRecord
+from fedlas.catalog import CatalogRecord
+from fedlas.losses import AbstractLoss
 from fedlas.losses.base import Common
 
 SIZE, CLASSES, WIDTH, SAMPLES = 6, 6, 7, 12
@@ -56,7 +57,7 @@ class Outcome(NamedTuple):
 class Case:
     """One loss with one choice of its words and switches."""
 
-    record: LossRecord
+    record: CatalogRecord[AbstractLoss]
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -134,7 +135,7 @@ def seed(number: int) -> None:
     torch.random.default_generator.manual_seed(number)
 
 
-def keyword_types(record: LossRecord) -> dict[str, Any]:
+def keyword_types(record: CatalogRecord[AbstractLoss]) -> dict[str, Any]:
     """Give the annotation of every keyword that the catalogue says a loss takes."""
     found: dict[str, Any] = {}
     for ancestor in record.cls.__mro__:
@@ -160,7 +161,7 @@ def is_number(annotation: Any) -> bool:
     return {*get_args(annotation)} - {NoneType} in ({float}, {int}) or annotation in (float, int)
 
 
-def cases_of(record: LossRecord) -> list[Case]:
+def cases_of(record: CatalogRecord[AbstractLoss]) -> list[Case]:
     """Give the loss as it is built by default, and with its choices: all together, or one by one if they are many."""
     types = {name: choices(kind) for name, kind in keyword_types(record).items() if name not in Common.__annotations__}
     types = {name: values for name, values in types.items() if values}

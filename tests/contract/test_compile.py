@@ -107,14 +107,14 @@ def test_checks_raise_inside_a_compiled_graph() -> None:
 
 
 @pytest.mark.parametrize("name", thinned([name for name in NAMES if build(name).takes_soft_labels], {"fedlas_mbls"}))
-def test_soft_labels_compile(name: str) -> None:
+def test_soft_labels_can_be_compiled(name: str) -> None:
     data = batch(0)
     data["labels"] = torch.randn(ROWS, CLASSES).softmax(1)
     torch.testing.assert_close(compiled(build(name))(**data), build(name)(**data))
 
 
 @pytest.mark.campaign
-@pytest.mark.filterwarnings("ignore::UserWarning")  # inductor's own, different in each version
+@pytest.mark.filterwarnings("ignore::UserWarning")  # reasons of Inductor, which differ between versions
 @pytest.mark.parametrize("classes", [5, 7])
 def test_compiled_dual_focal_excludes_the_label(classes: int) -> None:
     """Inductor computes a probability twice with another last digit; dual_focal must not take p_t for p_j."""
@@ -124,8 +124,8 @@ def test_compiled_dual_focal_excludes_the_label(classes: int) -> None:
 
 
 @pytest.mark.parametrize("name", thinned(["ce", "fedlas_ls"], {"ce"}))
-def test_a_label_out_of_range_is_not_a_loss_of_zero(name: str) -> None:
-    """Compiled code does not look at labels unless asked; a wrong one must still show."""
+def test_compiled_loss_of_an_out_of_range_label_is_not_zero(name: str) -> None:
+    """Compiled code checks labels only on request, but the loss of an invalid label must not be zero."""
     data = batch(1)
     data["labels"][3] = CLASSES
     assert compiled(build(name))(**data).isnan()

@@ -1,4 +1,4 @@
-"""One contract for every loss: what its docstrings say."""
+"""Contract of every loss: documentation."""
 
 import contextlib
 import inspect
@@ -13,7 +13,7 @@ import fedlas
 
 
 @every_loss
-def test_a_summary_and_a_citation(case):
+def test_loss_has_a_summary_and_a_citation(case):
     summary = case.record.summary
     assert summary == inspect.getdoc(case.cls).splitlines()[0]
     assert re.fullmatch(r"[A-Z].{15,}\.", summary)
@@ -23,7 +23,7 @@ def test_a_summary_and_a_citation(case):
 
 
 @every_loss
-def test_a_formula_in_the_docstring_of_the_module(case):
+def test_module_docstring_has_a_formula(case):
     text = sys.modules[case.cls.__module__].__doc__
     assert re.search(r"\w\s+=\s|\bL\s{2,}\(", text), "no formula"
 
@@ -38,7 +38,7 @@ def candidates(keyword, kind):
 
 
 @every_loss
-def test_printing_shows_every_keyword_of_the_constructor(case):
+def test_repr_shows_every_constructor_keyword(case):
     hidden, usual = [], repr(case.build())
     for keyword, kind in keyword_types(case.record).items():
         shown = set()
@@ -57,5 +57,5 @@ def test_printing_shows_every_keyword_of_the_constructor(case):
         ("ce", {"num_classes": 3, "reduction": "sum"}, "CE(num_classes=3, reduction='sum')"),
     ],
 )
-def test_a_loss_is_printed_like_a_layer_of_torch(name, options, shown):
+def test_repr_has_the_format_of_torch_layers(name, options, shown):
     assert repr(fedlas.build_loss(name, **options)) == shown

@@ -1,4 +1,4 @@
-"""A loss is one file: dropped into the folder it is listed, built and held to the contract, and the contract bites."""
+"""A new loss file in the folder is listed, built and tested by the contract, which detects faulty losses."""
 
 import os
 import re
@@ -28,17 +28,17 @@ class Evenness(AbstractLoss):
 # What is wrong with a careless loss, and the test that must find it
 FOUND_BY = {
     "clips": "test_the_classification_term_of_huge_logits_is_their_difference",
-    "overflows": "test_huge_logits_are_finite",
+    "overflows": "test_loss_of_huge_logits_is_finite",
     "leaks": "test_ignored_samples_equal_removed_samples",
-    "weighs": "test_regularisers_have_no_class_weight",
+    "weighs": "test_class_weights_do_not_affect_regularisers",
     "averages": "test_reductions_are_sums_and_means_over_samples",
     "hardens": "test_a_soft_label_averages_the_loss_over_the_classes",
     "lies": "test_gradients_equal_finite_differences",
     "rounds": "test_low_precision_is_computed_in_float32",
     "forgets": "test_a_copy_continues_like_the_original",
-    "replaces": "test_training_changes_all_of_the_state_in_place",
-    "peeks": "test_evaluation_changes_nothing",
-    "mumbles": "test_a_summary_and_a_citation",
+    "replaces": "test_training_updates_all_state_in_place",
+    "peeks": "test_eval_mode_does_not_change_the_state",
+    "mumbles": "test_loss_has_a_summary_and_a_citation",
     "stumbles": "test_optional_inputs_are_not_required",
 }
 CARELESS = '''

@@ -1,4 +1,4 @@
-"""One contract for every loss: what is refused, and that the message says what was wrong."""
+"""Contract of every loss: invalid input raises, and the message says what was wrong."""
 
 import contextlib
 import inspect
@@ -23,7 +23,7 @@ from loss_cases import (
 )
 
 import fedlas
-from fedlas.losses import base as losses_base
+from fedlas.losses.base.functional import class_weight
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ WRONG_AND_SOFT = {
 }
 
 
-def unnamed(call, wrong, inputs):
+def inputs_without_a_clear_error(call, wrong, inputs):
     """Return the wrong inputs that are accepted, or refused with a message that lacks the facts."""
     answers = {}
     for what, (make, facts) in wrong.items():
@@ -97,10 +97,10 @@ def unnamed(call, wrong, inputs):
 @every_loss
 def test_wrong_inputs_raise(case):
     loss = case.build()
-    assert not unnamed(loss, WRONG, batch())
-    assert not unnamed(loss.parts, WRONG, batch())
+    assert not inputs_without_a_clear_error(loss, WRONG, batch())
+    assert not inputs_without_a_clear_error(loss.parts, WRONG, batch())
     if case.cls.takes_soft_labels:
-        assert not unnamed(loss, WRONG_AND_SOFT, batch(soft=True))
+        assert not inputs_without_a_clear_error(loss, WRONG_AND_SOFT, batch(soft=True))
 
 
 @every(LOSSES, lambda case: not case.cls.takes_maps)
@@ -141,7 +141,7 @@ def test_crl_requires_num_samples():
 
 
 @every(LOSSES, lambda case: case.has(lambda loss: loss.needs_index))
-def test_an_evaluation_needs_no_index_and_takes_that_of_another_split(case):
+def test_eval_mode_ignores_the_index(case):
     logits, labels, features, index = batch()
     loss = case.trained().eval()
     assert_same(loss(logits, labels, features), loss(logits, labels, features, index + SAMPLES))
@@ -183,7 +183,7 @@ def test_labels_of_any_integer_type_are_accepted(case):
 
 
 @every_loss
-def test_a_misspelt_name_raises_with_the_nearest(case):
+def test_misspelt_loss_name_raises_with_a_suggestion(case):
     name = case.record.name
     with pytest.raises(ValueError, match=rf"'{name}x'.*'{name}'.*\b{name}\b"):
         fedlas.build_loss(f"{name}x")
@@ -196,7 +196,7 @@ def test_an_unknown_name_raises_with_all_names():
 
 
 @every_loss
-def test_an_unknown_keyword_raises_with_the_nearest(case):
+def test_misspelt_keyword_raises_with_a_suggestion(case):
     name = case.record.name
     with pytest.raises(TypeError, match=rf"'{name}'.*'num_clases'.*'num_classes'") as error:
         case.build(num_clases=3)
@@ -224,7 +224,7 @@ def test_non_numeric_hyperparameters_raise(case):
 
 @pytest.mark.usefixtures("unchecked")
 @every_loss
-def test_an_unknown_choice_raises_with_the_known_ones(case):
+def test_unknown_choice_raises_with_the_allowed_values(case):
     words = {name: choices(kind) for name, kind in keyword_types(case.record).items()}
     words = {name: known for name, known in words.items() if known and all(isinstance(word, str) for word in known)}
     assert "reduction" in words
@@ -297,10 +297,10 @@ def test_common_keywords_out_of_range_raise(case):
 
 
 def test_non_numeric_weights_raise():
-    """As they come from a command line, past the checks of types that tests have."""
+    """Weights may come from a command line, where no type checker runs."""
     for given in ("1,1,2", ["a", "b"], {"a": 1}):
         with pytest.raises(ValueError, match=rf"weight.*{re.escape(repr(given))}"):
-            inspect.unwrap(losses_base._class_weight)(given, None)
+            inspect.unwrap(class_weight)(given, None)
 
 
 @every_loss
@@ -314,3 +314,13 @@ def test_logits_without_a_batch_dimension_raise(case):
     logits, labels, features, index = (tensor[0] for tensor in batch())
     with pytest.raises(ValueError, match=r"logits.*\(N, C\)"):
         case.build()(logits, labels, features, index)
+
+
+def test_integer_one_hot_labels_raise_with_a_remedy():
+    with pytest.raises(ValueError, match=r"one-hot.*argmax\(1\)"):
+        fedlas.build_loss("ce")(torch.randn(4, 3), torch.eye(3, dtype=torch.int64)[[0, 1, 2, 0]])
+
+
+def test_weight_of_another_size_is_named():
+    with pytest.raises(ValueError, match=r"weight.*4 classes.*5"):
+        fedlas.build_loss("ls", weight=torch.ones(4))(torch.randn(2, 5), torch.tensor([0, 1]))

@@ -1,4 +1,4 @@
-"""One contract for every loss: soft labels, class weights, ignored samples and the three reductions."""
+"""Contract of every loss: soft labels, class weights, ignored samples and the three reductions."""
 
 import itertools
 import math
@@ -69,7 +69,7 @@ def test_a_soft_label_averages_the_loss_over_the_classes(case):
 
 
 @every(CASES, lambda case: case.cls.takes_soft_labels)
-def test_one_hot_labels_are_hard_labels(case):
+def test_one_hot_labels_equal_hard_labels(case):
     inputs = batch()
     for reduction, weight in [("mean", None), ("none", None), ("sum", WEIGHT)]:  # weights divide the mean otherwise
         options = {"reduction": reduction, "weight": weight}
@@ -125,7 +125,7 @@ AS_TORCH = [
 
 @pytest.mark.parametrize("kind", ["hard", "soft", "ignored"])
 @pytest.mark.parametrize(("name", "options", "smoothing"), AS_TORCH, ids=[name for name, *_ in AS_TORCH])
-def test_equal_to_the_cross_entropy_of_torch(name, options, smoothing, kind):
+def test_equals_torch_cross_entropy(name, options, smoothing, kind):
     for weight, reduction, space in itertools.product(WEIGHTS, REDUCTIONS, [(), (2, 3)]):
         common = {"weight": weight, "reduction": reduction, "ignore_index": 2 if kind == "ignored" else -100}
         loss = fedlas.build_loss(name, num_classes=CLASSES, **options, **common)
@@ -140,7 +140,7 @@ def test_equal_to_the_cross_entropy_of_torch(name, options, smoothing, kind):
 
 
 @every_case
-def test_regularisers_have_no_class_weight(case):
+def test_class_weights_do_not_affect_regularisers(case):
     for kind in kinds_of(case, "hard", "soft"):
         inputs, _ = labelled(kind)
         plain, _ = parts(case.trained().eval(), inputs)
@@ -152,7 +152,7 @@ def test_regularisers_have_no_class_weight(case):
 
 
 @every_exact_case
-def test_the_classification_term_is_weighted_by_the_label_or_as_label_smoothing_is(case):
+def test_classification_term_is_weighted_like_cross_entropy_or_label_smoothing(case):
     inputs = batch()
     rows, labels = torch.arange(SIZE), inputs.labels
 
@@ -230,7 +230,7 @@ def test_ignored_samples_equal_removed_samples(case):
 
 
 @every_exact_case
-def test_a_class_can_be_the_ignored_one(case):
+def test_ignore_index_can_be_a_class(case):
     inputs = batch(12)
     kept = inputs.labels != 2
     assert 0 < kept.sum() < 12
@@ -249,7 +249,7 @@ def test_nan_in_ignored_samples_has_no_effect(case):
         assert tensor.isfinite().all()
 
 
-def nothing_to_learn_from():
+def batches_without_valid_samples():
     inputs = batch()
     yield "empty", Inputs(*(tensor[:0] for tensor in inputs))
     nan = torch.full_like(inputs.logits, math.nan)
@@ -259,19 +259,21 @@ def nothing_to_learn_from():
     yield "empty and soft", Inputs(*(tensor[:0] for tensor in batch(soft=True)))
 
 
-NOTHING = dict(nothing_to_learn_from())
+NOTHING = dict(batches_without_valid_samples())
 
 
-def takes_nothing(case, kind):
+def accepts_batch_without_valid_samples(case, kind):
     if kind in ("empty", "all ignored"):
         return True
     return case in LOSSES and (case.cls.takes_maps or "maps" not in kind) and bool(kinds_of(case, kind.split()[-1]))
 
 
 @every_case
-def test_a_batch_without_valid_samples_is_zero(case):
+def test_loss_of_a_batch_without_valid_samples_is_zero(case):
     every_option = ({}, {"weight": WEIGHT}, {"reduction": "sum"}, {"reduction": "none"})
-    for kind, options in itertools.product([kind for kind in NOTHING if takes_nothing(case, kind)], every_option):
+    for kind, options in itertools.product(
+        [kind for kind in NOTHING if accepts_batch_without_valid_samples(case, kind)], every_option
+    ):
         inputs, loss = NOTHING[kind], case.trained(**options)
         before = state(loss)
         outcome = run(loss, inputs)
@@ -314,7 +316,7 @@ def test_reductions_are_sums_and_means_over_samples(case):
 
 
 @every_case
-def test_parts_can_be_differentiated_one_by_one(case):
+def test_terms_can_be_differentiated_separately(case):
     inputs = batch()
     found, logits = parts(case.trained(), inputs)
     slopes = [torch.autograd.grad(part.mean(), logits, retain_graph=True)[0] for part in found.values()]

@@ -1,4 +1,4 @@
-"""One contract for every loss: finite at the extremes, the right slope, float32 or better whatever comes in."""
+"""Contract of every loss: finite for extreme inputs, correct gradients, float32 or better for any input dtype."""
 
 import itertools
 import math
@@ -64,7 +64,7 @@ def assert_all_finite(loss, inputs):
 
 
 @every_case
-def test_huge_logits_are_finite(case):
+def test_loss_of_huge_logits_is_finite(case):
     loss = case.trained()
     for dtype, labels in itertools.product((torch.float32, torch.float64), LABELS):
         inputs = extremes(dtype, labels)
@@ -77,7 +77,7 @@ def test_huge_logits_are_finite(case):
 
 
 @every(CASES, lambda case: "gamma" in case.record.keywords)
-def test_any_exponent_is_finite(case):
+def test_loss_is_finite_for_any_gamma(case):
     for gamma, dtype in itertools.product([0.0, 0.01, 0.5, 1.0, 3.0], (torch.float32, torch.float64)):
         loss = Case(case.record, {**case.options, "gamma": gamma}).build()
         for labels in LABELS:
@@ -93,7 +93,7 @@ def test_adafocal_is_finite_with_negative_exponents():
 
 
 def test_mmce_clamps_the_square_root_at_zero():
-    """One right and two wrong at the confidence 2/3: the published square root is of -3e-7."""
+    """One correct and two incorrect predictions of confidence 2/3: the official code takes the root of -3e-7."""
     logits = torch.tensor([4.0, 1.0, 1.0], dtype=torch.float64).log().repeat(3, 1).requires_grad_()
     value = fedlas.build_loss("mmce", variant="w")(logits, torch.tensor([0, 1, 2]))
     assert_finite(value, *torch.autograd.grad(value, logits))
@@ -114,7 +114,7 @@ def test_huge_logits_are_exact_in_float32(case):
 
 @every_loss
 def test_the_classification_term_of_huge_logits_is_their_difference(case):
-    """A loss that clips probabilities would stay finite by forgetting how wrong it is."""
+    """A loss that clips probabilities would be finite but bounded for very incorrect predictions."""
     logits = torch.zeros(SIZE, CLASSES, dtype=torch.float64)
     logits[:, 0] = 1e4
     inputs = batch()._replace(logits=logits, labels=torch.ones(SIZE, dtype=torch.long))
@@ -124,7 +124,7 @@ def test_the_classification_term_of_huge_logits_is_their_difference(case):
 
 
 @every(CASES, lambda case: case.has(lambda loss: loss.needs_features))
-def test_extreme_features_are_finite(case):
+def test_loss_of_extreme_features_is_finite(case):
     inputs = batch()
     for value in (0.0, 1e30, 1e-30, math.nan, math.inf):
         loss = case.trained()
@@ -230,7 +230,7 @@ def test_low_precision_soft_labels_are_computed_in_float32(case):
 
 
 @every_case
-def test_autocast_changes_nothing(case):
+def test_autocast_does_not_change_loss_or_gradients(case):
     inputs = batch(dtype=torch.float32)
     loss, twin = case.build(), case.build()
     for training in (True, False):
@@ -240,7 +240,7 @@ def test_autocast_changes_nothing(case):
 
 
 @every_case
-def test_double_precision_stays_double(case):
+def test_float64_input_gives_a_float64_loss(case):
     assert case.build()(*batch()).dtype == torch.float64
     mixed = batch()._replace(features=batch(dtype=torch.float32).features)
     assert run(case.build(), mixed).value.dtype == torch.float64

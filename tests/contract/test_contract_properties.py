@@ -1,4 +1,4 @@
-"""One contract for every loss: what holds for any batch, tried on batches that hypothesis thinks up."""
+"""Contract of every loss: properties of any batch, tested with hypothesis."""
 
 import math
 
@@ -30,7 +30,7 @@ def batches(draw, least=1):
 @every(LOSSES, lambda case: not case.cls.needs_index)
 @given(inputs=batches(), order=st.randoms(use_true_random=False))
 @few
-def test_the_order_of_samples_does_not_matter(case, inputs, order):
+def test_loss_is_invariant_to_sample_order(case, inputs, order):
     places = list(range(len(inputs.labels)))
     order.shuffle(places)
     loss, twin = case.trained(reduction="none"), case.trained(reduction="none")
@@ -44,7 +44,7 @@ def test_the_order_of_samples_does_not_matter(case, inputs, order):
 @every(LOSSES)
 @given(inputs=batches(), shift=numbers)
 @few
-def test_a_constant_added_to_all_logits_changes_nothing(case, inputs, shift):
+def test_loss_is_invariant_to_a_shift_of_logits(case, inputs, shift):
     loss = case.trained().eval()
     with torch.no_grad():
         for parameter in loss.parameters():  # what a loss has learned to do may depend on raw logits
@@ -64,7 +64,7 @@ def test_acls_depends_on_the_raw_logit():
 @every(LOSSES)
 @given(inputs=batches(), ignored=st.sets(st.integers(0, 6)))
 @few
-def test_any_samples_can_be_ignored(case, inputs, ignored):
+def test_random_masks_equal_removed_samples(case, inputs, ignored):
     which = torch.tensor([i in ignored for i in range(len(inputs.labels))])
     labels = torch.where(which, -100, inputs.labels)
     loss, twin = case.trained(), case.trained()
@@ -80,7 +80,7 @@ def test_any_samples_can_be_ignored(case, inputs, ignored):
 @every(LOSSES, lambda case: case.cls.takes_soft_labels)
 @given(inputs=batches())
 @few
-def test_one_hot_labels_are_hard_labels_whatever_the_logits(case, inputs):
+def test_one_hot_labels_equal_hard_labels_for_random_logits(case, inputs):
     soft = inputs._replace(labels=functional.one_hot(inputs.labels, CLASSES).double())
     # Where classes are level, the slope may be any between those on either side.
     assert_close(run(case.trained(), soft).value, run(case.trained(), inputs).value)
@@ -89,7 +89,7 @@ def test_one_hot_labels_are_hard_labels_whatever_the_logits(case, inputs):
 @every(LOSSES)
 @given(inputs=batches(), reduction=st.sampled_from(["mean", "sum"]))
 @few
-def test_reductions_agree_whatever_the_logits(case, inputs, reduction):
+def test_reductions_agree_for_random_logits(case, inputs, reduction):
     none = run(case.trained(reduction="none"), inputs)
     divisor = len(inputs.labels) if reduction == "mean" else 1
     outcome = run(case.trained(reduction=reduction), inputs)
@@ -157,7 +157,7 @@ def test_mmce_equals_two_loops(inputs, soft, variant, double_normalise):
     assert_close(float(loss.last_terms["kernel"]), expected, 1e-7)
 
 
-def test_mmce_needs_no_matrix_of_pairs():
+def test_mmce_of_200000_samples_needs_no_pairwise_matrix():
     n = 200_000
     logits = torch.randn(n, 3)
     value = fedlas.build_loss("mmce")(logits, torch.randint(3, (n,)))

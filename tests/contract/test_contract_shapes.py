@@ -1,4 +1,4 @@
-"""One contract for every loss: which shapes come in and go out."""
+"""Contract of every loss: shapes of inputs and outputs."""
 
 import itertools
 
@@ -79,7 +79,7 @@ def test_the_terms_sum_to_the_value(case):
 
 
 @every_loss
-def test_memory_layout_does_not_matter(case):
+def test_loss_is_independent_of_memory_layout(case):
     logits, labels, features, index = inputs = batch()
     strided = inputs._replace(
         logits=logits.t().contiguous().t(),
@@ -92,7 +92,7 @@ def test_memory_layout_does_not_matter(case):
 
 
 @every_loss
-def test_expanded_inputs_are_read_and_not_written(case):
+def test_expanded_inputs_are_accepted(case):
     logits, labels, features, index = batch()
     one = [logits[:1], labels[:1], features[:1]]
     expanded = Inputs(*(tensor.expand(SIZE, *tensor.shape[1:]) for tensor in one), index)
@@ -109,7 +109,7 @@ def test_inputs_are_not_modified(case):
 
 
 @every_case
-def test_small_and_large_sizes_are_finite(case):
+def test_loss_is_finite_for_small_and_large_sizes(case):
     for n, classes in [(1, CLASSES), (SIZE, 2), (1, 2), (4, 1000)]:
         loss = case.build(num_classes=classes)
         for training in (True, False):

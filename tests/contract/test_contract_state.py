@@ -1,4 +1,4 @@
-"""One contract for every loss: its state is saved, copied, moved and restored exactly, and moves only in training."""
+"""Contract of every loss: state is saved, copied, moved and restored exactly, and changes only in training."""
 
 import copy
 import io
@@ -62,7 +62,7 @@ def test_a_copy_continues_like_the_original(case):
 
 
 @every(LOSSES, lambda case: case.has(lambda loss: loss.state_dict()))
-def test_loading_is_strict(case):
+def test_load_state_dict_is_strict(case):
     saved_state = case.trained().state_dict()
     missing = dict(list(saved_state.items())[1:])
     with pytest.raises(RuntimeError, match="Missing key"):
@@ -77,7 +77,7 @@ def layout(loss):
 
 
 @every_case
-def test_training_changes_all_of_the_state_in_place(case):
+def test_training_updates_all_state_in_place(case):
     loss = case.build()
     start, before = layout(loss), state(loss)
     train(loss)
@@ -90,7 +90,7 @@ def test_training_changes_all_of_the_state_in_place(case):
 
 
 @every_case
-def test_evaluation_changes_nothing(case):
+def test_eval_mode_does_not_change_the_state(case):
     loss = case.trained().eval()
     before = state(loss)
     first, second = run(loss, batch()), run(loss, batch())
@@ -102,15 +102,15 @@ def test_evaluation_changes_nothing(case):
 
 
 @every(CASES, lambda case: not case.has(lambda loss: loss.state_dict()))
-def test_without_state_training_is_evaluation(case):
+def test_stateless_loss_is_equal_in_train_and_eval_mode(case):
     loss, twin = train(case.build()), case.build().eval()
     assert_same(run(loss, batch()), run(twin, batch()))
     assert not loss.state_dict()
 
 
 @every_case
-def test_without_gradients_a_call_in_training_mode_is_an_evaluation(case):
-    """So a validation batch in a loop that forgets loss.eval() changes no statistics."""
+def test_train_mode_under_no_grad_does_not_update_the_state(case):
+    """A validation batch in a loop without `loss.eval()` must not change the statistics."""
     loss, twin = case.trained(), case.trained().eval()
     before = state(loss)
     for disabled in (torch.no_grad, torch.inference_mode):
@@ -131,7 +131,7 @@ def test_a_loss_in_float64_equals_float32(case):
 
 
 @every_loss
-def test_the_end_of_an_epoch_needs_what_the_loss_declares(case):
+def test_end_epoch_requires_validation_data_if_declared(case):
     loss = case.build()
     expected = (
         pytest.raises(ValueError, match=rf"{case.record.name}.*validation=") if loss.needs_validation else nullcontext()
@@ -144,11 +144,17 @@ def test_the_end_of_an_epoch_needs_what_the_loss_declares(case):
     assert bool(changed) == loss.learns_between_epochs
 
 
+def test_validation_predictions_with_other_classes_raise():
+    loss = fedlas.build_loss("closed_loop", num_classes=5, num_samples=8)
+    with pytest.raises(ValueError, match=r"5 classes.*validation.*3"):
+        loss.end_epoch(validation=fedlas.Predictions(torch.randn(8, 3), torch.randint(3, (8,))))
+
+
 # What is saved beside the state
 
 
 @pytest.mark.filterwarnings("ignore:the loaded state")  # of their parts
-def test_the_state_of_another_loss_raises():
+def test_loading_the_state_of_another_loss_raises():
     for name, other in [("focal", "ls"), ("fedlas_ls", "fedlas_mbls"), ("ce", "fedlas_ls"), ("fedlas_ls", "ce")]:
         loss, saved_state = (fedlas.build_loss(one, num_classes=3) for one in (name, other))
         with pytest.raises(RuntimeError, match=type(saved_state).__name__):
@@ -164,8 +170,8 @@ def test_the_state_of_another_loss_raises():
         ("adafocal", {"step": 0.5}),
     ],
 )
-def test_the_state_of_other_hyperparameters_warns(name, options):
-    """Also as a part of a larger module, and from a file; a format that keeps tensors alone says nothing."""
+def test_loading_the_state_of_other_hyperparameters_warns(name, options):
+    """Also within a larger module and from a file; a format that stores only tensors cannot warn."""
     keyword, value = next(iter(options.items()))
     keyword = keyword.removeprefix("gate_")
     theirs = torch.nn.ModuleDict({"loss": fedlas.build_loss(name, num_classes=3, **options)})
@@ -180,7 +186,7 @@ def test_the_state_of_other_hyperparameters_warns(name, options):
 
 
 @every_loss
-def test_gradients_of_single_samples_by_vmap(case):
+def test_per_sample_gradients_by_vmap(case):
     loss = case.trained().eval()
     by_sample = torch.func.vmap(torch.func.grad(lambda *sample: loss(*(value[None] for value in sample))))
     inputs = batch()

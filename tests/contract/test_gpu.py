@@ -1,4 +1,4 @@
-"""On a GPU: the same numbers as on the CPU, compiled by inductor, captured in a graph, and never a wait."""
+"""On a GPU, losses equal the CPU, also compiled by Inductor and in a CUDA graph, without synchronisation."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def batch(step: int, device: str = "cuda") -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_eager_equals_the_cpu_without_synchronisation(name: str) -> None:
+def test_gpu_loss_equals_cpu_without_synchronisation(name: str) -> None:
     here, there = build(name), build(name, "cpu")
     for step in range(2):
         ours, theirs = batch(step), batch(step, "cpu")

@@ -150,7 +150,7 @@ def test_two_processes_equal_one(two_ranks: Any, name: str, mode: str) -> None:
 
 
 def test_gpu_tensors_use_the_collectives_of_torch() -> None:
-    """On tensors without numbers, in a group without processes: the names of these functions, and their shapes."""
+    """Use meta tensors and a fake process group: only the collectives and their shapes are checked."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
@@ -163,14 +163,14 @@ def test_gpu_tensors_use_the_collectives_of_torch() -> None:
 
 
 def test_eval_mode_uses_no_collectives(two_ranks: Any) -> None:
-    """Validation on rank 0 alone must not hang, and sees only its own samples."""
+    """Validation on rank 0 alone must not hang and uses only its own samples."""
     for name, value in two_ranks(FAST)[0]["eval"].items():
         torch.testing.assert_close(value, evaluate(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_uneven_ranks_are_exact_or_raise(two_ranks: Any, name: str) -> None:
-    """A loss that only needs sums takes any division of the batch; one that joins the batch says what it needs."""
+    """A loss that needs only sums accepts uneven batches; one that gathers the batch raises."""
     first, second = (results["uneven"][name] for results in two_ranks(FAST))
     if isinstance(first, str):
         assert first == second

@@ -1,4 +1,4 @@
-"""No test of the data room reaches a network other than this machine."""
+"""Prevent tests of data sets from accessing the network."""
 
 import urllib.request
 
@@ -7,12 +7,12 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch, tmp_path):
-    ask = urllib.request.urlopen
+    urlopen = urllib.request.urlopen
 
-    def only_here(request, *args, **kwargs):
-        assert request.host.startswith("127.0.0.1"), f"a test asked {request.full_url}"
-        return ask(request, *args, **kwargs)
+    def open_local_url(request, *args, **kwargs):
+        assert request.host.startswith("127.0.0.1"), f"a test requested {request.full_url}"
+        return urlopen(request, *args, **kwargs)
 
-    monkeypatch.setattr(urllib.request, "urlopen", only_here)
+    monkeypatch.setattr(urllib.request, "urlopen", open_local_url)
     monkeypatch.setenv("FEDLAS_DATA", str(tmp_path / "root"))
     monkeypatch.setattr("fedlas.data.fashion_mnist.FashionMNIST.folders", ("fashion-mnist", "FashionMNIST/raw"))

@@ -1,4 +1,4 @@
-"""What every data set of the catalogue can do, asked of each of them."""
+"""Contract of every data set in the catalogue."""
 
 import re
 
@@ -22,17 +22,17 @@ def name(request):
     return request.param
 
 
-def test_every_entry_has_a_twin():
+def test_every_data_set_has_a_synthetic_twin():
     assert set(twins.TWINS) == set(NAMES)
 
 
-def test_the_catalogue_knows_all_ten():
+def test_catalogue_lists_all_data_sets():
     assert len(NAMES) >= 10
     assert fedlas.data.CIFAR10 is RECORDS["cifar10"].cls
     assert "CIFAR10" in dir(fedlas.data)
 
 
-def test_the_record_tells_what_it_is(name):
+def test_record_has_summary_citation_and_common_keywords(name):
     record = RECORDS[name]
     assert record.name == name
     assert re.fullmatch(r"[A-Z].*\.", record.summary)
@@ -40,14 +40,14 @@ def test_the_record_tells_what_it_is(name):
     assert {"root", "seed", "download", "progress"} <= set(record.keywords)
 
 
-def test_building_reads_nothing(name, tmp_path):
+def test_building_a_data_set_reads_no_files(name, tmp_path):
     data = fedlas.build_data(name, root=tmp_path / "nowhere", **OPTIONS.get(name, {}))
     assert not (tmp_path / "nowhere").exists()
     assert "nowhere" in repr(data)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_without_files_it_says_what_to_put_where(name, tmp_path):
+def test_missing_files_error_names_folder_url_and_checksum(name, tmp_path):
     data = fedlas.build_data(name, root=tmp_path / "nowhere", download=False, **OPTIONS.get(name, {}))
     with pytest.raises(MissingFileError, match=re.escape(str(tmp_path / "nowhere"))) as caught:
         data.split("train")
@@ -55,18 +55,18 @@ def test_without_files_it_says_what_to_put_where(name, tmp_path):
         assert re.search(r"https?://\S+ .*MD5 \w{32}", str(caught.value))
 
 
-def test_a_wrong_keyword_is_named(name):
+def test_misspelt_keyword_raises_with_a_suggestion(name):
     with pytest.raises(TypeError, match=f"'{name}'.*'sed'.*'seed'"):
         fedlas.build_data(name, sed=1)
 
 
 @pytest.mark.parametrize("seed", [-1, 1 << 32])
-def test_a_seed_is_checked(name, seed):
+def test_invalid_seed_raises(name, seed):
     with pytest.raises(ValueError, match="seed"):
         fedlas.build_data(name, seed=seed, **OPTIONS.get(name, {}))
 
 
-def test_facts_agree_with_each_other(name, tmp_path, monkeypatch):
+def test_class_names_and_transform_are_consistent(name, tmp_path, monkeypatch):
     data = twins.build(name, tmp_path, monkeypatch)
     assert len(data.class_names) == data.num_classes == len(set(data.class_names))
     assert data.title
@@ -77,7 +77,7 @@ def test_facts_agree_with_each_other(name, tmp_path, monkeypatch):
         data.transform_for("tset")
 
 
-def test_published_facts_agree_with_each_other(name):
+def test_published_class_counts_add_up_to_split_sizes(name):
     cls = RECORDS[name].cls
     for part, expected in cls.per_class.items():
         if isinstance(expected, range):
@@ -87,18 +87,18 @@ def test_published_facts_agree_with_each_other(name):
             assert sum(expected) == cls.sizes[part]
 
 
-def test_published_options_can_be_used(name, tmp_path, monkeypatch):
+def test_published_options_are_accepted(name, tmp_path, monkeypatch):
     assert set(RECORDS[name].cls.published) <= set(RECORDS[name].keywords)
     data = twins.build(name, tmp_path, monkeypatch, **RECORDS[name].cls.published)
     assert len(data.split("val"))
 
 
-def test_every_split_has_one_normalisation(name, tmp_path, monkeypatch):
+def test_all_splits_share_one_transform(name, tmp_path, monkeypatch):
     data = twins.build(name, tmp_path, monkeypatch)
     assert {data.transform_for(split) for split in data.splits} == {data.transform}
 
 
-def test_splits_are_what_they_say(name, tmp_path, monkeypatch):
+def test_splits_have_consistent_images_labels_and_index(name, tmp_path, monkeypatch):
     data = twins.build(name, tmp_path, monkeypatch)
     train, val, test = (data.split(split) for split in ("train", "val", "test"))
     for split in (train, val, test):
@@ -121,7 +121,7 @@ def test_splits_are_what_they_say(name, tmp_path, monkeypatch):
         assert torch.equal(both, whole)
 
 
-def test_labels_follow_their_images(name, tmp_path, monkeypatch):
+def test_labels_stay_aligned_with_images_after_splitting(name, tmp_path, monkeypatch):
     data = twins.build(name, tmp_path, monkeypatch)
     part = data.part("all" if name == "folder" else "train")
     whole = torch.arange(len(part.labels)) if part.index is None else part.index
@@ -134,7 +134,7 @@ def test_labels_follow_their_images(name, tmp_path, monkeypatch):
             assert same.all() if isinstance(same, torch.Tensor) else same
 
 
-def test_the_seed_decides_the_splits_and_nothing_else(name, tmp_path, monkeypatch):
+def test_seed_changes_only_the_train_val_split(name, tmp_path, monkeypatch):
     first = twins.build(name, tmp_path, monkeypatch, seed=1)
     options = {"path": "pets"} if name == "folder" else {}
     again = fedlas.build_data(name, root=tmp_path, seed=1, **options)
@@ -145,7 +145,7 @@ def test_the_seed_decides_the_splits_and_nothing_else(name, tmp_path, monkeypatc
     assert torch.equal(first.split("test").index, other.split("test").index)
 
 
-def test_both_ways_to_a_batch_give_the_same_numbers(name, tmp_path, monkeypatch):
+def test_resident_and_loader_give_equal_batches(name, tmp_path, monkeypatch):
     data = twins.build(name, tmp_path, monkeypatch)
     split = data.split("train")
     resident = Resident(split, data.transform, train=True, seed=5)
@@ -159,7 +159,7 @@ def test_both_ways_to_a_batch_give_the_same_numbers(name, tmp_path, monkeypatch)
             assert torch.equal(a, b)
 
 
-def test_evaluation_gives_the_index_of_the_data_set(name, tmp_path, monkeypatch):
+def test_evaluation_batches_have_the_index_of_the_split(name, tmp_path, monkeypatch):
     data = twins.build(name, tmp_path, monkeypatch)
     split = data.split("val")
     for batches in (
@@ -172,7 +172,7 @@ def test_evaluation_gives_the_index_of_the_data_set(name, tmp_path, monkeypatch)
 
 
 def test_ood_images_are_resized_to_the_transform_of_the_training_data(name, tmp_path, monkeypatch):
-    """Grey or coloured, small or large: what a network sees has the size and constants it was trained with."""
+    """OOD images of any size and number of channels get the size and normalisation of the training data."""
     data = twins.build(name, tmp_path / "a", monkeypatch)
     split = data.split("test")
     for home in ("cifar10", "mnist"):
@@ -185,7 +185,7 @@ def test_ood_images_are_resized_to_the_transform_of_the_training_data(name, tmp_
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_a_sample_that_is_missing_is_noticed(name, tmp_path, monkeypatch):
+def test_missing_sample_raises(name, tmp_path, monkeypatch):
     data = twins.build(name, tmp_path, monkeypatch)
     cls = RECORDS[name].cls
     monkeypatch.setattr(cls, "sizes", {part: size + 1 for part, size in cls.sizes.items()})
@@ -194,7 +194,7 @@ def test_a_sample_that_is_missing_is_noticed(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_a_class_that_lacks_samples_is_named(name, tmp_path, monkeypatch):
+def test_class_with_missing_samples_raises(name, tmp_path, monkeypatch):
     data = twins.build(name, tmp_path, monkeypatch)
     cls = RECORDS[name].cls
     monkeypatch.setattr(cls, "per_class", {"test": (*cls.per_class["test"][:-1], 99)})
@@ -205,7 +205,7 @@ def test_a_class_that_lacks_samples_is_named(name, tmp_path, monkeypatch):
         data.split("test")
 
 
-def test_a_label_out_of_range_is_noticed(name, tmp_path, monkeypatch):
+def test_out_of_range_label_raises(name, tmp_path, monkeypatch):
     data = twins.build(name, tmp_path, monkeypatch)
     with pytest.raises(DamagedFileError, match=r"labels.*0.*3000"):
         data.check("test", torch.tensor(np.array([0, 3000])))

@@ -1,4 +1,4 @@
-"""The official layouts are read as published, and what is damaged or malicious is named and refused."""
+"""Official file formats are read as published; damaged or malicious files raise."""
 
 import builtins
 import gzip
@@ -30,7 +30,7 @@ def named(path: Path) -> str:
 
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("shape", [(7,), (3, 4, 5)])
-def test_idx_is_read(tmp_path, compressed, shape):
+def test_read_idx_reads_plain_and_compressed_files(tmp_path, compressed, shape):
     array = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
     path = tmp_path / ("a.gz" if compressed else "a")
     twins.idx(path, array, compressed)
@@ -38,7 +38,7 @@ def test_idx_is_read(tmp_path, compressed, shape):
 
 
 @pytest.mark.parametrize("keep", [0, 3, 4, 9, 16, 40, 75])
-def test_a_truncated_idx_file_is_named(tmp_path, keep):
+def test_truncated_idx_file_raises(tmp_path, keep):
     path = tmp_path / "images"
     twins.idx(path, np.zeros((3, 4, 5), np.uint8), compressed=False)
     path.write_bytes(path.read_bytes()[:keep])
@@ -46,7 +46,7 @@ def test_a_truncated_idx_file_is_named(tmp_path, keep):
         read_idx(path)
 
 
-def test_what_comes_after_an_idx_array_is_noticed(tmp_path):
+def test_trailing_bytes_after_an_idx_array_raise(tmp_path):
     path = tmp_path / "images"
     twins.idx(path, np.zeros((3, 4, 5), np.uint8), compressed=False)
     path.write_bytes(path.read_bytes() + b"x")
@@ -55,7 +55,7 @@ def test_what_comes_after_an_idx_array_is_noticed(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-9], lambda b: b[:30] + b"xxxx" + b[34:], lambda _: b"no gzip"])
-def test_a_damaged_compressed_file_is_named(tmp_path, damage):
+def test_damaged_gzip_file_raises(tmp_path, damage):
     path = tmp_path / "images.gz"
     twins.idx(path, np.random.default_rng(0).integers(0, 256, (30, 40), np.uint8), compressed=True)
     path.write_bytes(damage(path.read_bytes()))
@@ -63,14 +63,14 @@ def test_a_damaged_compressed_file_is_named(tmp_path, damage):
         read_idx(path)
 
 
-def test_idx_of_other_numbers_is_refused(tmp_path):
+def test_idx_file_of_another_dtype_raises(tmp_path):
     (tmp_path / "a").write_bytes(struct.pack(">BBBBI", 0, 0, 13, 1, 1) + b"\0\0\0\0")
     with pytest.raises(DamagedFileError, match="00 00 0d 01"):
         read_idx(tmp_path / "a")
 
 
-def test_the_checksum_is_that_of_the_content(tmp_path, monkeypatch):
-    """Debian compresses the files anew, so the compressed bytes have another checksum there."""
+def test_idx_checksum_is_of_the_decompressed_content(tmp_path, monkeypatch):
+    """Debian recompresses the files, so their compressed bytes have another checksum."""
     data = twins.build("fashion_mnist", tmp_path, monkeypatch)
     path = tmp_path / "fashion-mnist" / "train-images-idx3-ubyte.gz"
     path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()), compresslevel=1, mtime=1))
@@ -78,7 +78,7 @@ def test_the_checksum_is_that_of_the_content(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("folder", ["FashionMNIST/raw", "debian"])
-def test_other_places_are_searched(tmp_path, monkeypatch, folder):
+def test_fashion_mnist_is_found_in_alternative_folders(tmp_path, monkeypatch, folder):
     data = twins.build("fashion_mnist", tmp_path, monkeypatch)
     monkeypatch.setattr(type(data), "folders", ("fashion-mnist", "FashionMNIST/raw", str(tmp_path / "debian")))
     (tmp_path / folder).parent.mkdir(exist_ok=True)
@@ -86,13 +86,13 @@ def test_other_places_are_searched(tmp_path, monkeypatch, folder):
     assert len(data.split("test")) == 10 * twins.TEST
 
 
-def test_debians_folder_is_the_real_one():
+def test_fashion_mnist_searches_the_debian_package_folder():
     """Seen in the file list of the package dataset-fashion-mnist 0.0~git20200523; conftest points it elsewhere."""
     source = Path(fedlas.data.__file__).with_name("fashion_mnist.py").read_text(encoding="utf-8")
     assert '"/usr/share/datasets/fashion-mnist"' in source
 
 
-def test_changed_pixels_are_noticed(tmp_path, monkeypatch):
+def test_changed_pixel_fails_the_checksum(tmp_path, monkeypatch):
     data = twins.build("mnist", tmp_path, monkeypatch)
     path = tmp_path / "mnist" / "t10k-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:-1] + b"\x07")
@@ -103,7 +103,7 @@ def test_changed_pixels_are_noticed(tmp_path, monkeypatch):
 # CIFAR
 
 
-def test_cifar_records_are_red_green_blue_planes(tmp_path):
+def test_cifar_binary_records_are_rgb_planes(tmp_path):
     record = bytes([9, 7]) + bytes([1] * 1024) + bytes([2] * 1024) + bytes([3] * 1023) + b"\xff"
     (tmp_path / "a").write_bytes(record * 2)
     images, labels = read_cifar_binary(tmp_path / "a", 2)
@@ -114,13 +114,13 @@ def test_cifar_records_are_red_green_blue_planes(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 3073 + b"y"])
-def test_records_that_do_not_add_up_are_noticed(tmp_path, content):
+def test_cifar_file_with_partial_records_raises(tmp_path, content):
     (tmp_path / "a").write_bytes(content)
     with pytest.raises(DamagedFileError, match="3073"):
         read_cifar_binary(tmp_path / "a", 1)
 
 
-def test_a_truncated_batch_is_named(tmp_path, monkeypatch):
+def test_truncated_cifar_batch_raises(tmp_path, monkeypatch):
     data = twins.build("cifar10", tmp_path, monkeypatch)
     path = tmp_path / "cifar-10-batches-bin" / "data_batch_3.bin"
     path.write_bytes(path.read_bytes()[:-3073])
@@ -129,7 +129,7 @@ def test_a_truncated_batch_is_named(tmp_path, monkeypatch):
     assert len(data.split("test"))
 
 
-def test_a_batch_that_is_missing_is_named(tmp_path, monkeypatch):
+def test_missing_cifar_batch_raises(tmp_path, monkeypatch):
     data = twins.build("cifar10", tmp_path, monkeypatch)
     (tmp_path / "cifar-10-batches-bin" / "data_batch_3.bin").unlink()
     with pytest.raises(MissingFileError, match=r"data_batch_3\.bin"):
@@ -137,7 +137,7 @@ def test_a_batch_that_is_missing_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
-def test_the_pickled_version_equals_the_binary_one(tmp_path, monkeypatch, name):
+def test_cifar_pickle_and_binary_versions_are_equal(tmp_path, monkeypatch, name):
     binary = twins.build(name, tmp_path, monkeypatch).part("train")
     twins.pickled_cifar(tmp_path, monkeypatch, name, protocol=4)
     pickled = fedlas.build_data(name, root=tmp_path).part("train")
@@ -164,7 +164,7 @@ def python2_pickle(images: np.ndarray, labels: list[int]) -> bytes:
     return b"\x80\x02}(" + items + b"u."
 
 
-def test_a_pickle_of_python_2_is_read(tmp_path):
+def test_python_2_pickle_is_read(tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (4, 3072), np.uint8)
     path = tmp_path / "data_batch_1"
     path.write_bytes(python2_pickle(images, [3, 1, 4, 1]))
@@ -197,8 +197,8 @@ EVIL = {
 
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("payload", EVIL)
-def test_a_malicious_pickle_does_nothing(tmp_path, payload, protocol):
-    """Even when its checksum is the one we expect."""
+def test_malicious_pickle_is_not_executed(tmp_path, payload, protocol):
+    """Also if its checksum is the expected one."""
     path = tmp_path / "data_batch_1"
     path.write_bytes(pickle.dumps(EVIL[payload], protocol))
     called = "exec|open|getattr|fromfile|default_rng|set|encode"
@@ -206,15 +206,15 @@ def test_a_malicious_pickle_does_nothing(tmp_path, payload, protocol):
         read_cifar_pickle(path, "labels", twins.md5(path))
 
 
-def test_a_list_that_holds_itself_ends():
+def test_self_referential_pickle_terminates():
     circle: list = []
     circle.append(circle)
     made = plain_unpickled(pickle.dumps(circle, 2), Path("batch"))
     assert made[0] is made
 
 
-def test_a_pickle_cannot_ask_for_memory():
-    """An array comes with its contents; its class alone cannot be called."""
+def test_pickle_cannot_allocate_arrays_without_content():
+    """A pickled array must include its contents; the array class cannot be called otherwise."""
     for payload in (Evil(np.ndarray, (1 << 20,)), Evil(_reconstruct, np.ndarray, (1 << 20,), b"b")):
         for protocol in (2, 4):
             with pytest.raises(DamagedFileError, match="batch"):
@@ -224,7 +224,7 @@ def test_a_pickle_cannot_ask_for_memory():
         plain_unpickled(pickle.dumps(hidden, 4), Path("batch"))
 
 
-def test_a_pickle_with_another_checksum_is_not_even_opened(tmp_path, monkeypatch):
+def test_pickle_with_a_wrong_checksum_is_not_opened(tmp_path, monkeypatch):
     path = tmp_path / "data_batch_1"
     path.write_bytes(pickle.dumps({"data": 1}))
     monkeypatch.setattr("fedlas.data.base.formats.plain_unpickled", lambda *_: pytest.fail("it was opened"))
@@ -246,7 +246,7 @@ def test_a_pickle_with_another_checksum_is_not_even_opened(tmp_path, monkeypatch
         pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 2]})[:-40],
     ],
 )
-def test_a_pickle_that_is_no_batch_is_named(tmp_path, content):
+def test_pickle_of_other_content_raises(tmp_path, content):
     path = tmp_path / "data_batch_1"
     path.write_bytes(content)
     with pytest.raises(DamagedFileError, match=named(path)):
@@ -256,14 +256,14 @@ def test_a_pickle_that_is_no_batch_is_named(tmp_path, content):
 # SVHN
 
 
-def test_ten_is_the_digit_zero(tmp_path, monkeypatch):
+def test_svhn_label_10_is_digit_0(tmp_path, monkeypatch):
     images, labels = twins.labelled(twins.TEST, 10, (32, 32, 3), 1)
     test = twins.build("svhn", tmp_path, monkeypatch).split("test")
     assert test.labels.tolist() == labels.tolist()
     assert np.array_equal(test.images.permute(0, 2, 3, 1).numpy(), images)
 
 
-def test_a_changed_mat_file_is_named(tmp_path, monkeypatch):
+def test_changed_mat_file_fails_the_checksum(tmp_path, monkeypatch):
     data = twins.build("svhn", tmp_path, monkeypatch)
     path = tmp_path / "svhn" / "test_32x32.mat"
     path.write_bytes(path.read_bytes()[:-5])
@@ -272,7 +272,7 @@ def test_a_changed_mat_file_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 500])
-def test_a_mat_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, content):
+def test_unreadable_mat_file_raises(tmp_path, monkeypatch, content):
     data = twins.build("svhn", tmp_path, monkeypatch)
     path = tmp_path / "svhn" / "test_32x32.mat"
     path.write_bytes(content)
@@ -281,7 +281,7 @@ def test_a_mat_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, content)
         data.split("test")
 
 
-def rebuilt(tmp_path, monkeypatch, **changes):
+def svhn_with_rebuilt_crops(tmp_path, monkeypatch, **changes):
     cls = twins.expect(monkeypatch, "svhn", 10)
     images, labels = twins.labelled(twins.TEST, 10, (32, 32, 3), 1)
     monkeypatch.setattr(cls, "rebuilt_md5", hashlib.md5(images.tobytes()).hexdigest())
@@ -290,8 +290,8 @@ def rebuilt(tmp_path, monkeypatch, **changes):
     return images, labels, fedlas.build_data("svhn", root=tmp_path, download=False)
 
 
-def test_the_rebuilt_crops_are_read_and_called_so(tmp_path, monkeypatch):
-    images, labels, data = rebuilt(tmp_path, monkeypatch)
+def test_svhn_rebuilt_crops_are_read_and_named_in_the_title(tmp_path, monkeypatch):
+    images, labels, data = svhn_with_rebuilt_crops(tmp_path, monkeypatch)
     assert data.title == "SVHN (rebuilt crops)"
     assert np.array_equal(data.split("test").images.permute(0, 2, 3, 1).numpy(), images)
     assert data.split("test").labels.tolist() == labels.tolist()
@@ -299,8 +299,8 @@ def test_the_rebuilt_crops_are_read_and_called_so(tmp_path, monkeypatch):
         data.split("train")
 
 
-def test_the_official_file_goes_before_the_rebuilt_crops(tmp_path, monkeypatch):
-    _, _, data = rebuilt(tmp_path, monkeypatch)
+def test_svhn_prefers_the_official_file_over_rebuilt_crops(tmp_path, monkeypatch):
+    _, _, data = svhn_with_rebuilt_crops(tmp_path, monkeypatch)
     twins.svhn(tmp_path, monkeypatch)
     (tmp_path / "svhn_rebuilt" / "test.npz").write_bytes(b"")
     assert data.title == "SVHN"
@@ -316,15 +316,15 @@ def test_the_official_file_goes_before_the_rebuilt_crops(tmp_path, monkeypatch):
         {"images": np.array([None] * 60)},
     ],
 )
-def test_damaged_rebuilt_crops_are_named(tmp_path, monkeypatch, changes):
-    _, _, data = rebuilt(tmp_path, monkeypatch, **changes)
+def test_damaged_rebuilt_crops_raise(tmp_path, monkeypatch, changes):
+    _, _, data = svhn_with_rebuilt_crops(tmp_path, monkeypatch, **changes)
     with pytest.raises(DamagedFileError, match=named(tmp_path / "svhn_rebuilt" / "test.npz")):
         data.split("test")
 
 
 @pytest.mark.parametrize("content", [b"", b"nothing"])
-def test_an_archive_that_is_none_is_named(tmp_path, monkeypatch, content):
-    _, _, data = rebuilt(tmp_path, monkeypatch)
+def test_npz_file_that_is_not_an_archive_raises(tmp_path, monkeypatch, content):
+    _, _, data = svhn_with_rebuilt_crops(tmp_path, monkeypatch)
     (tmp_path / "svhn_rebuilt" / "test.npz").write_bytes(content)
     with pytest.raises(DamagedFileError, match=r"test\.npz"):
         data.split("test")
@@ -333,7 +333,7 @@ def test_an_archive_that_is_none_is_named(tmp_path, monkeypatch, content):
 # Tiny ImageNet
 
 
-def test_tiny_classes_are_ranks_of_their_names(tmp_path, monkeypatch):
+def test_tiny_imagenet_classes_are_sorted_by_name(tmp_path, monkeypatch):
     data = twins.build("tiny_imagenet", tmp_path, monkeypatch)
     assert data.class_names == ("n01", "n02", "n03")
     part = data.part("train")
@@ -344,15 +344,15 @@ def test_tiny_classes_are_ranks_of_their_names(tmp_path, monkeypatch):
     assert [path.stem for path in part.images[:4]] == ["n01_0", "n01_1", "n01_10", "n01_11"]
 
 
-def test_tiny_test_labels_come_from_the_annotations(tmp_path, monkeypatch):
-    """Someone who takes the folder `val/images` for a class gets one class, and 0.5 % right."""
+def test_tiny_imagenet_test_labels_come_from_the_annotations(tmp_path, monkeypatch):
+    """Reading the folder `val/images` as one class would give an accuracy of 0.5 %."""
     data = twins.build("tiny_imagenet", tmp_path, monkeypatch)
     test = data.split("test")
     assert test.labels.tolist() == [1, 0, 2] * twins.TEST
     assert [path.stem for path in test.images[:3]] == ["val_0", "val_1", "val_2"]
 
 
-def test_grey_images_become_coloured(tmp_path, monkeypatch):
+def test_grey_images_are_converted_to_rgb(tmp_path, monkeypatch):
     data = twins.build("tiny_imagenet", tmp_path, monkeypatch)
     split = data.split("train").decoded(data.transform)
     assert split.images.shape[1:] == (3, 64, 64)
@@ -362,7 +362,7 @@ def test_grey_images_become_coloured(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda _: b"", lambda _: b"no image"])
-def test_a_damaged_image_is_named(tmp_path, monkeypatch, damage):
+def test_damaged_image_raises_with_its_path(tmp_path, monkeypatch, damage):
     data = twins.build("tiny_imagenet", tmp_path, monkeypatch)
     path = tmp_path / "tiny-imagenet-200" / "val" / "images" / "val_4.JPEG"
     path.write_bytes(damage(path.read_bytes()))
@@ -381,7 +381,7 @@ def test_a_damaged_image_is_named(tmp_path, monkeypatch, damage):
         (lambda f: (f / "wnids.txt").write_text("n01\nn02\nn02\n"), r"wnids\.txt.*\b2 .*\b3\b"),
     ],
 )
-def test_damage_to_tiny_imagenet_is_named(tmp_path, monkeypatch, change, message):
+def test_damaged_tiny_imagenet_raises(tmp_path, monkeypatch, change, message):
     data = twins.build("tiny_imagenet", tmp_path, monkeypatch)
     change(tmp_path / "tiny-imagenet-200")
     with pytest.raises((DamagedFileError, MissingFileError), match=message):
@@ -391,7 +391,7 @@ def test_damage_to_tiny_imagenet_is_named(tmp_path, monkeypatch, change, message
 # CUB and Aircraft
 
 
-def test_cub_follows_its_lists(tmp_path, monkeypatch):
+def test_cub_classes_and_splits_follow_its_lists(tmp_path, monkeypatch):
     data = twins.build("cub200", tmp_path, monkeypatch)
     assert data.class_names == ("Bird_0", "Bird_1", "Bird_2")
     each = twins.TRAIN + twins.TEST
@@ -410,14 +410,14 @@ def test_cub_follows_its_lists(tmp_path, monkeypatch):
         (lambda f: (f / "images" / "002.Bird_1" / "bird_40.jpg").unlink(), r"\b1 .*bird_40\.jpg"),
     ],
 )
-def test_damage_to_cub_is_named(tmp_path, monkeypatch, change, message):
+def test_damaged_cub_raises(tmp_path, monkeypatch, change, message):
     data = twins.build("cub200", tmp_path, monkeypatch)
     change(tmp_path / "CUB_200_2011")
     with pytest.raises((DamagedFileError, MissingFileError), match=message):
         data.split("train")
 
 
-def test_aircraft_variants_are_in_order(tmp_path, monkeypatch):
+def test_aircraft_classes_follow_the_variants_file(tmp_path, monkeypatch):
     data = twins.build("aircraft", tmp_path, monkeypatch)
     assert data.class_names == ("707-320", "A300B4", "F/A-18 x")
     assert data.part("train").labels[:3].tolist() == [1, 0, 2]
@@ -432,7 +432,7 @@ def test_aircraft_variants_are_in_order(tmp_path, monkeypatch):
         (lambda f: (f / "images" / "0000004.jpg").unlink(), r"\b1 .*0000004\.jpg"),
     ],
 )
-def test_damage_to_aircraft_is_named(tmp_path, monkeypatch, change, message):
+def test_damaged_aircraft_raises(tmp_path, monkeypatch, change, message):
     data = twins.build("aircraft", tmp_path, monkeypatch)
     change(tmp_path / "fgvc-aircraft-2013b" / "data")
     with pytest.raises(DamagedFileError, match=message):
@@ -440,7 +440,7 @@ def test_damage_to_aircraft_is_named(tmp_path, monkeypatch, change, message):
 
 
 @pytest.mark.parametrize("name", ["cub200", "aircraft"])
-def test_selection_on_test_has_to_be_asked_for(tmp_path, monkeypatch, name):
+def test_validation_on_the_test_split_is_opt_in(tmp_path, monkeypatch, name):
     data = twins.build(name, tmp_path, monkeypatch)
     assert data.split("val").labels.bincount().tolist() == [twins.TRAIN // 10] * 3
     assert not set(data.split("val").images) & set(data.split("test").images)
@@ -464,7 +464,7 @@ def test_natural_images_are_cropped_as_in_the_paper(name):
     assert fedlas.build_data(name, normalisation="half").transform.std == (0.5, 0.5, 0.5)
 
 
-def test_images_are_resized_whatever_their_shape(tmp_path):
+def test_decode_resizes_images_of_any_shape(tmp_path):
     Image.fromarray(np.full((10, 40, 3), 200, np.uint8)).save(tmp_path / "a.png")
     from fedlas.data.base.images import Transform, decode
 

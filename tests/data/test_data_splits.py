@@ -1,4 +1,4 @@
-"""Splits are the published ones, to the sample."""
+"""Splits equal the published ones sample by sample."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ TINY_VAL = {
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
 @pytest.mark.parametrize("seed", CIFAR_VAL)
-def test_the_splits_of_cifar_are_the_published_ones(name, seed):
+def test_cifar_splits_equal_the_published_ones(name, seed):
     data = fedlas.build_data(name, seed=seed)
     train, val = data.halves(torch.zeros(data.sizes["train"], dtype=torch.int64))
     first, total = CIFAR_VAL[seed]
@@ -36,7 +36,7 @@ def test_the_splits_of_cifar_are_the_published_ones(name, seed):
 
 
 @pytest.mark.parametrize("seed", TINY_VAL)
-def test_the_splits_of_tiny_imagenet_are_the_published_ones(seed):
+def test_tiny_imagenet_splits_equal_the_published_ones(seed):
     data = fedlas.build_data("tiny_imagenet", seed=seed)
     train, val = data.halves(torch.arange(200).repeat_interleave(500))
     first, total = TINY_VAL[seed]
@@ -45,8 +45,8 @@ def test_the_splits_of_tiny_imagenet_are_the_published_ones(seed):
     assert int(val.sum()) == total
 
 
-def test_a_whole_data_set_gives_the_published_split(tmp_path, monkeypatch):
-    """From files on disk to `index`, with 500 images of each class that hold next to nothing."""
+def test_tiny_imagenet_files_give_the_published_split(tmp_path, monkeypatch):
+    """Read files from disk up to `index`, with 500 one-pixel images per class."""
     from PIL import Image
 
     twins.expect(monkeypatch, "tiny_imagenet", 1, train=500)
@@ -64,19 +64,19 @@ def test_a_whole_data_set_gives_the_published_split(tmp_path, monkeypatch):
     assert [path.stem for path in val.images[:5]] == [f"n01_{names[n]}" for n in TINY_VAL[1][0]]
 
 
-def test_a_tenth_of_each_class_is_held_out():
+def test_held_out_of_each_class_takes_a_tenth_per_class():
     labels = torch.tensor([0] * 30 + [1] * 29 + [2] * 66 + [3])[torch.randperm(126)]
     train, val = held_out_of_each_class(labels, 7, 0.1)
     assert labels[val].bincount(minlength=4).tolist() == [3, 3, 7, 0]
     assert sorted([*train.tolist(), *val.tolist()]) == list(range(126))
 
 
-def test_nothing_can_be_split():
+def test_splitting_no_samples_gives_empty_splits():
     for split in (held_out, held_out_of_each_class):
         assert [len(half) for half in split(torch.empty(0, dtype=torch.int64), 1, 0.1)] == [0, 0]
 
 
-def test_the_published_normalisation_of_cifar100_has_to_be_asked_for():
+def test_cifar100_official_test_normalisation_is_opt_in():
     plain, official = (fedlas.build_data("cifar100", official_test_normalisation=on) for on in (False, True))
     assert plain.transform_for("test").mean == (0.4914, 0.4822, 0.4465)
     assert official.transform_for("train") == official.transform_for("val") == plain.transform
@@ -85,7 +85,7 @@ def test_the_published_normalisation_of_cifar100_has_to_be_asked_for():
     assert (test.size, test.pad, test.flip) == (32, 4, True)
 
 
-def test_published_constants():
+def test_transforms_have_the_published_constants():
     transforms = {record.name: getattr(record.cls, "transform", None) for record in fedlas.list_data()}
     cifar = Transform(
         size=32, channels=3, mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010), pad=4, flip=True
@@ -100,7 +100,7 @@ def test_published_constants():
 # Digits
 
 
-def test_digits_need_nothing(tmp_path):
+def test_digits_need_no_files(tmp_path):
     data = fedlas.build_data("digits", root=tmp_path / "nowhere", download=False)
     sizes = {split: len(data.split(split)) for split in data.splits}
     assert sizes == {"train": 800, "val": 200, "test": 797}
@@ -110,15 +110,15 @@ def test_digits_need_nothing(tmp_path):
     assert abs(images.std() - data.transform.std[0]) < 1e-3
 
 
-def test_digits_are_those_of_scikit_learn_however_they_are_read(monkeypatch):
+def test_digits_equal_those_of_scikit_learn(monkeypatch):
     found = fedlas.build_data("digits").part("train")
-    monkeypatch.setattr("fedlas.data.digits.find_spec", lambda _: None)  # as where its files lie elsewhere
+    monkeypatch.setattr("fedlas.data.digits.find_spec", lambda _: None)  # as if scikit-learn had moved its files
     asked = fedlas.build_data("digits").part("train")
     assert torch.equal(found.images, asked.images)
     assert torch.equal(found.labels, asked.labels)
 
 
-def test_pixels_of_digits_use_all_of_a_byte():
+def test_digits_pixels_span_0_to_255():
     from sklearn.datasets import load_digits
 
     part = fedlas.build_data("digits").part("test")
@@ -128,7 +128,7 @@ def test_pixels_of_digits_use_all_of_a_byte():
 
 
 @pytest.mark.parametrize("noise", [0.1, 0.25, 1.0])
-def test_label_noise_touches_training_only(noise):
+def test_label_noise_changes_only_training_labels(noise):
     clean, noisy = (fedlas.build_data("digits", label_noise=share) for share in (0.0, noise))
     assert torch.equal(clean.split("train").index, noisy.split("train").index)
     wrong = clean.split("train").labels != noisy.split("train").labels
@@ -140,13 +140,13 @@ def test_label_noise_touches_training_only(noise):
     assert other.split("train").labels.tolist() != noisy.split("train").labels.tolist()
 
 
-def test_noise_goes_to_every_other_class():
+def test_label_noise_covers_every_other_class():
     clean, noisy = (fedlas.build_data("digits", label_noise=share).split("train").labels for share in (0.0, 1.0))
     assert ((noisy - clean) % 10).bincount(minlength=10).min() == 0
     assert ((noisy - clean) % 10).bincount(minlength=10)[1:].min() > 60
 
 
-def test_few_samples():
+def test_train_samples_limits_only_the_training_split():
     few = fedlas.build_data("digits", train_samples=50, label_noise=0.2)
     assert len(few.split("train")) == 50
     assert len(few.split("val")) == 200
@@ -157,7 +157,7 @@ def test_few_samples():
 @pytest.mark.parametrize(
     "options", [{"train_samples": 0}, {"train_samples": 801}, {"label_noise": -0.1}, {"label_noise": 1.1}]
 )
-def test_options_of_digits_are_checked(options):
+def test_invalid_digits_options_raise(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         fedlas.build_data("digits", **options)
 
@@ -165,7 +165,7 @@ def test_options_of_digits_are_checked(options):
 # Where data lies
 
 
-def test_the_root_is_given_or_comes_from_the_environment(monkeypatch, tmp_path):
+def test_data_root_follows_argument_then_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("FEDLAS_DATA", str(tmp_path / "a"))
     assert data_root() == tmp_path / "a"
     assert data_root(tmp_path / "b") == tmp_path / "b"
@@ -182,13 +182,13 @@ def test_the_root_is_given_or_comes_from_the_environment(monkeypatch, tmp_path):
     "wrong",
     [{"size": 9}, {"channels": 2}, {"mean": (0.5,)}, {"std": (0.5, 0.5, 0.0)}, {"pad": -1}, {"size": 0}],
 )
-def test_a_transform_is_checked(wrong):
+def test_invalid_transform_raises(wrong):
     right = {"size": 8, "resize": 8, "channels": 3, "mean": (0.5,) * 3, "std": (0.5,) * 3}
     with pytest.raises(ValueError, match=r"channels|std|pixels"):
         Transform(**(right | wrong))
 
 
-def test_a_split_whose_columns_differ_in_length_is_an_error():
+def test_split_columns_of_different_lengths_raise():
     split = fedlas.build_data("digits").split("val")
     with pytest.raises(ValueError, match="1 images, 200 labels, 200 indices"):
         type(split)("val", (Path("a.png"),), split.labels, split.index, split.class_names, "digits")

@@ -1,4 +1,4 @@
-"""Files are fetched once, whole, and checked; what goes wrong says what to do."""
+"""Files are downloaded once, completely and verified; errors say what to do."""
 
 import gzip
 import hashlib
@@ -69,27 +69,27 @@ def server():
 
 
 def source(server, path="/a.bin", md5=None):
-    return sourced(server.files.get(path, b""), server.url + path, md5=md5)
+    return source_with_checksums(server.files.get(path, b""), server.url + path, md5=md5)
 
 
-def sourced(content, *urls, md5=None):
+def source_with_checksums(content, *urls, md5=None):
     """Describe a file with both checksums, without which plain HTTP gives a warning."""
     return Source(urls, md5 or hashlib.md5(content).hexdigest(), hashlib.sha256(content).hexdigest())
 
 
-def left_in(folder: Path) -> list[str]:
+def file_names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
 
 
-def test_a_fetched_file_is_on_disk_before_it_gets_its_name(server, tmp_path, monkeypatch):
+def test_download_is_fsynced_before_it_is_renamed(server, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(fetching.os, "fsync", lambda _: seen.append(left_in(tmp_path)))
+    monkeypatch.setattr(fetching.os, "fsync", lambda _: seen.append(file_names_in(tmp_path)))
     fetch(source(server), tmp_path)
     assert seen == [["a.bin.part"]]
-    assert left_in(tmp_path) == ["a.bin"]
+    assert file_names_in(tmp_path) == ["a.bin"]
 
 
-def test_a_file_is_fetched_with_progress_and_only_once(server, tmp_path, monkeypatch):
+def test_file_is_downloaded_once_with_progress(server, tmp_path, monkeypatch):
     monkeypatch.setattr(fetching, "BLOCK", 100_000)
     calls = []
     for _ in range(2):
@@ -98,23 +98,23 @@ def test_a_file_is_fetched_with_progress_and_only_once(server, tmp_path, monkeyp
     assert [seen[1] for seen in calls] == [100_000, 200_000, 300_000, 400_000, 500_000, 512_000]
     assert {(seen[0], seen[2]) for seen in calls} == {("a.bin", 512_000)}
     assert len(server.asked) == 1
-    assert left_in(tmp_path / "new") == ["a.bin"]
+    assert file_names_in(tmp_path / "new") == ["a.bin"]
 
 
-def test_a_broken_fetch_goes_on_where_it_stopped(server, tmp_path):
+def test_partial_download_is_resumed(server, tmp_path):
     (tmp_path / "a.bin.part").write_bytes(CONTENT[:1000])
     assert fetch(source(server), tmp_path).read_bytes() == CONTENT
     assert server.asked == [("/a.bin", "bytes=1000-")]
-    assert left_in(tmp_path) == ["a.bin"]
+    assert file_names_in(tmp_path) == ["a.bin"]
 
 
-def test_a_connection_that_breaks_is_taken_up_again(server, tmp_path):
+def test_broken_connection_is_resumed(server, tmp_path):
     server.break_after = [1000, 2000]
     assert fetch(source(server), tmp_path).read_bytes() == CONTENT
     assert [wanted for _, wanted in server.asked] == [None, "bytes=1000-", "bytes=3000-"]
 
 
-def test_after_many_breaks_what_came_is_kept(server, tmp_path):
+def test_partial_file_is_kept_after_repeated_failures(server, tmp_path):
     server.break_after = [1000] * 3
     with pytest.raises(MissingFileError, match=r"1000.*512000.*a\.bin"):
         fetch(source(server), tmp_path)
@@ -122,42 +122,42 @@ def test_after_many_breaks_what_came_is_kept(server, tmp_path):
     assert fetch(source(server), tmp_path).read_bytes() == CONTENT
 
 
-def test_a_server_without_ranges_starts_over(server, tmp_path):
+def test_download_restarts_if_the_server_has_no_ranges(server, tmp_path):
     server.ranges = False
     (tmp_path / "a.bin.part").write_bytes(b"something else")
     assert fetch(source(server), tmp_path).read_bytes() == CONTENT
 
 
-def test_a_server_that_does_not_tell_the_length(server, tmp_path):
+def test_download_works_without_content_length(server, tmp_path):
     server.lengths = False
     calls = []
     assert fetch(source(server), tmp_path, progress=lambda *seen: calls.append(seen[2])).read_bytes() == CONTENT
     assert set(calls) == {None}
 
 
-def test_a_part_that_is_already_complete(server, tmp_path):
+def test_complete_partial_file_is_accepted(server, tmp_path):
     (tmp_path / "a.bin.part").write_bytes(CONTENT)
     assert fetch(source(server), tmp_path).read_bytes() == CONTENT
 
 
-def test_a_wrong_part_is_thrown_away(server, tmp_path):
+def test_wrong_partial_file_is_discarded(server, tmp_path):
     (tmp_path / "a.bin.part").write_bytes(b"x" * 1000)
     assert fetch(source(server), tmp_path).read_bytes() == CONTENT
     assert [wanted for _, wanted in server.asked] == ["bytes=1000-", None]
 
 
-def test_a_wrong_checksum_leaves_nothing(server, tmp_path):
+def test_wrong_checksum_leaves_no_file(server, tmp_path):
     with pytest.raises(MissingFileError, match=f"MD5 {hashlib.md5(CONTENT).hexdigest()}"):
         fetch(source(server, md5="0" * 32), tmp_path)
-    assert left_in(tmp_path) == []
+    assert file_names_in(tmp_path) == []
 
 
-def test_a_file_with_the_right_md5_and_the_wrong_sha256_is_refused(server, tmp_path):
-    """Two files can be made that have one MD5."""
+def test_wrong_sha256_raises_despite_a_correct_md5(server, tmp_path):
+    """MD5 collisions can be constructed."""
     forged = Source((f"{server.url}/a.bin",), hashlib.md5(CONTENT).hexdigest(), "0" * 64)
     with pytest.raises(MissingFileError, match=f"SHA-256 {hashlib.sha256(CONTENT).hexdigest()}"):
         fetch(forged, tmp_path)
-    assert left_in(tmp_path) == []
+    assert file_names_in(tmp_path) == []
     (tmp_path / "x.tar.gz").write_bytes(tar_of({"inside/b.txt": b"hello"}))
     archive = Source(("https://example.org/x.tar.gz",), md5_of(tmp_path / "x.tar.gz"), "0" * 64)
     with pytest.raises(DamagedFileError, match=r"x\.tar\.gz.*SHA-256.*0{64}"):
@@ -167,14 +167,14 @@ def test_a_file_with_the_right_md5_and_the_wrong_sha256_is_refused(server, tmp_p
         fetching.checked_bytes(tmp_path / "a.mat", hashlib.md5(CONTENT).hexdigest(), "0" * 64)
 
 
-def test_plain_http_and_an_md5_alone_give_a_warning(server, tmp_path):
+def test_plain_http_with_md5_only_warns(server, tmp_path):
     weak = Source((f"{server.url}/a.bin",), hashlib.md5(CONTENT).hexdigest())
     with pytest.warns(UserWarning, match=r"/a\.bin.*TLS.*MD5"):
         fetch(weak, tmp_path)
-    fetch(weak, tmp_path)  # it is there: nothing is fetched, and nobody warned
+    fetch(weak, tmp_path)  # the file exists: no download and no warning
 
 
-def test_what_may_come_without_tls_has_a_sha256(tmp_path, monkeypatch):
+def test_sources_without_tls_have_a_sha256(tmp_path, monkeypatch):
     asked = []
 
     def note(wanted, *_, **__):
@@ -196,42 +196,42 @@ def test_what_may_come_without_tls_has_a_sha256(tmp_path, monkeypatch):
         assert set(cls.sha256) == set(cls.files)
 
 
-def test_another_address_is_tried(server, tmp_path):
+def test_next_mirror_is_tried_after_a_404(server, tmp_path):
     server.files["/b/a.bin"] = CONTENT
-    both = sourced(CONTENT, f"{server.url}/gone/a.bin", f"{server.url}/b/a.bin")
+    both = source_with_checksums(CONTENT, f"{server.url}/gone/a.bin", f"{server.url}/b/a.bin")
     assert fetch(both, tmp_path).read_bytes() == CONTENT
     assert [path for path, _ in server.asked] == ["/gone/a.bin", "/b/a.bin"]
 
 
-def test_a_file_that_is_gone(server, tmp_path):
+def test_http_404_is_not_retried(server, tmp_path):
     with pytest.raises(MissingFileError, match=r"404.*gone\.bin.*http"):
         fetch(source(server, "/gone.bin"), tmp_path)
     assert len(server.asked) == 1
 
 
-def test_offline(tmp_path):
+def test_refused_connection_error_names_file_and_url(tmp_path):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-    lonely = sourced(b"", f"http://127.0.0.1:{port}/a.bin")
+    lonely = source_with_checksums(b"", f"http://127.0.0.1:{port}/a.bin")
     with pytest.raises(MissingFileError, match=rf"{tmp_path}/a\.bin.*refused.*{tmp_path}.*http://127.0.0.1:{port}"):
         fetch(lonely, tmp_path)
 
 
-def test_download_may_be_off(server, tmp_path):
+def test_download_false_makes_no_request(server, tmp_path):
     with pytest.raises(MissingFileError, match="download"):
         fetch(source(server), tmp_path, download=False)
     assert server.asked == []
     assert not (tmp_path / "new").exists()
 
 
-def test_a_folder_that_cannot_be_written_to(server, tmp_path):
+def test_unwritable_download_folder_raises(server, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(MissingFileError, match=r"file/a\.bin"):
         fetch(source(server), tmp_path / "file")
 
 
-def test_other_addresses_are_refused(tmp_path):
+def test_file_url_raises(tmp_path):
     with pytest.raises(ValueError, match="file:///etc/passwd"):
         fetch(Source(("file:///etc/passwd",), "0" * 32), tmp_path)
 
@@ -240,7 +240,7 @@ def fetch_in_process(wanted, folder, done):
     done.put(str(fetch(wanted, Path(folder))))
 
 
-def test_two_processes_fetch_once(server, tmp_path):
+def test_concurrent_processes_download_once(server, tmp_path):
     server.delay = 0.3
     context = multiprocessing.get_context("fork")
     done = context.Queue()
@@ -260,7 +260,7 @@ def hold(path, ready, go):
         go.wait(120)
 
 
-def test_a_lock_dies_with_its_process(tmp_path):
+def test_lock_is_released_when_its_process_is_killed(tmp_path):
     context = multiprocessing.get_context("fork")
     ready, go = context.Event(), context.Event()
     process = context.Process(target=hold, args=(str(tmp_path / "a"), ready, go))
@@ -291,56 +291,56 @@ def zip_of(files: dict[str, bytes]) -> bytes:
 
 
 @pytest.mark.parametrize(("pack", "name"), [(tar_of, "/x.tar.gz"), (zip_of, "/x.zip")])
-def test_an_archive_is_fetched_and_unpacked_once(server, tmp_path, pack, name):
+def test_archive_is_downloaded_and_unpacked_once(server, tmp_path, pack, name):
     server.files[name] = pack({"inside/a/b.txt": b"hello", "other.txt": b""})
     for _ in range(2):
         folder = unpack(source(server, name), tmp_path, "inside")
     assert (folder / "a" / "b.txt").read_bytes() == b"hello"
-    assert left_in(tmp_path) == ["inside", name[1:]]
+    assert file_names_in(tmp_path) == ["inside", name[1:]]
     assert len(server.asked) == 1
 
 
-def test_an_archive_put_there_by_hand_is_used(server, tmp_path):
+def test_manually_placed_archive_is_used(server, tmp_path):
     content = tar_of({"inside/b.txt": b"hello"})
     (tmp_path / "x.tar.gz").write_bytes(content)
     wanted = Source(("https://example.org/x.tar.gz",), hashlib.md5(content).hexdigest())
     assert (unpack(wanted, tmp_path, "inside", download=False) / "b.txt").exists()
 
 
-def test_a_damaged_archive_is_named(tmp_path):
+def test_damaged_archive_raises(tmp_path):
     content = tar_of({"inside/b.txt": b"hello"})
     (tmp_path / "x.tar.gz").write_bytes(content[:-4])
     wanted = Source(("https://example.org/x.tar.gz",), hashlib.md5(content).hexdigest())
     with pytest.raises(DamagedFileError, match=rf"{tmp_path}/x\.tar\.gz.*MD5"):
         unpack(wanted, tmp_path, "inside")
-    assert left_in(tmp_path) == ["x.tar.gz"]
+    assert file_names_in(tmp_path) == ["x.tar.gz"]
 
 
-def test_an_archive_of_something_else(tmp_path):
+def test_archive_without_the_expected_folder_raises(tmp_path):
     (tmp_path / "x.tar.gz").write_bytes(tar_of({"outside/b.txt": b"hello"}))
     wanted = Source(("https://example.org/x.tar.gz",), md5_of(tmp_path / "x.tar.gz"))
     with pytest.raises(DamagedFileError, match=r"x\.tar\.gz.*inside"):
         unpack(wanted, tmp_path, "inside")
-    assert left_in(tmp_path) == ["x.tar.gz"]
+    assert file_names_in(tmp_path) == ["x.tar.gz"]
 
 
-def test_an_archive_cannot_write_elsewhere(tmp_path):
+def test_archive_cannot_write_outside_the_destination(tmp_path):
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "x.tar.gz").write_bytes(tar_of({"inside/a": b"", "../../evil.txt": b"hello"}))
     wanted = Source(("https://example.org/x.tar.gz",), md5_of(tmp_path / "root" / "x.tar.gz"))
     with pytest.raises(DamagedFileError, match=r"x\.tar\.gz.*outside the destination"):
         unpack(wanted, tmp_path / "root", "inside")
-    assert left_in(tmp_path / "root") == ["x.tar.gz"]
+    assert file_names_in(tmp_path / "root") == ["x.tar.gz"]
     assert not list(tmp_path.rglob("evil.txt"))
 
 
-def test_what_to_do_about_a_missing_archive(tmp_path):
+def test_missing_archive_error_names_url_and_destination(tmp_path):
     wanted = Source(("https://example.org/x.tar.gz",), "0" * 32)
     with pytest.raises(MissingFileError, match=rf"{tmp_path}/inside.*x\.tar\.gz.*{tmp_path}.*https://example\.org"):
         unpack(wanted, tmp_path, "inside", download=False)
 
 
-def test_a_data_set_comes_from_its_address(server, tmp_path, monkeypatch):
+def test_cifar10_is_downloaded_from_its_url(server, tmp_path, monkeypatch):
     twins.cifar(tmp_path / "made", monkeypatch, "cifar10")
     folder = tmp_path / "made" / "cifar-10-batches-bin"
     server.files["/cifar-10-binary.tar.gz"] = tar_of(
@@ -351,10 +351,10 @@ def test_a_data_set_comes_from_its_address(server, tmp_path, monkeypatch):
     data = fedlas.build_data("cifar10", root=tmp_path / "root", progress=lambda *seen: calls.append(seen))
     assert len(data.split("test")) == 10 * twins.TEST
     assert calls[-1][1] == calls[-1][2]
-    assert left_in(tmp_path / "root") == ["cifar-10-batches-bin", "cifar-10-binary.tar.gz"]
+    assert file_names_in(tmp_path / "root") == ["cifar-10-batches-bin", "cifar-10-binary.tar.gz"]
 
 
-def test_single_files_come_from_their_address(server, tmp_path, monkeypatch):
+def test_mnist_files_are_downloaded_from_their_urls(server, tmp_path, monkeypatch):
     twins.TWINS["mnist"](tmp_path / "made", monkeypatch)
     cls, files, sha256 = fedlas.data.MNIST, {}, {}
     for name, (_, content) in cls.files.items():
@@ -369,4 +369,4 @@ def test_single_files_come_from_their_address(server, tmp_path, monkeypatch):
     monkeypatch.setattr(cls, "addresses", (server.url,))
     data = fedlas.build_data("mnist", root=tmp_path / "root")
     assert len(data.split("test")) == 10 * twins.TEST
-    assert left_in(tmp_path / "root" / "mnist") == ["t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"]
+    assert file_names_in(tmp_path / "root" / "mnist") == ["t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"]

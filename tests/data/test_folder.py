@@ -1,4 +1,4 @@
-"""Anyone's own images."""
+"""Image folders and CSV files of the user."""
 
 import os
 from pathlib import Path
@@ -13,15 +13,15 @@ from fedlas.data import DamagedFileError, MissingFileError
 from fedlas.data.base.images import decode
 
 
-def pictures(folder: Path, counts: dict[str, int]) -> None:
+def write_images(folder: Path, counts: dict[str, int]) -> None:
     random = np.random.default_rng(0)
     for name, count in counts.items():
         for n in range(count):
             twins.picture(folder / name / f"{n}.png", (20, 20), random)
 
 
-def test_a_class_per_directory(tmp_path):
-    pictures(tmp_path, {"dog": 30, "cat": 20, "deep/er": 10, ".hidden": 2})
+def test_each_subdirectory_is_a_class(tmp_path):
+    write_images(tmp_path, {"dog": 30, "cat": 20, "deep/er": 10, ".hidden": 2})
     (tmp_path / "dog" / "notes.txt").write_text("no image")
     data = fedlas.build_data("folder", path=tmp_path, image_size=16)
     assert data.class_names == ("cat", "deep", "dog")
@@ -34,21 +34,21 @@ def test_a_class_per_directory(tmp_path):
 
 
 @pytest.mark.parametrize("given", [["cat", "cow", "dog"], "cat,cow,dog", "[cat, cow, dog]"])
-def test_classes_may_be_named_by_a_list_or_a_text(tmp_path, given):
-    pictures(tmp_path, {"dog": 2, "cat": 2})
+def test_class_names_accepts_a_list_or_a_string(tmp_path, given):
+    write_images(tmp_path, {"dog": 2, "cat": 2})
     data = fedlas.build_data("folder", path=tmp_path, class_names=given)
     assert data.class_names == ("cat", "cow", "dog")
     assert data.split("all").labels.tolist() == [0, 0, 2, 2]
 
 
 @pytest.mark.parametrize(("given", "why"), [("cat,dog,cat", "cat, dog, cat"), ("cat,,dog", "empty"), ("", "empty")])
-def test_empty_and_duplicate_class_names_are_refused(tmp_path, given, why):
+def test_empty_and_duplicate_class_names_raise(tmp_path, given, why):
     with pytest.raises(ValueError, match=f"class_names.*{why}"):
         fedlas.build_data("folder", path=tmp_path, class_names=given)
 
 
-def test_too_few_images_for_a_split_are_named(tmp_path):
-    pictures(tmp_path, {"dog": 3, "cat": 4})
+def test_too_few_images_for_a_split_raise(tmp_path):
+    write_images(tmp_path, {"dog": 3, "cat": 4})
     data = fedlas.build_data("folder", path=tmp_path)
     for name in ("val", "test"):
         with pytest.raises(ValueError, match=f"{name}.*cat 4, dog 3"):
@@ -56,52 +56,52 @@ def test_too_few_images_for_a_split_are_named(tmp_path):
     assert len(data.split("all")) == 7
 
 
-def test_splits_that_are_given(tmp_path):
-    pictures(tmp_path / "train", {"a": 20, "b": 20})
-    pictures(tmp_path / "test", {"a": 3, "c": 4})
+def test_split_directories_define_the_splits(tmp_path):
+    write_images(tmp_path / "train", {"a": 20, "b": 20})
+    write_images(tmp_path / "test", {"a": 3, "c": 4})
     data = fedlas.build_data("folder", path=tmp_path)
     assert data.class_names == ("a", "b", "c")
     with pytest.warns(UserWarning, match=f"{tmp_path}.*: c$"):
         train = data.split("train")
-    pictures(tmp_path / "train", {"c": 10})
+    write_images(tmp_path / "train", {"c": 10})
     data = fedlas.build_data("folder", path=tmp_path)
     assert {split: len(data.split(split)) for split in data.splits} == {"train": 45, "val": 5, "test": 7, "all": 57}
-    pictures(tmp_path / "val", {"a": 5})
+    write_images(tmp_path / "val", {"a": 5})
     data = fedlas.build_data("folder", path=tmp_path)
     assert {split: len(data.split(split)) for split in data.splits} == {"train": 50, "val": 5, "test": 7, "all": 62}
     assert "train" in train.images[0].parts
 
 
 @pytest.mark.parametrize(("name", "meant"), [("Train", "train"), ("valid", "val"), ("Validation", "val")])
-def test_splits_with_other_names_are_no_classes(tmp_path, name, meant):
-    pictures(tmp_path / name, {"a": 2, "b": 2})
-    pictures(tmp_path / "test", {"a": 2, "b": 2})
+def test_misnamed_split_directory_raises_with_a_suggestion(tmp_path, name, meant):
+    write_images(tmp_path / name, {"a": 2, "b": 2})
+    write_images(tmp_path / "test", {"a": 2, "b": 2})
     with pytest.raises(ValueError, match=rf"{name}\b.* {meant}"):
         fedlas.build_data("folder", path=tmp_path).split("test")
 
 
-def test_a_class_may_be_called_like_a_split(tmp_path):
-    pictures(tmp_path, {"train": 20, "bus": 20, "train/.checkpoints": 2})
+def test_class_directory_may_have_the_name_of_a_split(tmp_path):
+    write_images(tmp_path, {"train": 20, "bus": 20, "train/.checkpoints": 2})
     data = fedlas.build_data("folder", path=tmp_path)
     assert (data.class_names, len(data.split("all"))) == (("bus", "train"), 40)
-    pictures(tmp_path, {"train/steam": 3})
+    write_images(tmp_path, {"train/steam": 3})
     with pytest.warns(UserWarning, match=r"split.*bus"):
         assert fedlas.build_data("folder", path=tmp_path).class_names == ("steam",)
 
 
-def test_what_is_hidden_is_no_image(tmp_path):
-    pictures(tmp_path, {"a": 10, "b": 10, "a/.copies": 3})
+def test_hidden_files_and_folders_are_ignored(tmp_path):
+    write_images(tmp_path, {"a": 10, "b": 10, "a/.copies": 3})
     (tmp_path / "b" / "._0.png").write_text("left by another system")
     assert len(fedlas.build_data("folder", path=tmp_path).split("all")) == 20
 
 
-def test_named_classes_need_no_folder(tmp_path):
+def test_class_names_need_no_existing_folder(tmp_path):
     names = fedlas.build_data("folder", path=tmp_path / "gone", class_names=["b", "a"]).class_names
     assert names == ("b", "a")
 
 
-def test_a_split_that_is_not_given(tmp_path):
-    pictures(tmp_path / "test", {"a": 3, "c": 4})
+def test_missing_split_directory_raises(tmp_path):
+    write_images(tmp_path / "test", {"a": 3, "c": 4})
     data = fedlas.build_data("folder", path=tmp_path)
     assert len(data.split("test")) == 7
     for split in ("train", "val"):
@@ -110,12 +110,12 @@ def test_a_split_that_is_not_given(tmp_path):
 
 
 def table(folder: Path, text: str) -> Path:
-    pictures(folder, {"x": 4})
+    write_images(folder, {"x": 4})
     (folder / "list.csv").write_text(text)
     return folder / "list.csv"
 
 
-def test_a_table(tmp_path):
+def test_csv_lists_paths_labels_and_splits(tmp_path):
     path = table(tmp_path, "path,label,split\nx/0.png,10,train\nx/1.png,9,train\nx/2.png,9,test\n")
     data = fedlas.build_data("folder", path=path)
     assert data.class_names == ("9", "10")  # as numbers
@@ -125,7 +125,7 @@ def test_a_table(tmp_path):
     assert data.title == "list"
 
 
-def test_a_table_without_splits_whose_path_is_absolute(tmp_path):
+def test_csv_accepts_absolute_paths_without_splits(tmp_path):
     path = table(tmp_path, f"label,path\nb,{tmp_path}/x/0.png\na,x/1.png\n")
     data = fedlas.build_data("folder", path=path)
     assert data.split("all").labels.tolist() == [1, 0]
@@ -145,24 +145,24 @@ def test_a_table_without_splits_whose_path_is_absolute(tmp_path):
         ("path,label,split\nx/0.png,a,train\nx/1.png,a,\n", "split.*train, val.*test"),
     ],
 )
-def test_a_table_that_cannot_be_understood(tmp_path, text, message):
+def test_invalid_csv_raises(tmp_path, text, message):
     with pytest.raises(DamagedFileError, match=message):
         fedlas.build_data("folder", path=table(tmp_path, text)).split("all")
 
 
-def test_a_table_in_another_encoding_is_named(tmp_path):
+def test_csv_in_another_encoding_raises(tmp_path):
     path = table(tmp_path, "")
     path.write_bytes("path,label\nx/0.png,Kätzchen\n".encode("latin-1"))
     with pytest.raises(DamagedFileError, match=r"list\.csv.*UTF-8"):
         fedlas.build_data("folder", path=path).split("all")
 
 
-def test_an_empty_table_is_reported_as_a_table(tmp_path):
+def test_csv_without_rows_raises(tmp_path):
     with pytest.raises(DamagedFileError, match=r"list\.csv.*header"):
         fedlas.build_data("folder", path=table(tmp_path, "path,label\n")).split("all")
 
 
-def test_a_folder_that_is_nowhere_is_named_in_both_places(tmp_path, monkeypatch):
+def test_missing_folder_error_names_both_searched_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(MissingFileError, match=rf"{tmp_path}/pets\b.*{tmp_path}/root/pets\b"):
         fedlas.build_data("folder", path="pets", root=tmp_path / "root").split("all")
@@ -170,16 +170,16 @@ def test_a_folder_that_is_nowhere_is_named_in_both_places(tmp_path, monkeypatch)
         fedlas.build_data("folder", path=tmp_path / "pets").split("all")
 
 
-def test_directories_without_images_are_named(tmp_path):
-    pictures(tmp_path, {"dog": 3, "cat": 3})
+def test_directories_without_images_warn(tmp_path):
+    write_images(tmp_path, {"dog": 3, "cat": 3})
     (tmp_path / "owl").mkdir()
     with pytest.warns(UserWarning, match="owl"):
         assert fedlas.build_data("folder", path=tmp_path).class_names == ("cat", "dog")
 
 
-def test_a_pipe_is_no_image(tmp_path):
-    """Whoever opened it waited for ever."""
-    pictures(tmp_path / "images", {"a": 2, "b": 2})
+def test_pipes_and_devices_are_not_read_as_images(tmp_path):
+    """Regression: opening a pipe blocked forever."""
+    write_images(tmp_path / "images", {"a": 2, "b": 2})
     pipe = tmp_path / "images" / "a" / "p.png"
     os.mkfifo(pipe)
     (tmp_path / "images" / "a" / "folder.png").mkdir()
@@ -198,20 +198,20 @@ def test_a_pipe_is_no_image(tmp_path):
         fedlas.build_data("folder", path=tmp_path / "images").split("all")
 
 
-def test_images_side_by_side_can_be_looked_at(tmp_path):
-    """docs/train.md predicts on ~/pictures, where hardly anybody has a directory for each class."""
-    pictures(tmp_path, {"pictures": 3})
+def test_folder_without_subdirectories_is_one_class(tmp_path):
+    """docs/train.md predicts on ~/pictures, which usually has no directory per class."""
+    write_images(tmp_path, {"pictures": 3})
     data = fedlas.build_data("folder", path=tmp_path / "pictures")
     assert data.class_names == ("pictures",)
     assert len(data.split("all")) == 3
 
 
-def test_an_image_size_of_nothing_is_refused(tmp_path):
+def test_image_size_zero_raises(tmp_path):
     with pytest.raises(ValueError, match=r"image_size.*1.*0"):
         fedlas.build_data("folder", path=tmp_path, image_size=0)
 
 
-def test_what_is_missing_is_named(tmp_path):
+def test_missing_images_error_names_them(tmp_path):
     path = table(tmp_path, "path,label\nx/0.png,a\nx/77.png,a\n")
     with pytest.raises(MissingFileError, match=r"\b1 .*list\.csv.*77\.png"):
         fedlas.build_data("folder", path=path).split("all")
@@ -220,8 +220,8 @@ def test_what_is_missing_is_named(tmp_path):
         fedlas.build_data("folder", path=tmp_path / "empty").split("all")
 
 
-def test_classes_may_be_named(tmp_path):
-    pictures(tmp_path, {"dog": 3, "cat": 3})
+def test_class_names_set_order_and_number_of_classes(tmp_path):
+    write_images(tmp_path, {"dog": 3, "cat": 3})
     data = fedlas.build_data("folder", path=tmp_path, class_names=["dog", "bird", "cat"])
     assert data.num_classes == 3
     assert data.split("all").labels.tolist() == [2, 2, 2, 0, 0, 0]
@@ -229,17 +229,17 @@ def test_classes_may_be_named(tmp_path):
         fedlas.build_data("folder", path=tmp_path, class_names=["cat"]).split("all")
 
 
-def test_a_relative_path_is_below_the_root_unless_it_is_here(tmp_path, monkeypatch):
-    pictures(tmp_path / "root" / "pets", {"a": 3, "b": 3})
+def test_relative_path_prefers_the_working_directory_over_root(tmp_path, monkeypatch):
+    write_images(tmp_path / "root" / "pets", {"a": 3, "b": 3})
     monkeypatch.chdir(tmp_path)
     assert len(fedlas.build_data("folder", path="pets", root=tmp_path / "root").split("all")) == 6
-    pictures(tmp_path / "pets", {"a": 1, "b": 1})
+    write_images(tmp_path / "pets", {"a": 1, "b": 1})
     assert len(fedlas.build_data("folder", path="pets", root=tmp_path / "root").split("all")) == 2
 
 
 @pytest.mark.parametrize("ending", ["png", "tiff", "pgm"])
-def test_grey_images_of_16_bits_keep_their_greys(tmp_path, ending):
-    """Pillow cuts off at 255, so they used to be white."""
+def test_grey_16_bit_images_keep_their_levels(tmp_path, ending):
+    """Regression: Pillow clips at 255, so these images were white."""
     image = pytest.importorskip("PIL.Image")
     grey = np.linspace(0, 65535, 16 * 16).astype(np.uint16).reshape(16, 16)
     for name in ("a", "b"):
@@ -250,7 +250,7 @@ def test_grey_images_of_16_bits_keep_their_greys(tmp_path, ending):
     assert torch.equal(pixels, torch.from_numpy((grey >> 8).astype(np.uint8)).expand(3, -1, -1))
 
 
-def test_images_without_a_known_white_are_refused(tmp_path):
+def test_float_and_int32_images_raise(tmp_path):
     image = pytest.importorskip("PIL.Image")
     transform = fedlas.build_data("folder", path=tmp_path).transform
     for number, pixels in enumerate((np.ones((4, 4), np.float32), np.full((4, 4), 1 << 20, np.int32))):
@@ -259,7 +259,7 @@ def test_images_without_a_known_white_are_refused(tmp_path):
             decode(tmp_path / f"{number}.tiff", transform)
 
 
-def test_options(tmp_path):
+def test_options_set_the_transform(tmp_path):
     transform = fedlas.build_data(
         "folder", path=tmp_path, image_size=32, resize=40, normalisation="half", flip=False, antialias=False
     ).transform
@@ -270,7 +270,7 @@ def test_options(tmp_path):
 
 
 def test_the_test_split_does_not_depend_on_the_seed(tmp_path):
-    pictures(tmp_path, {"dog": 20, "cat": 20})
+    write_images(tmp_path, {"dog": 20, "cat": 20})
     one, two = (fedlas.build_data("folder", path=tmp_path, seed=seed) for seed in (1, 2))
     assert torch.equal(one.split("test").index, two.split("test").index)
     assert not set(one.split("test").index.tolist()) & set(two.split("val").index.tolist())

@@ -1,4 +1,4 @@
-"""Loaders of large images: the same batches whatever the number of workers, and what is kept on disk."""
+"""Loader of image files: batches are independent of the number of workers, and decoded images are cached on disk."""
 
 import multiprocessing
 import os
@@ -34,7 +34,7 @@ def birds(tmp_path, monkeypatch):
     return twins.build("cub200", tmp_path / "root", monkeypatch)
 
 
-def test_workers_change_nothing(birds):
+def test_worker_processes_do_not_change_batches(birds):
     split = birds.split("train")
     plain, forked = (
         Loader(split, birds.transform, batch_size=8, train=True, seed=3, workers=workers) for workers in (0, 2)
@@ -50,7 +50,7 @@ def test_workers_change_nothing(birds):
     assert same(epochs[0], batches(plain))
 
 
-def test_ranks_share_a_batch(birds):
+def test_ranks_split_each_batch(birds):
     split = birds.split("train")
     options = {"batch_size": 8, "train": True, "workers": 0}
     alone = batches(Loader(split, birds.transform, **options))
@@ -60,7 +60,7 @@ def test_ranks_share_a_batch(birds):
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
-def test_evaluation_counts_no_sample_twice(birds, world):
+def test_evaluation_loads_each_sample_once_over_all_ranks(birds, world):
     split = birds.split("test")
     loaders = [
         Loader(split, birds.transform, batch_size=4, train=False, workers=0, rank=rank, world=world)
@@ -70,20 +70,20 @@ def test_evaluation_counts_no_sample_twice(birds, world):
     assert torch.equal(seen, split.index)
 
 
-def test_more_ranks_than_samples(birds):
+def test_rank_without_samples_has_no_batches(birds):
     split = birds.split("test").picked(torch.tensor([0]))
     loader = Loader(split, birds.transform, batch_size=4, train=False, workers=0, rank=1, world=2)
     assert len(loader) == len(list(loader)) == 0
 
 
 @pytest.mark.parametrize(("drop_last", "sizes"), [(False, [20, 20, 14]), (True, [20, 20])])
-def test_the_last_batch(birds, drop_last, sizes):
+def test_drop_last_drops_the_incomplete_batch(birds, drop_last, sizes):
     loader = Loader(birds.split("train"), birds.transform, batch_size=20, train=True, workers=0, drop_last=drop_last)
     assert [len(batch.labels) for batch in loader] == sizes
     assert len(loader) == len(sizes)
 
 
-def test_dtype_and_layout(birds):
+def test_loader_applies_dtype_and_channels_last(birds):
     loader = Loader(
         birds.split("val"),
         birds.transform,
@@ -98,7 +98,7 @@ def test_dtype_and_layout(birds):
     assert images.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_decoded_images_are_kept(birds, tmp_path, monkeypatch):
+def test_decoded_images_are_cached(birds, tmp_path, monkeypatch):
     split, cache = birds.split("train"), tmp_path / "kept"
     plain = batches(Loader(split, birds.transform, batch_size=9, train=True, workers=0))
     assert same(plain, batches(Loader(split, birds.transform, batch_size=9, train=True, workers=0, cache=cache)))
@@ -111,7 +111,7 @@ def test_decoded_images_are_kept(birds, tmp_path, monkeypatch):
         split.decoded(birds.transform, cache=cache)
 
 
-def test_what_is_kept_serves_all_splits_of_a_part_and_all_seeds(birds, tmp_path, monkeypatch):
+def test_image_cache_is_shared_by_splits_and_seeds(birds, tmp_path, monkeypatch):
     cache = tmp_path / "kept"
     other = fedlas.build_data("cub200", root=birds.root, seed=7)
     plain = [data.split(name) for data in (birds, other) for name in ("train", "val")]
@@ -126,7 +126,7 @@ def test_what_is_kept_serves_all_splits_of_a_part_and_all_seeds(birds, tmp_path,
     assert len(list(cache.glob("*.npy"))) == 1
 
 
-def test_a_closed_loader_leaves_no_process_behind(birds):
+def test_closing_a_loader_ends_its_workers(birds):
     loader = Loader(birds.split("train"), birds.transform, batch_size=8, train=True, workers=2)
     passing = iter(loader)
     next(passing)  # in the middle of a pass, where a run may be stopped
@@ -139,13 +139,13 @@ def test_a_closed_loader_leaves_no_process_behind(birds):
     loader.close()
 
 
-def test_the_workers_of_an_evaluation_go_with_it(birds):
+def test_evaluation_workers_end_with_the_pass(birds):
     before = {child.pid for child in multiprocessing.active_children()}
     batches(Loader(birds.split("val"), birds.transform, batch_size=4, train=False, workers=2))
     assert {child.pid for child in multiprocessing.active_children()} <= before
 
 
-def test_batches_that_are_skipped_are_not_read(birds, monkeypatch):
+def test_skipped_batches_are_not_decoded(birds, monkeypatch):
     loader = Loader(birds.split("train"), birds.transform, batch_size=8, train=True, workers=0)
     loader.set_epoch(1)
     whole = batches(loader)
@@ -162,7 +162,7 @@ def test_batches_that_are_skipped_are_not_read(birds, monkeypatch):
     forked.close()
 
 
-def test_ranks_of_a_machine_share_its_processors(monkeypatch):
+def test_default_workers_are_divided_among_local_ranks(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert (usual_workers(train=True), usual_workers(train=False)) == (16, 8)
@@ -172,7 +172,7 @@ def test_ranks_of_a_machine_share_its_processors(monkeypatch):
     assert (usual_workers(train=True), usual_workers(train=False)) == (1, 1)
 
 
-def test_a_changed_image_is_decoded_again(birds, tmp_path):
+def test_changed_image_invalidates_the_cache(birds, tmp_path):
     split, cache = birds.split("val"), tmp_path / "kept"
     before = split.decoded(birds.transform, cache=cache).images
     twins.picture(split.images[0], (33, 44), np.random.default_rng(9))
@@ -182,7 +182,7 @@ def test_a_changed_image_is_decoded_again(birds, tmp_path):
     assert torch.equal(before[1:], after[1:])
 
 
-def test_a_failed_cache_leaves_nothing_behind(birds, tmp_path):
+def test_failed_cache_leaves_no_files(birds, tmp_path):
     split, cache = birds.split("val"), tmp_path / "kept"
     split.images[1].write_bytes(b"no image")
     with pytest.raises(DamagedFileError, match=str(split.images[1])):
@@ -190,7 +190,7 @@ def test_a_failed_cache_leaves_nothing_behind(birds, tmp_path):
     assert [path.name for path in cache.iterdir() if not path.name.endswith(".lock")] == []
 
 
-def test_a_damaged_image_is_named_by_a_worker(birds):
+def test_damaged_image_error_in_a_worker_names_the_file(birds):
     split = birds.split("val")
     split.images[1].write_bytes(b"no image")
     loader = Loader(split, birds.transform, batch_size=4, train=False, workers=1)
@@ -198,7 +198,7 @@ def test_a_damaged_image_is_named_by_a_worker(birds):
         list(loader)
 
 
-def test_workers_seed_other_peoples_generators():
+def test_workers_seed_random_and_numpy():
     draws = []
     for number in (0, 0, 1):
         torch.random.default_generator.manual_seed(5)
@@ -207,13 +207,13 @@ def test_workers_seed_other_peoples_generators():
     assert draws[0] == draws[1] != draws[2]
 
 
-def test_small_images_may_be_loaded_too():
+def test_loader_accepts_in_memory_images():
     data = fedlas.build_data("digits")
     loader = Loader(data.split("train"), data.transform, batch_size=100, train=True, workers=0)
     assert sum(len(batch.labels) for batch in loader) == 800
 
 
-def test_no_antialias_is_another_image(birds):
+def test_antialias_changes_decoded_images(birds):
     from dataclasses import replace
 
     sharp = replace(birds.transform, antialias=False)

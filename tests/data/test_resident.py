@@ -1,4 +1,4 @@
-"""A split on the device: augmented as torchvision would, whatever the batch, the rank and the device."""
+"""Data sets on the device: augmentation equals torchvision and is independent of batch, rank and device."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ PHOTO = Transform(size=6, resize=9, channels=3, mean=(0.5, 0.4, 0.3), std=(0.2, 
 
 
 def by_torchvision(image, transform: Transform, top: int, left: int, mirrored: bool):
-    """One image, with the crop that torchvision's random transforms would have drawn."""
+    """Return one image transformed by torchvision with the given crop."""
     image = v2.functional.pad(image, [transform.pad] * 4, fill=0)
     image = v2.functional.crop(image, top, left, transform.size, transform.size)
     image = v2.functional.horizontal_flip(image) if mirrored else image
@@ -26,7 +26,7 @@ def by_torchvision(image, transform: Transform, top: int, left: int, mirrored: b
 
 @pytest.mark.parametrize("transform", [CIFAR, PHOTO], ids=["pad", "resize"])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_images_are_torchvisions(transform, channels_last):
+def test_augmented_images_equal_torchvision(transform, channels_last):
     split = twins.split_of(transform)
     data = Resident(split, transform, train=True, seed=3, channels_last=channels_last)
     for epoch in range(4):
@@ -39,14 +39,14 @@ def test_images_are_torchvisions(transform, channels_last):
 
 
 @pytest.mark.parametrize("transform", [CIFAR, PHOTO], ids=["pad", "resize"])
-def test_crops_are_distributed_as_torchvisions(transform):
-    """Every corner and direction is as frequent as torchvision makes it."""
+def test_crop_distribution_equals_torchvision(transform):
+    """Every crop position and direction is as frequent as with torchvision."""
     side, samples = transform.room + 1, 40_000
     top, left, mirrored = crops(torch.arange(samples), 1, 0, transform.room, flip=True)
     ours = np.bincount(((top * side + left) * 2 + mirrored).numpy(), minlength=2 * side * side)
     assert len(ours) == 2 * side * side
     assert scipy.stats.chisquare(ours).pvalue > 1e-3
-    # torchvision: an image whose pixels tell their own place shows where a crop was taken.
+    # For torchvision, an image of distinct pixel values shows the position of the crop.
     grid = torch.arange(transform.stored**2).view(1, transform.stored, transform.stored) + 1
     random = v2.Compose([v2.RandomCrop(transform.size, padding=transform.pad or None), v2.RandomHorizontalFlip()])
     shift = transform.stored + 2 * transform.pad
@@ -65,8 +65,8 @@ def test_crops_are_distributed_as_torchvisions(transform):
     assert abs(theirs[..., 1].sum() / 4000 - ours.reshape(side, side, 2)[..., 1].sum() / samples) < 0.03
 
 
-def test_draws_do_not_hang_together():
-    """Between samples, epochs, seeds and purposes: what a generator would give."""
+def test_hash_draws_are_uncorrelated():
+    """Draws are uncorrelated between samples, epochs, seeds and purposes."""
     places = torch.arange(20_000)
     one = bits(places, 2, 1, 0)
     assert one.min() >= 0
@@ -85,8 +85,8 @@ def test_draws_do_not_hang_together():
     assert scipy.stats.kstest(drawn.numpy() / 2**32, "uniform").pvalue > 1e-3
 
 
-def test_no_product_overflows():
-    """The same in Python's integers, which have no end."""
+def test_hash_mixing_does_not_overflow():
+    """Compare with Python integers, which do not overflow."""
 
     def exact(word: int) -> int:
         word = (word ^ word >> 16) * 0x21F0AAAD % 2**32
@@ -97,14 +97,14 @@ def test_no_product_overflows():
     assert mixed(torch.tensor(words)).tolist() == [exact(word) for word in words]
 
 
-def test_numbers_stay_what_they_are():
-    """Runs are repeatable only as long as nobody changes the hash."""
+def test_hash_and_order_have_pinned_values():
+    """Changing the hash would make earlier runs irreproducible."""
     assert bits(torch.arange(3), 2, 1, 0).tolist() == [2681283421, 2042754636, 1404774542]
     assert order(8, 1, 0).tolist() == [6, 0, 3, 1, 7, 4, 2, 5]
 
 
 @pytest.mark.parametrize("samples", [1, 2, 1000])
-def test_an_order_is_a_permutation(samples):
+def test_order_is_a_permutation(samples):
     places = order(samples, 1, 0)
     assert places.sort().values.tolist() == list(range(samples))
     if samples > 2:
@@ -113,13 +113,13 @@ def test_an_order_is_a_permutation(samples):
         assert places.tolist() == order(samples, torch.tensor(1), torch.tensor(0)).tolist()
 
 
-def test_orders_are_uniform():
+def test_orders_are_uniform_over_epochs():
     first = torch.stack([order(6, 1, epoch) for epoch in range(1200)])
     for place in range(6):
         assert scipy.stats.chisquare(first[:, place].bincount(minlength=6).numpy()).pvalue > 1e-3
 
 
-def test_an_image_does_not_depend_on_its_batch():
+def test_augmentation_is_independent_of_the_batch():
     split = twins.split_of(CIFAR)
     data = Resident(split, CIFAR, train=True, seed=1)
     data.set_epoch(3)
@@ -130,7 +130,7 @@ def test_an_image_does_not_depend_on_its_batch():
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("train", [True, False])
-def test_ranks_share_the_samples(world, train):
+def test_ranks_partition_the_samples(world, train):
     split = twins.split_of(CIFAR)
     data = [Resident(split, CIFAR, train=train, seed=1) for _ in range(world + 1)]
     for one in data:
@@ -146,12 +146,12 @@ def test_ranks_share_the_samples(world, train):
         assert torch.equal(index, split.index)
 
 
-def test_a_rank_that_does_not_exist():
+def test_rank_beyond_the_world_size_raises():
     with pytest.raises(ValueError, match="rank 2 of 2"):
         next(Resident(twins.split_of(CIFAR), CIFAR, train=True).batches(8, rank=2, world=2))
 
 
-def test_an_epoch_visits_every_sample_once_and_training_gives_positions():
+def test_training_epoch_visits_every_sample_once():
     split = twins.split_of(CIFAR)
     data = Resident(split, CIFAR, train=True, seed=1)
     epochs = []
@@ -166,7 +166,7 @@ def test_an_epoch_visits_every_sample_once_and_training_gives_positions():
     assert not torch.equal(epochs[0], epochs[1])
 
 
-def test_evaluation_looks_at_the_middle():
+def test_evaluation_uses_center_crops():
     split = twins.split_of(PHOTO)
     data = Resident(split, PHOTO, train=False)
     before = data.batch(torch.arange(20))
@@ -189,13 +189,13 @@ def test_padding_is_black_before_normalisation():
         assert ((images[:, channel] - black).abs() < 1e-6).any()
 
 
-def test_without_flip_nothing_is_mirrored():
+def test_flip_false_never_mirrors():
     assert not crops(torch.arange(1000), 1, 0, 8, flip=False)[2].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_dtype_and_layout(dtype, channels_last):
+def test_resident_applies_dtype_and_channels_last(dtype, channels_last):
     data = Resident(twins.split_of(CIFAR), CIFAR, train=True, dtype=dtype, channels_last=channels_last)
     exact = Resident(twins.split_of(CIFAR), CIFAR, train=True)
     images = data.batch(torch.arange(8))
@@ -205,7 +205,7 @@ def test_dtype_and_layout(dtype, channels_last):
     assert torch.equal(images, exact.batch(torch.arange(8)).to(dtype))
 
 
-def test_the_epoch_and_the_seed_may_be_tensors():
+def test_epoch_and_seed_may_be_tensors():
     one, two = (Resident(twins.split_of(CIFAR), CIFAR, train=True, seed=seed) for seed in (1, 4))
     one.set_epoch(torch.tensor(6), torch.tensor(4))
     two.set_epoch(6)
@@ -214,7 +214,7 @@ def test_the_epoch_and_the_seed_may_be_tensors():
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.campaign)])
-def test_a_batch_compiles_as_one_graph_and_once(backend):
+def test_batch_compiles_once_as_one_graph(backend):
     torch._dynamo.reset()
     data = Resident(twins.split_of(CIFAR), CIFAR, train=True, channels_last=True)
     with torch._dynamo.config.patch(error_on_recompile=True):

@@ -1,4 +1,4 @@
-"""On a GPU: the same batches as on the CPU, captured in a graph, and never a wait."""
+"""On a GPU, batches equal the CPU, also in a CUDA graph, without synchronisation."""
 
 import warnings
 
@@ -42,7 +42,7 @@ def test_a_captured_batch_follows_the_epoch_and_equals_the_cpu(compiled):
         assert torch.equal(there.order().cpu(), here.order())
 
 
-def test_nothing_waits_for_the_device():
+def test_resident_batches_do_not_synchronise():
     data = Resident(twins.split_of(CIFAR, 500), CIFAR, train=True, device="cuda")
     torch.cuda.synchronize()
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""A small ledger that all tests of experiments read: four trainings of one epoch on digits."""
+"""Provide a small ledger for the tests of experiments: four runs of one epoch on digits."""
 
 import sys
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def choice() -> Choice:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory, choice: Choice) -> Path:
-    """A folder with `runs` and `results`; tests that change something copy it."""
+    """Return a folder with `runs` and `results`; tests that change it work on a copy."""
     folder = tmp_path_factory.mktemp("trained")
     book = Ledger(folder / "results")
     with little_drawn():

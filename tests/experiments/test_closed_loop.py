@@ -16,7 +16,7 @@ from fedlas.experiments.closed_loop_design import (
     Candidate,
     primary_recipe,
     search_recipe,
-    selected,
+    select_configuration,
 )
 from fedlas.experiments.ledger import TEMPERATURE, V2, Ledger
 from fedlas.experiments.planning import experiment_named, make_plan
@@ -48,11 +48,11 @@ def evaluated(tmp_path_factory):
 
 def test_each_method_has_six_configurations_and_no_test_predictions_in_the_search():
     plan = make_plan(experiment_named("closed_loop"), Choice(), Ledger("nowhere"))
-    assert len(plan.wanted) == 36
-    assert {one.recipe.seed for one in plan.wanted} == {SEARCH_SEED}
-    assert {one.recipe.splits for one in plan.wanted} == {("val",)}
-    assert len({one.recipe.key for one in plan.wanted}) == 36
-    assert all(one.recipe.halve_validation and one.recipe.evaluated == "last" for one in plan.wanted)
+    assert len(plan.runs) == 36
+    assert {one.recipe.seed for one in plan.runs} == {SEARCH_SEED}
+    assert {one.recipe.splits for one in plan.runs} == {("val",)}
+    assert len({one.recipe.key for one in plan.runs}) == 36
+    assert all(one.recipe.halve_validation and one.recipe.evaluated == "last" for one in plan.runs)
     assert {len(configurations) for configurations in CONFIGURATIONS.values()} == {6}
 
 
@@ -75,7 +75,7 @@ def test_the_search_selects_by_nll_on_v2_and_the_selected_configuration_is_train
         for line in (raw, scaled):
             found[None if line.posthoc is None else TEMPERATURE].append(line.metrics["nll"][0])
     for posthoc, values in found.items():
-        chosen = selected("digits", "closed_loop", posthoc, CHOICE, book)
+        chosen = select_configuration("digits", "closed_loop", posthoc, CHOICE, book)
         assert chosen.number == values.index(min(values)) + 1
         (line,) = [one for one in book.lines.values() if one.split == "test" and one.posthoc is None
                    and one.recipe.loss_options == search_recipe("digits", chosen, CHOICE).loss_options]  # fmt: skip

@@ -50,7 +50,7 @@ def ledger(tmp_path):
     return ledger_of(tmp_path / "ledger", found)
 
 
-def test_the_runs_are_those_of_the_main_table(tmp_path):
+def test_gate_stability_uses_runs_of_the_main_table(tmp_path):
     from fedlas.experiments.sota import Sota
 
     nothing = Ledger(tmp_path)
@@ -63,7 +63,7 @@ def test_the_runs_are_those_of_the_main_table(tmp_path):
     assert {one.recipe.key for one in plan} <= shared
 
 
-def test_a_user_may_ask_for_other_runs(tmp_path):
+def test_choice_overrides_the_planned_runs(tmp_path):
     choice = Choice(("cifar100",), ("resnet101_cifar",), ("fedlas_ls",), (5,), "official", {"epochs": "7"})
     (one,) = GateStability().plan(choice, Ledger(tmp_path))
     wanted = recipe_for("cifar100", "resnet101_cifar", "fedlas_ls", protocol="official", seed=5).replace(epochs=7)
@@ -82,7 +82,7 @@ def test_the_table_has_first_and_last_epochs_of_each_seed(ledger):
     headings = [column.name for column in table.columns]
     assert not any(column.ranked for column in table.columns)
     both, one = table.rows
-    assert [row.paper for row in table.rows] == ["FeDLaS-LS", "FeDLaS-MbLS"]
+    assert [row.title for row in table.rows] == ["FeDLaS-LS", "FeDLaS-MbLS"]
     cells = dict(zip(headings, both.cells, strict=True))
     assert cells["psi = +1 %, first epoch"].values == pytest.approx((0.2, 0.4))
     assert cells["psi = +1 %, last epoch"].values == pytest.approx((0.4, 0.6))
@@ -95,7 +95,7 @@ def test_the_table_has_first_and_last_epochs_of_each_seed(ledger):
     assert "Protocol" in table.notes[0]
 
 
-def test_without_runs_cells_are_empty_and_nothing_is_drawn(tmp_path):
+def test_without_runs_table_cells_are_empty_and_no_figure_is_drawn(tmp_path):
     nothing = Ledger(tmp_path / "none")
     (table,) = GateStability().tables(nothing, CHOICE)
     assert all(cell.values == () for row in table.rows for cell in row.cells)

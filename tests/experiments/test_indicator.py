@@ -27,14 +27,14 @@ CHOICE = Choice(data=("digits",), seeds=(4, 5), changes=CHANGES)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A small network that was trained on digits."""
+    """Return a run of a small network on digits."""
     (wanted,) = Indicator().plan(CHOICE, Ledger("nowhere"))
     return fit(wanted.recipe, out=tmp_path_factory.mktemp("runs") / "run", device="cpu", progress=False)
 
 
 @pytest.fixture
 def run(trained, tmp_path):
-    """A copy of that run, which a test may damage."""
+    """Return a copy of the run that a test may modify."""
     import shutil
 
     return Run(shutil.copytree(trained.folder, tmp_path / "run"))
@@ -42,7 +42,7 @@ def run(trained, tmp_path):
 
 @pytest.fixture(scope="module")
 def figures(trained, tmp_path_factory):
-    """The figures of that run, and the folder that they lie in."""
+    """Return the figures of the run and their folder."""
     pytest.importorskip("matplotlib")
     folder = tmp_path_factory.mktemp("figures")
     return folder, Indicator().draw(drawing(trained, folder))
@@ -50,7 +50,7 @@ def figures(trained, tmp_path_factory):
 
 @pytest.fixture
 def kept(monkeypatch):
-    """What would be written, without the time that it takes."""
+    """Return the figure data that would be written, without drawing."""
     pytest.importorskip("matplotlib")
     found = {}
 
@@ -71,7 +71,7 @@ def read(folder, name):
     return json.loads((folder / f"{name}.json").read_text())
 
 
-def test_the_paper_s_data_comes_first_and_digits_last(monkeypatch):
+def test_plan_prefers_mnist_then_fashion_mnist_then_digits(monkeypatch):
     plan = Indicator().plan
     for missing, wanted in (((), "mnist"), (("mnist",), "fashion_mnist"), (("mnist", "fashion_mnist"), "digits")):
         monkeypatch.setattr(indicator, "_at_hand", lambda recipe, _, away=missing: recipe.data not in away)
@@ -81,14 +81,14 @@ def test_the_paper_s_data_comes_first_and_digits_last(monkeypatch):
 
 
 @pytest.mark.parametrize("there", ["digits", "mnist"])  # beside what was trained on, which is neither
-def test_data_that_was_trained_on_need_not_be_at_hand(monkeypatch, tmp_path, there):
+def test_plan_keeps_recorded_runs_whose_data_is_missing(monkeypatch, tmp_path, there):
     monkeypatch.setattr(indicator, "_at_hand", lambda recipe, _: recipe.data == there)
     done = recipe_for("fashion_mnist", "small_cnn", "ce", protocol="small", seed=1)
     (one,) = Indicator().plan(Choice(), bare_ledger(tmp_path, [bare_line(done, "small")]))
     assert one.recipe == done
 
 
-def test_a_network_that_only_the_ledger_knows_is_trained_again_for_its_figures(tmp_path, monkeypatch):
+def test_figures_retrain_a_network_whose_run_folder_is_missing(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     few = replace(CHOICE, changes={**CHANGES, "epochs": "1"})
     (wanted,) = Indicator().plan(few, Ledger("nowhere"))
@@ -114,7 +114,7 @@ def test_a_network_that_only_the_ledger_knows_is_trained_again_for_its_figures(t
     assert str(tmp_path / "runs") in nothing.stderr
 
 
-def test_figures_are_drawn_of_no_run_that_a_link_leads_to(tmp_path):
+def test_run_folder_that_is_a_symlink_raises(tmp_path):
     (wanted,) = Indicator().plan(CHOICE, Ledger("nowhere"))
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "runs").mkdir()
@@ -124,7 +124,7 @@ def test_figures_are_drawn_of_no_run_that_a_link_leads_to(tmp_path):
         save_results(Indicator(), CHOICE, **options)
 
 
-def test_data_is_at_hand_only_if_it_need_not_be_fetched(monkeypatch, tmp_path):
+def test_planning_downloads_no_data(monkeypatch, tmp_path):
     from fedlas.data.base import fetching
     from fedlas.data.fashion_mnist import FashionMNIST
 
@@ -138,8 +138,8 @@ def test_data_is_at_hand_only_if_it_need_not_be_fetched(monkeypatch, tmp_path):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_data_is_looked_for_where_the_user_says(monkeypatch, tmp_path):
-    """Only $FEDLAS_DATA was looked at when data was chosen."""
+def test_plan_searches_data_in_the_given_root(monkeypatch, tmp_path):
+    """Regression: only $FEDLAS_DATA was searched when choosing data."""
     from fedlas.data.digits import Digits
     from fedlas.data.mnist import MNIST
 
@@ -159,7 +159,7 @@ def test_data_is_looked_for_where_the_user_says(monkeypatch, tmp_path):
     assert "fashion" not in shown.output
 
 
-def test_a_user_may_ask_for_data_and_changes():
+def test_choice_sets_data_seed_and_changes():
     names = [one.recipe.data for one in Indicator().plan(Choice(data=("digits", "mnist")), Ledger("nowhere"))]
     assert names == ["mnist", "digits"]
     (one,) = Indicator().plan(CHOICE, Ledger("nowhere"))
@@ -173,13 +173,13 @@ def test_a_user_may_ask_for_data_and_changes():
             Indicator().plan(wrong, Ledger("nowhere"))
 
 
-def test_without_a_run_nothing_is_drawn(tmp_path):
+def test_no_figure_is_drawn_without_a_run(tmp_path):
     assert Indicator().draw(drawing(None, tmp_path / "figures")) == []
     assert Indicator().tables(Ledger("nowhere"), CHOICE) == []
     assert not (tmp_path / "figures").exists()
 
 
-def test_the_three_figures_of_a_trained_network(trained, figures):
+def test_trained_network_gives_three_figures_with_their_data(trained, figures):
     folder, files = figures
     names = ["indicator-digits", "indicator-activations-digits", "indicator-theorem-digits"]
     assert [path.name for path in files] == [f"{name}.{end}" for name in names for end in ("pdf", "png", "json")]
@@ -223,7 +223,7 @@ def test_the_theorem_holds_on_every_test_sample_of_a_trained_network(trained, fi
     assert found["trained"]["hidden"][place] == pytest.approx(max(hidden), rel=1e-4)
 
 
-def test_norms_that_a_run_wrote_down_wrongly_are_found(run, kept, tmp_path):
+def test_incorrect_stored_features_violate_the_theorem(run, kept, tmp_path):
     written = run.predictions("best-test")
     wrong = Predictions(written.logits, written.labels, features=written.features / 5, index=written.index)
     write_predictions(wrong, run.predictions_file("best-test"))
@@ -234,7 +234,7 @@ def test_norms_that_a_run_wrote_down_wrongly_are_found(run, kept, tmp_path):
     assert found.initial.violations == 0
 
 
-def test_another_test_split_is_refused(run, tmp_path):
+def test_predictions_of_another_test_split_raise(run, tmp_path):
     written = run.predictions("best-test")
     wrong = Predictions(written.logits, written.labels, features=written.features, index=written.index.flip(0))
     write_predictions(wrong, run.predictions_file("best-test"))
@@ -243,7 +243,7 @@ def test_another_test_split_is_refused(run, tmp_path):
     assert not (tmp_path / "figures").exists()
 
 
-def test_the_first_run_that_is_there_is_drawn(trained, kept, tmp_path):
+def test_figures_use_the_first_available_run(trained, kept, tmp_path):
     choice = Choice(seeds=(4,), changes=CHANGES)  # MNIST takes no train_samples, but a run of it is only looked for
     files = Indicator().draw(drawing(trained, tmp_path, choice))
     assert [path.stem for path in files] == list(kept)
@@ -251,7 +251,7 @@ def test_the_first_run_that_is_there_is_drawn(trained, kept, tmp_path):
     assert all(re.fullmatch(Indicator().file_names, name) for name in kept)
 
 
-def test_the_weights_are_those_of_the_best_epoch(run, kept, tmp_path):
+def test_figures_use_the_weights_of_the_best_epoch(run, kept, tmp_path):
     saved = torch.load(run.checkpoint, weights_only=True)
     saved["model"] = {name: torch.zeros_like(value) for name, value in saved["model"].items()}
     torch.save(saved, run.checkpoint)

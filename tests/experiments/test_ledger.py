@@ -1,4 +1,4 @@
-"""The ledger: complete, computed again, and hard to fool."""
+"""Ledger of runs: completeness, reproduction from stored predictions, and detection of changes."""
 
 import dataclasses
 import hashlib
@@ -44,14 +44,14 @@ def copy(trained, tmp_path):
     return tmp_path / "copy"
 
 
-def test_every_run_has_a_line_as_trained_and_one_after_temperature_scaling(ledger):
+def test_every_run_has_an_uncalibrated_and_a_temperature_scaled_line(ledger):
     methods = sorted((line.method, line.seed) for line in ledger.lines.values())
     assert methods == [(m, s) for m in ("ce", "ce+temperature", "ls", "ls+temperature") for s in (1, 2)]
     for line in ledger.lines.values():
         assert line.predictions == ledger.find(line.recipe).predictions, "both are computed from one file"
 
 
-def test_a_line_holds_what_is_needed_to_believe_it(ledger, trained):
+def test_line_records_recipe_protocol_environment_and_data(ledger, trained):
     line = next(line for line in ledger.lines.values() if line.method == "ce")
     run = Run(trained / "runs" / line.recipe.name)
     assert line.recipe.key == run.recipe.key
@@ -68,7 +68,7 @@ def test_a_line_holds_what_is_needed_to_believe_it(ledger, trained):
     assert low <= value <= high
 
 
-def test_numbers_are_those_of_the_run_but_for_rounding(ledger, trained):
+def test_line_metrics_equal_those_of_the_run(ledger, trained):
     for line in ledger.lines.values():
         run = Run(trained / "runs" / line.recipe.name)
         given, validation = run.predictions("best-test"), run.predictions("best-val")
@@ -92,7 +92,7 @@ def test_temperature_scaling_is_fitted_on_validation_logits_and_keeps_the_accura
         assert after.posthoc["fitted_on"] == "val"
 
 
-def test_only_a_changed_number_is_found(copy):
+def test_changed_metric_is_reported(copy):
     path = copy / "results" / "digits-small.jsonl"
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     lines[0]["metrics"]["ece"][0] += 1e-4
@@ -104,7 +104,7 @@ def test_only_a_changed_number_is_found(copy):
     assert len(list(problems(Ledger(copy / "results"), intervals=True))) == 2
 
 
-def test_a_changed_temperature_is_found(copy):
+def test_changed_temperature_is_reported(copy):
     path = copy / "results" / "digits-small.jsonl"
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     place = next(number for number, line in enumerate(lines) if line["posthoc"])
@@ -114,7 +114,7 @@ def test_a_changed_temperature_is_found(copy):
     assert f"{lines[place]['id']}: the temperature is" in problem
 
 
-def test_missing_and_changed_and_stray_predictions_are_found(copy):
+def test_missing_changed_and_unused_prediction_files_are_reported(copy):
     files = sorted((copy / "results" / "predictions").iterdir())
     files[0].unlink()
     files[1].write_bytes(files[1].read_bytes()[:-1] + b"x")
@@ -126,7 +126,7 @@ def test_missing_and_changed_and_stray_predictions_are_found(copy):
     assert any(files[1].name in problem and "checksum" in problem for problem in found)
 
 
-def test_ood_metrics_without_predictions_are_found(copy):
+def test_ood_metrics_without_predictions_are_reported(copy):
     path = copy / "results" / "digits-small.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[0]["ood"]["mnist"] = {"entropy": [0.999, 0.998, 0.9995]}
@@ -135,7 +135,7 @@ def test_ood_metrics_without_predictions_are_found(copy):
     assert re.search("mnist.*'entropy'", problem)
 
 
-def test_predictions_of_a_line_lie_inside_the_ledger(copy):
+def test_prediction_path_outside_the_ledger_is_reported(copy):
     path = copy / "results" / "digits-small.jsonl"
     path.write_text(path.read_text().replace('"predictions/', '"../predictions/'))
     found = list(problems(Ledger(copy / "results")))
@@ -145,7 +145,7 @@ def test_predictions_of_a_line_lie_inside_the_ledger(copy):
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "fedlas.ledger/1", "id": "x", "speed": 3}', "not json"])
-def test_a_damaged_line_is_named(tmp_path, text):
+def test_damaged_line_raises_with_file_and_line_number(tmp_path, text):
     (tmp_path / "a-b.jsonl").write_text(f"{text}\n")
     with pytest.raises(ValueError, match=r"a-b\.jsonl:1"):
         _ = Ledger(tmp_path).lines
@@ -181,7 +181,7 @@ def test_a_damaged_line_is_named(tmp_path, text):
         (lambda line: line["recipe"].update(loss="mbls"), "id.*digits-small_cnn-mbls"),
     ],
 )
-def test_an_invalid_line_is_named_with_the_field(trained, tmp_path, change, message):
+def test_invalid_line_raises_with_its_field(trained, tmp_path, change, message):
     path = tmp_path / "digits-small.jsonl"
     lines = [json.loads(text) for text in (trained / "results" / path.name).read_text().splitlines()]
     change(lines[1])
@@ -190,7 +190,7 @@ def test_an_invalid_line_is_named_with_the_field(trained, tmp_path, change, mess
         _ = Ledger(tmp_path).lines
 
 
-def test_commands_refuse_an_invalid_line_in_one_line(copy):
+def test_commands_report_an_invalid_ledger_line_in_one_line(copy):
     path = copy / "results" / "digits-small.jsonl"
     path.write_text(path.read_text().replace('"ece": [', '"ece": ["x", ', 1))
     options = ["--data", "digits", "--protocol", "small", "--dry-run", "--ledger"]
@@ -201,7 +201,7 @@ def test_commands_refuse_an_invalid_line_in_one_line(copy):
 
 
 @pytest.mark.parametrize("damage", ["cut off", "other numbers", "away"])
-def test_predictions_of_a_line_that_are_damaged_are_named_with_its_line(copy, ledger, choice, damage):
+def test_damaged_prediction_file_error_names_its_line(copy, ledger, choice, damage):
     line = next(iter(ledger.lines.values()))
     path = Ledger(copy / "results").file_of(line)
     content = {"cut off": path.read_bytes()[:-100], "other numbers": StoredPredictions.of(made(10)).pack()}.get(damage)
@@ -215,22 +215,22 @@ def test_predictions_of_a_line_that_are_damaged_are_named_with_its_line(copy, le
         make_plan(experiment_named("sota"), choice, book)
 
 
-def test_a_run_that_is_in_twice_is_named(copy):
+def test_duplicate_run_raises(copy):
     path = copy / "results" / "digits-small.jsonl"
     path.write_text(path.read_text() + path.read_text().splitlines()[0] + "\n")
     with pytest.raises(ValueError, match=r"digits-small\.jsonl:9.*twice"):
         _ = Ledger(copy / "results").lines
 
 
-def test_adding_again_changes_nothing(copy, ledger):
+def test_recording_a_run_again_changes_nothing(copy, ledger):
     before = (copy / "results" / "digits-small.jsonl").read_bytes()
     for line in ledger.lines.values():
         record(Run(copy / "runs" / line.recipe.name), "small", Ledger(copy / "results"))
     assert (copy / "results" / "digits-small.jsonl").read_bytes() == before
 
 
-def test_two_writers_add_each_run_once(copy):
-    """Two threads, whose file locks exclude each other as those of two processes do."""
+def test_concurrent_writers_record_each_run_once(copy):
+    """Use two threads, whose file locks exclude each other like those of processes."""
 
     def add_all() -> None:
         for run in sorted((copy / "runs").iterdir()):
@@ -243,7 +243,7 @@ def test_two_writers_add_each_run_once(copy):
     assert list(problems(Ledger(copy / "new"))) == []
 
 
-def test_ood_data_that_comes_later_completes_both_lines(copy):
+def test_ood_metrics_added_later_complete_both_lines(copy):
     before = Ledger(copy / "results")
     recipe = next(line.recipe for line in before.lines.values() if line.method == "ls")
     folder = copy / "runs" / recipe.name
@@ -262,7 +262,7 @@ def test_ood_data_that_comes_later_completes_both_lines(copy):
     assert list(problems(book)) == []
 
 
-def test_a_run_without_validation_logits_is_reported_to_have_no_line_after_scaling(copy, choice):
+def test_run_without_validation_logits_has_no_temperature_scaled_line(copy, choice):
     book = Ledger(copy / "new")
     for run in sorted((copy / "runs").iterdir()):
         (run / "predictions" / "best-val.safetensors").unlink()
@@ -275,8 +275,8 @@ def test_a_run_without_validation_logits_is_reported_to_have_no_line_after_scali
     assert [one.recipe.loss for one in make_plan(sota, choice, book).missing] == ["ce", "ce"], "its row is in the table"
 
 
-def test_lines_with_a_file_each_stay_valid_until_the_run_is_recorded_again(copy):
-    """Runs that are in the ledger already were stored without validation logits, and scaled predictions apart."""
+def test_older_lines_with_separate_prediction_files_stay_valid(copy):
+    """Older runs were stored without validation logits and with a separate file of scaled predictions."""
     book = Ledger(copy / "old")
     recipe = next(line.recipe for line in Ledger(copy / "results").lines.values() if line.method == "ce")
     run = Run(copy / "runs" / recipe.name)
@@ -302,7 +302,7 @@ def test_lines_with_a_file_each_stay_valid_until_the_run_is_recorded_again(copy)
 
 
 @pytest.mark.parametrize("name", ["digits-small.jsonl", ".lock", "predictions"])
-def test_a_link_in_a_ledger_is_not_followed(ledger, tmp_path, name):
+def test_symlink_in_a_ledger_raises(ledger, tmp_path, name):
     line, victim = next(iter(ledger.lines.values())), tmp_path / "mine"
     folder = tmp_path / "results"
     folder.mkdir()
@@ -318,7 +318,7 @@ def test_a_link_in_a_ledger_is_not_followed(ledger, tmp_path, name):
     assert victim.stat().st_mtime_ns == stood
 
 
-def test_a_name_of_data_does_not_lead_out_of_a_ledger(ledger, tmp_path):
+def test_data_name_cannot_escape_the_ledger_folder(ledger, tmp_path):
     line = next(iter(ledger.lines.values()))
     climbing = dataclasses.replace(line, recipe=line.recipe.replace(data="../mine"))
     with pytest.raises(ValueError, match="mine"):
@@ -326,21 +326,21 @@ def test_a_name_of_data_does_not_lead_out_of_a_ledger(ledger, tmp_path):
     assert not list(tmp_path.glob("mine*"))
 
 
-def test_ids_name_recipe_and_calibrator():
+def test_line_id_is_recipe_name_and_calibrator():
     recipe = Recipe(data="digits", model="small_cnn", loss="ce")
     assert line_id(recipe, None) == recipe.name
     assert line_id(recipe, "temperature") == f"{recipe.name}+temperature"
 
 
-def test_a_line_survives_being_written(ledger):
+def test_line_round_trips_through_json(ledger):
     for line in ledger.lines.values():
         assert Line.from_json(line.to_json(), "here") == line
 
 
 @pytest.mark.parametrize("classes", [2, 10, 11, 100])
 @pytest.mark.parametrize("factor", [1, 12], ids=["usual", "saturated"])
-def test_stored_predictions_give_the_numbers_of_both_lines_again(classes, factor):
-    """Saturated confidences are 1 in float32: the ranking behind the AURC was one of ties."""
+def test_stored_predictions_reproduce_the_metrics_of_both_lines(classes, factor):
+    """Regression: saturated confidences are 1 in float32, so the AURC ranked only ties."""
     given, validation, ood = (made(classes, n, seed) for seed, n in ((0, 400), (2, 300), (1, 50)))
     given, validation, ood = (Predictions(factor * one.logits, one.labels) for one in (given, validation, ood))
     stored = StoredPredictions.unpack(StoredPredictions.of(given, {"far": ood}, validation).pack())
@@ -360,8 +360,8 @@ def test_stored_predictions_give_the_numbers_of_both_lines_again(classes, factor
     assert stored.metrics()["ece_official"][0] == pytest.approx(float(ece(given, compat="official")), abs=1e-5)
 
 
-def test_a_run_whose_temperature_has_no_optimum_has_no_line_after_scaling(copy):
-    """Every validation sample is classified correctly, so that confidences would become 1, and metrics infinite."""
+def test_run_without_an_optimal_temperature_has_no_temperature_scaled_line(copy):
+    """If all validation samples are correct, the optimal temperature is 0 and metrics become infinite."""
     run = Run(min((copy / "runs").iterdir()))
     validation = run.predictions("best-val")
     correct = Predictions(validation.logits, validation.logits.argmax(1), split="val")
@@ -374,12 +374,12 @@ def test_a_run_whose_temperature_has_no_optimum_has_no_line_after_scaling(copy):
 
 
 @pytest.mark.parametrize(("classes", "largest"), [(10, 900_000), (100, 4_000_000)])
-def test_a_file_is_small(classes, largest):
+def test_stored_predictions_are_small(classes, largest):
     ood = {"svhn": made(classes, 26_032, 2), "cifar": made(classes, 10_000, 3)}
     assert len(StoredPredictions.of(made(classes, 10_000), ood, made(classes, 5_000, 1)).pack()) < largest
 
 
-def test_storing_keeps_the_likeliest_class_and_large_logits():
+def test_storing_keeps_the_predicted_class_and_large_logits():
     most = torch.finfo(torch.float32).max
     logits = torch.tensor([[1.0, 1.0 + 1e-6], [1.0 + 1e-6, 1.0], [1e6, -1e6], [-most, most]])
     given = Predictions(logits, torch.tensor([1, 0, 0, 1]))
@@ -393,7 +393,7 @@ def test_equal_predictions_give_equal_bytes():
     assert StoredPredictions.of(made(5)).pack() == StoredPredictions.of(made(5)).pack()
 
 
-def test_files_that_are_no_predictions_are_refused(tmp_path):
+def test_invalid_stored_prediction_files_raise(tmp_path):
     with pytest.raises(ValueError, match=r"x\.npz.*damaged"):
         StoredPredictions.unpack(b"PK nothing", "x.npz")
     empty = tmp_path / "e.npz"

@@ -38,7 +38,7 @@ def recipes() -> dict[str, Recipe]:
                 plan = make_plan(experiment_named(name), Choice(seeds=(1,), protocol=protocol), Ledger("nowhere"))
             except ValueError:
                 continue
-            wanted = {one.recipe.name: one.recipe.replace(ood=()) for one in plan.wanted}
+            wanted = {one.recipe.name: one.recipe.replace(ood=()) for one in plan.runs}
             found |= {key: recipe for key, recipe in wanted.items() if recipe.data in CLASSES}
     return found
 
@@ -78,7 +78,7 @@ def two_steps(recipe: Recipe) -> Iterator[torch.Tensor]:
     yield last.detach().clone()
     steps = 0
     for inputs in session.batches(0):
-        session.execute(*inputs)
+        session.runner.run(*inputs)
         steps += 1
     assert steps == 2
     assert session.step.bad_step() is None
@@ -91,7 +91,7 @@ def trains(recipe: Recipe) -> None:
     assert not torch.equal(before, after)
 
 
-def test_all_tables_have_recipes():
+def test_predefined_recipes_cover_all_tables():
     assert {recipe.loss for recipe in recipes().values()} >= {"ce", "fedlas_ls", "adafocal", "cpc", "crl"}
     assert len({(recipe.data, recipe.model) for recipe in recipes().values()}) == 13
     assert len(recipes()) > 200
@@ -107,7 +107,7 @@ def test_every_loss_trains_a_small_network_with_its_options(made_up):
         trains(recipe.replace(model="small_cnn", model_options={"in_channels": 3, "width": 8}, channels_last=False))
 
 
-def test_a_network_trains(made_up):
+def test_cifar_resnet_trains(made_up):
     trains(recipe_for("cifar10", "resnet18_cifar", "fedlas_mbls", protocol="fast"))
 
 
@@ -132,7 +132,7 @@ def test_the_official_code_normalises_test_images_differently(made_up):
     recipe = recipe.replace(batch_size=2, splits=("val", "test", "test-published"), ood=("cifar10",))
     session = Session(recipe, torch.device("cpu"))
     session.check()
-    ours, theirs = (first_images(session.evaluation(name)) for name in ("test", "test-published"))
+    ours, theirs = (first_images(session.evaluation_source(name)) for name in ("test", "test-published"))
     mean, std = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2023, 0.1994, 0.2010])
     bytes_ = ours * std.view(3, 1, 1) + mean.view(3, 1, 1)
     imagenet = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
@@ -143,7 +143,7 @@ def test_the_official_code_normalises_test_images_differently(made_up):
     assert first_images(other.ood_source("cifar100-published")) == pytest.approx(expected, abs=1e-5)
 
 
-def test_an_official_normalisation_that_equals_ours_is_refused(made_up):
+def test_published_test_split_requires_another_official_normalisation(made_up):
     recipe = recipe_for("cifar10", "small_cnn", protocol="fast", model_options={"in_channels": 3})
     session = Session(recipe.replace(batch_size=2, splits=("test-published",), precision="fp32"), torch.device("cpu"))
     with pytest.raises(RunError, match="cifar10"):

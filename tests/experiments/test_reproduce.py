@@ -1,4 +1,4 @@
-"""From the name of a table to the table: plans, cells, and what is not trained twice."""
+"""Reproduce experiments: plans, table cells, comparisons, and reuse of finished runs."""
 
 import json
 import os
@@ -39,7 +39,7 @@ PRINTED = json.loads(Path(paper.__file__).with_name("paper.json").read_text())
 
 @pytest.fixture(scope="module")
 def empty_tables():
-    """The whole tables of the paper, of an empty ledger."""
+    """Return all tables of the paper for an empty ledger."""
     names = ("sota", "finegrained", "ood", "over_under")
     return {name: experiment_named(name).tables(Ledger("nowhere"), Choice(seeds=(1,)))[0] for name in names}
 
@@ -49,7 +49,7 @@ def cell(table, row, column, group=None):
     return next(r for r in table.rows if r.name == row).cells[place]
 
 
-def test_every_table_of_the_issue_is_there():
+def test_catalogue_lists_all_experiments():
     wanted = {"sota", "finegrained", "ood", "over_under", "gate_stability", "indicator", "smoothing_curve", "ablations"}
     assert wanted <= set(CATALOG.entries)
 
@@ -63,7 +63,7 @@ def test_the_main_table_has_all_losses_and_temperature_scaling():
     assert list(experiment_named("over_under").methods) == ["ce", "ls", "fedlas_ls", "mbls", "fedlas_mbls"]
 
 
-def test_the_table_of_precisions_trains_the_same_recipe_in_both():
+def test_precision_table_recipes_differ_only_in_precision_and_speed():
     fast, slow = (
         one.recipe for one in experiment_named("precision").plan(Choice(protocol="fast", seeds=(1,)), Ledger("nowhere"))
     )
@@ -72,14 +72,14 @@ def test_the_table_of_precisions_trains_the_same_recipe_in_both():
     assert slow.replace(**same) == fast == recipe_for("cifar10", loss="ce", protocol="fast", seed=1)
 
 
-def test_printed_numbers_are_found_where_they_were_printed(empty_tables):
-    assert paper.printed("sota", "fedlas_ls", "cifar10", "resnet50_cifar", metric="ece") == pytest.approx(0.0129)
-    assert paper.printed("sota", "ce", "cifar10", "resnet50_cifar", metric="aece") == pytest.approx(0.0584)
-    assert paper.printed("ood", "ce", "cifar10", "resnet50_cifar", metric="auroc", ood="svhn") == pytest.approx(0.9137)
-    assert paper.printed("finegrained", "focal", "cub200", "resnet101", metric="ece") is None  # commented out there
-    assert paper.printed("sota", "ce", "digits", "small_cnn", metric="ece") is None
+def test_paper_numbers_are_found_by_method_data_and_metric(empty_tables):
+    assert paper.value("sota", "fedlas_ls", "cifar10", "resnet50_cifar", metric="ece") == pytest.approx(0.0129)
+    assert paper.value("sota", "ce", "cifar10", "resnet50_cifar", metric="aece") == pytest.approx(0.0584)
+    assert paper.value("ood", "ce", "cifar10", "resnet50_cifar", metric="auroc", ood="svhn") == pytest.approx(0.9137)
+    assert paper.value("finegrained", "focal", "cub200", "resnet101", metric="ece") is None  # commented out there
+    assert paper.value("sota", "ce", "digits", "small_cnn", metric="ece") is None
     used = sum(
-        c.printed is not None
+        c.paper is not None
         for table in empty_tables.values()
         for r in table.rows
         for c, col in zip(r.cells, table.columns, strict=False)
@@ -88,39 +88,39 @@ def test_printed_numbers_are_found_where_they_were_printed(empty_tables):
     assert used == sum(not row.get("commented_out") for row in PRINTED["numbers"])
 
 
-def test_mean_ranks_of_printed_numbers_are_the_printed_mean_ranks(empty_tables):
+def test_mean_ranks_of_paper_numbers_equal_those_of_the_paper(empty_tables):
     for name in ("sota", "finegrained"):
         table = empty_tables[name]
-        for method, stated in paper.printed_summaries(name).items():
+        for method, stated in paper.summaries_of(name).items():
             for metric in ("ECE", "AECE"):
-                found = cell(table, method, metric, "Mean rank").printed
+                found = cell(table, method, metric, "Mean rank").paper
                 assert found == pytest.approx(stated[f"mean_rank_{metric}"], abs=0.006), (name, method, metric)
 
 
-def test_printed_mean_accuracies_stand_in_the_whole_tables_in_every_format(empty_tables, tmp_path):
+def test_paper_mean_accuracies_are_in_full_tables_of_every_format(empty_tables, tmp_path):
     for name, method in (("sota", "fedlas_ls"), ("finegrained", "mbls")):
         table = empty_tables[name]
-        stated = {one: held["mean_Acc"] / 100 for one, held in paper.printed_summaries(name).items()}
-        assert {row.name: cell(table, row.name, "mean accuracy %").printed for row in table.rows} == stated
+        stated = {one: held["mean_Acc"] / 100 for one, held in paper.summaries_of(name).items()}
+        assert {row.name: cell(table, row.name, "mean accuracy %").paper for row in table.rows} == stated
         number = f"{100 * stated[method]:.2f}"
         for path in table.save(tmp_path, ("md", "tex", "html", "txt")):
             assert number in path.read_text(), path
         (line,) = [one for one in table.csv().splitlines() if one.startswith(f"{method},") and "mean acc" in one]
         assert float(line.split(",")[-3]) == stated[method]
         (note,) = [one for one in table.notes if one.startswith("Mean accuracy")]
-        assert re.search(rf"\b{len(paper.places(name))}\b", note)
+        assert re.search(rf"\b{len(paper.benchmarks(name))}\b", note)
 
 
-def test_printed_mean_accuracies_are_means_of_the_places_that_they_are_said_to_cover():
-    """The paper cuts its means to two digits."""
-    places = paper.places("finegrained")
+def test_paper_mean_accuracies_are_means_over_data_and_networks():
+    """The paper truncates its means to two digits."""
+    places = paper.benchmarks("finegrained")
     for method, mean in paper.mean_accuracies("finegrained").items():
-        single = [paper.printed("finegrained", method, *place, metric="accuracy") for place in places]
+        single = [paper.value("finegrained", method, *place, metric="accuracy") for place in places]
         assert 0 <= sum(single) / len(single) - mean + 1e-9 < 1e-4, method
 
 
-def test_our_mean_accuracy_is_of_the_seeds_that_were_run_everywhere(tmp_path):
-    places = paper.places("sota")
+def test_mean_accuracy_uses_only_seeds_that_were_run_everywhere(tmp_path):
+    places = paper.benchmarks("sota")
     done = [(place, seed) for place in places for seed in (1, 2, 3) if (place, seed) != (places[-1], 3)]
     values = {(place, seed): 0.7 + 0.01 * n for n, (place, seed) in enumerate(done)}
     recipes = {
@@ -143,25 +143,25 @@ def test_our_mean_accuracy_is_of_the_seeds_that_were_run_everywhere(tmp_path):
 
 
 @pytest.mark.parametrize("part", [{"data": ("cifar10",)}, {"models": ("resnet50_cifar",)}, {"protocol": "fast"}])
-def test_a_mean_accuracy_stands_in_no_table_of_other_places(part):
+def test_partial_tables_have_no_mean_accuracy(part):
     (table,) = experiment_named("sota").tables(Ledger("nowhere"), Choice(losses=("ce",), seeds=(1,), **part))
     assert "mean accuracy %" not in {column.name for column in table.columns}
 
 
-def test_plans_have_the_published_recipes():
+def test_plan_uses_the_published_recipes():
     plan = make_plan(experiment_named("sota"), Choice(data=("cifar10",), models=("resnet50_cifar",)), Ledger("nowhere"))
-    assert len(plan.wanted) == len(plan.missing) == 45
+    assert len(plan.runs) == len(plan.missing) == 45
     published = recipe_for("cifar10", "resnet50_cifar", "fedlas_ls", protocol="paper", seed=2)
-    assert published in [one.recipe for one in plan.wanted]
-    ce = [one for one in plan.wanted if one.recipe.loss == "ce"]
+    assert published in [one.recipe for one in plan.runs]
+    ce = [one for one in plan.runs if one.recipe.loss == "ce"]
     assert all(one.posthoc == (None, "temperature") for one in ce)
     assert plan.minutes is None
 
 
-def test_tables_that_share_runs_want_the_same_ones():
+def test_experiments_share_runs_of_equal_recipes():
     nowhere, choice = Ledger("nowhere"), Choice(data=("cifar10",), protocol="fast")
     names = {
-        name: {one.recipe.name for one in make_plan(experiment_named(name), choice, nowhere).wanted}
+        name: {one.recipe.name for one in make_plan(experiment_named(name), choice, nowhere).runs}
         for name in ("sota", "ood", "over_under", "gate_stability", "ablations")
     }
     assert names["ood"] <= names["sota"]
@@ -170,10 +170,10 @@ def test_tables_that_share_runs_want_the_same_ones():
     assert len(names["ablations"] & names["sota"]) == 12  # ce, ls and both FeDLaS losses
 
 
-def test_only_data_that_the_official_code_preprocesses_differently_has_another_split():
+def test_published_test_split_is_planned_only_for_cifar100():
     """CIFAR-10's test images are the same in both; CIFAR-100's, in-distribution or OOD, are not."""
     choice = Choice(data=("cifar10", "cifar100"), protocol="fast", losses=("ce",), seeds=(1,), split="test-published")
-    ten, hundred = make_plan(experiment_named("ood"), choice, Ledger("nowhere")).wanted
+    ten, hundred = make_plan(experiment_named("ood"), choice, Ledger("nowhere")).runs
     assert (ten.split, ten.recipe.splits) == ("test", ("val", "test"))
     assert ten.recipe.ood == ("cifar100", "cifar100-published", "svhn")
     assert (hundred.split, hundred.recipe.splits) == ("test-published", ("val", "test", "test-published"))
@@ -182,7 +182,7 @@ def test_only_data_that_the_official_code_preprocesses_differently_has_another_s
         experiment_named("sota"),
         replace(choice, data=("cifar100",), protocol="official", models=("resnet50_cifar",)),
         Ledger("nowhere"),
-    ).wanted
+    ).runs
     assert official.split == "test"  # the recipe itself looks at them as published
     with pytest.raises(ValueError, match="'val'"):
         replace(choice, split="val")
@@ -190,12 +190,12 @@ def test_only_data_that_the_official_code_preprocesses_differently_has_another_s
 
 def test_finished_runs_are_not_trained_again(trained, choice, ledger):
     plan = make_plan(experiment_named("sota"), choice, ledger)
-    assert len(plan.wanted) == 4
+    assert len(plan.runs) == 4
     assert not plan.missing
     assert list(reproduce(experiment_named("sota"), choice, ledger=ledger, runs=trained / "runs")) == []
 
 
-def test_time_is_estimated_from_runs_that_are_alike(choice, ledger):
+def test_plan_estimates_time_from_similar_runs(choice, ledger):
     more = Choice(**{**vars(choice), "seeds": (1, 2, 3)})
     plan = make_plan(experiment_named("sota"), more, ledger)
     assert len(plan.missing) == 2
@@ -211,7 +211,7 @@ def test_time_is_estimated_from_runs_that_are_alike(choice, ledger):
 @pytest.mark.parametrize(
     ("devices", "named"), [(["NVIDIA H200"], True), (["NVIDIA H200", "x86_64"], False), ([None], False)]
 )
-def test_an_estimate_names_its_device_if_there_is_one(choice, ledger, devices, named):
+def test_time_estimate_names_a_common_gpu(choice, ledger, devices, named):
     book = Ledger(ledger.folder)
     for name, line in ledger.lines.items():
         book.lines[name] = replace(line, environment={"device_name": devices[line.seed % len(devices)]})
@@ -221,7 +221,7 @@ def test_an_estimate_names_its_device_if_there_is_one(choice, ledger, devices, n
     assert "x86_64" not in text
 
 
-def test_cells_hold_a_value_for_each_seed(choice, ledger):
+def test_table_cells_have_one_value_per_seed(choice, ledger):
     table = experiment_named("sota").tables(ledger, choice)[0]
     found = cell(table, "ls", "ECE %")
     values = [line.metrics["ece"][0] for line in ledger.lines.values() if line.method == "ls"]
@@ -232,16 +232,16 @@ def test_cells_hold_a_value_for_each_seed(choice, ledger):
     assert cell(other, "focal", "ECE %").values == ()
 
 
-def test_only_trains_the_named_runs(choice, tmp_path):
+def test_only_option_selects_runs_by_name(choice, tmp_path):
     plan = make_plan(experiment_named("sota"), choice, Ledger(tmp_path), "-ls-")
     assert [one.recipe.loss for one in plan.missing] == ["ls", "ls"]
 
 
-def test_the_clock_is_over_when_no_minute_is_left():
+def test_time_limit_is_reached_when_no_minutes_are_left():
     assert [_Clock(minutes).over for minutes in (1e-9, 1.0, None)] == [True, False, False]
 
 
-def test_a_limit_in_which_nothing_can_be_done_is_refused(choice, tmp_path):
+def test_limit_minutes_that_is_not_positive_raises(choice, tmp_path):
     for minutes in (-1, 0, float("nan")):
         with pytest.raises(ValueError, match=f"limit_minutes.*{minutes:g}"):
             list(
@@ -253,7 +253,7 @@ def test_a_limit_in_which_nothing_can_be_done_is_refused(choice, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_name_that_no_run_has_is_answered_with_some_that_are_there(choice, tmp_path):
+def test_unknown_run_name_raises_with_examples(choice, tmp_path):
     with pytest.raises(ValueError, match=r"'zzzz'.* (digits-small_cnn-\S+, ){2}digits-\S+ .*\b1\b"):
         make_plan(experiment_named("sota"), choice, Ledger(tmp_path), "zzzz")
 
@@ -263,7 +263,7 @@ def test_a_name_that_no_run_has_is_answered_with_some_that_are_there(choice, tmp
     [("sota", "paper", "cifar10"), ("sota", "small", "digits"), ("gate_stability", "fast", "cifar10"),
      ("ablations", "fast", "cifar10")],
 )  # fmt: skip
-def test_changed_recipes_are_not_called_the_protocols(name, protocol, data):
+def test_tables_of_changed_recipes_note_the_changes(name, protocol, data):
     usual = Choice(data=(data,), protocol=protocol)
     (before,) = experiment_named(name).tables(Ledger("nowhere"), usual)
     (after,) = experiment_named(name).tables(Ledger("nowhere"), replace(usual, changes={"epochs": "1", "lr": "0.2"}))
@@ -275,8 +275,8 @@ def test_changed_recipes_are_not_called_the_protocols(name, protocol, data):
     assert named.isdisjoint(after.notes)
 
 
-def test_changed_recipes_are_not_compared_with_printed_numbers():
-    """Neither are the mean ranks of another protocol."""
+def test_changed_recipes_are_not_compared_with_paper_numbers():
+    """The same holds for mean ranks of another protocol."""
     usual = Choice(data=("cifar10",), models=("resnet50_cifar",), losses=("ce", "ls"), seeds=(1,))
     sota, measures = experiment_named("sota"), dict.fromkeys(("accuracy", "ece", "aece"), (0.5, 0.4, 0.6))
 
@@ -297,30 +297,30 @@ def test_changed_recipes_are_not_compared_with_printed_numbers():
         assert all(line.endswith(",,") for line in table.csv().splitlines()[1:])
 
 
-def test_printed_numbers_are_marked_among_all_rows_of_the_paper():
+def test_best_paper_numbers_are_marked_over_all_rows_of_the_paper():
     kept = Ledger(Path(__file__).parents[2] / "results")
     few = Choice(data=("cifar10",), losses=("ce", "fedlas_ls"), protocol="fast", seeds=(1,))
     (asked,) = experiment_named("sota").tables(Ledger("nowhere"), few)
     small = next(t for t in results_tables(kept, few) if t.title.startswith("CIFAR-10, resnet18"))
     (whole,) = experiment_named("sota").tables(kept, replace(few, losses=None))
     place = next(n for n, column in enumerate(whole.columns) if column.name == "ECE %")
-    best = {whole.rows[n].name for n in whole.marks()[place].printed.best}
+    best = {whole.rows[n].name for n in whole.marks()[place].paper.best}
     assert "fedlas_ls" not in best
     for table in (asked, small):
         assert [row.name for row in table.rows] == ["ce", "fedlas_ls"]
-        assert table.marks()[place].printed.best == ()
+        assert table.marks()[place].paper.best == ()
         assert "**1.29**" not in table.markdown("both")
 
 
-def test_latex_rows_of_the_ablations_have_unique_labels():
+def test_ablation_latex_row_labels_are_unique():
     (table,) = experiment_named("ablations").tables(Ledger("nowhere"), Choice(protocol="fast"))
     labels = [line.partition(" & ")[0] for line in table.latex().splitlines() if " & " in line]
     assert len(set(labels)) == len(labels)
     assert any("gate=soft" in label for label in labels)
 
 
-def test_an_interrupted_command_ends_without_a_traceback(tmp_path):
-    """Its message must not name --resume, which `reproduce` does not have."""
+def test_interrupted_reproduce_ends_without_a_traceback(tmp_path):
+    """The message must not suggest --resume, which `reproduce` does not have."""
 
     def interrupt() -> None:
         until(lambda: list(tmp_path.glob("runs/*/checkpoint.pt")))
@@ -338,18 +338,18 @@ def test_an_interrupted_command_ends_without_a_traceback(tmp_path):
     assert "Traceback" not in shown.stderr
 
 
-def test_a_figure_says_how_it_is_drawn(tmp_path):
+def test_reproduce_of_a_figure_suggests_the_out_option(tmp_path):
     shown = CliRunner().invoke(app, ["reproduce", "smoothing_curve", "--ledger", str(tmp_path)])
     assert shown.exit_code == 0, shown.output
     assert "--out" in shown.output
 
 
-def test_a_control_waits_for_the_run_that_it_depends_on(tmp_path):
+def test_control_is_planned_after_the_run_it_depends_on(tmp_path):
     rows = ("fedlas_ls", "ls same mean alpha")
     changes = {"epochs": "1", "batch_size": "100", "model_options.width": "8"}
     choice = Choice(data=("digits",), losses=rows, seeds=(1,), protocol="small", changes=changes)
     experiment, book = experiment_named("ablations"), Ledger(tmp_path / "results")
-    assert len(make_plan(experiment, choice, book).wanted) == 1
+    assert len(make_plan(experiment, choice, book).runs) == 1
     tables = list(reproduce(experiment, choice, ledger=book, runs=tmp_path / "runs"))
     assert len(tables) == 1, "one between the two, and none of the end, which is the caller's"
     lines = {line.recipe.loss: line for line in book.lines.values()}
@@ -360,7 +360,7 @@ def test_a_control_waits_for_the_run_that_it_depends_on(tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted(CATALOG.entries))
-def test_every_recipe_of_every_experiment_is_a_good_one(name):
+def test_every_planned_recipe_is_valid(name):
     for protocol in ("paper", "official", "fast"):
         try:
             plan = make_plan(experiment_named(name), Choice(protocol=protocol, seeds=(1,)), Ledger("nowhere"))
@@ -368,18 +368,18 @@ def test_every_recipe_of_every_experiment_is_a_good_one(name):
             assert protocol == "fast"
             assert "network" in str(error)  # noqa: PT017
             continue
-        for one in plan.wanted:
+        for one in plan.runs:
             loss = LOSSES.find(one.recipe.loss)
             sizes = {"num_classes": 10, "num_samples": 20, "epochs": 2}  # which the engine fills in
             loss(**{word: size for word, size in sizes.items() if word in keywords(loss)}, **one.recipe.loss_options)
 
 
-def test_tables_and_their_data_are_written(trained, choice, ledger, tmp_path):
+def test_save_results_writes_every_table_format(trained, choice, ledger, tmp_path):
     paths = save_results(experiment_named("sota"), choice, ledger=ledger, runs=trained / "runs", folder=tmp_path)
     assert {path.suffix for path in paths} == {".md", ".tex", ".csv", ".html", ".txt"}
 
 
-def test_the_command_shows_plan_and_table_and_starts_nothing(trained, tmp_path):
+def test_dry_run_prints_plan_and_table_without_training(trained, tmp_path):
     arguments = ["reproduce", "sota", "--data", "cifar10", "--protocol", "fast", "--dry-run", "--ledger", str(tmp_path)]
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
@@ -399,7 +399,7 @@ def test_rows_of_planned_runs_are_unique(name):
     assert len(set(without_folders)) == len(without_folders)
 
 
-def test_the_plan_of_the_ablations_has_the_names_of_the_rows(tmp_path):
+def test_ablation_plan_shows_row_names(tmp_path):
     words = "reproduce ablations --protocol fast --seeds 1 --dry-run --ledger"
     shown = CliRunner().invoke(app, [*words.split(), str(tmp_path)])
     planned_runs = shown.stdout.partition("What each part")[0]
@@ -407,14 +407,14 @@ def test_the_plan_of_the_ablations_has_the_names_of_the_rows(tmp_path):
         assert (row in planned_runs) == (row in experiment_named("ablations").methods), row
 
 
-def test_a_run_that_two_rows_share_has_both_their_names():
+def test_run_shared_by_two_rows_is_planned_with_both_names():
     choice = Choice(data=("cifar10",), losses=("ce", "ce+temperature"), seeds=(1,), protocol="fast")
     (row,) = make_plan(experiment_named("sota"), choice, Ledger("nowhere")).rows()
     assert row[2] == "ce, ce+temperature"
     assert "temperature" in row[3]
 
 
-def test_the_command_trains_what_is_missing(tmp_path, monkeypatch):
+def test_reproduce_trains_missing_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = "reproduce sota --data digits --protocol small --losses ls --seeds 1 --set epochs=1 --out made"
     arguments = [*words.split(), "--set", "model_options.width=8"]
@@ -453,7 +453,7 @@ def test_the_command_trains_what_is_missing(tmp_path, monkeypatch):
         ("compare a b", "'a'.*data/protocol/method"),
     ],
 )
-def test_wrong_arguments_end_in_one_line(arguments, message, tmp_path, monkeypatch):
+def test_invalid_arguments_fail_in_one_line(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shown = CliRunner().invoke(app, arguments.split())
     assert shown.exit_code == 1
@@ -461,7 +461,7 @@ def test_wrong_arguments_end_in_one_line(arguments, message, tmp_path, monkeypat
     assert "Traceback" not in shown.output
 
 
-def test_two_sides_are_paired_by_seed(trained, ledger):
+def test_compare_runs_pairs_models_by_seed(trained, ledger):
     found = compare_runs(find_runs("digits/ce", ledger), find_runs("digits/small/ls", ledger), ("ece", "accuracy"))
     assert set(found[0].by_seed) == {1, 2}
     line = next(line for line in ledger.lines.values() if (line.method, line.seed) == ("ce", 2))
@@ -476,7 +476,7 @@ def test_two_sides_are_paired_by_seed(trained, ledger):
     assert len(found[0].rows()) == 3
 
 
-def test_run_folders_and_files_can_be_compared(trained, ledger):
+def test_compare_accepts_run_folders_and_files(trained, ledger):
     folders = sorted((trained / "runs").iterdir())
     run = Run(folders[0])
     shown = CliRunner().invoke(app, ["compare", str(folders[0]), str(run.predictions_file("last-test"))])
@@ -485,7 +485,7 @@ def test_run_folders_and_files_can_be_compared(trained, ledger):
 
 
 @pytest.mark.parametrize("second", ["one.csv", "copy.npz", "other.csv"])
-def test_the_same_predictions_on_both_sides_are_noted(tmp_path, monkeypatch, second):
+def test_comparing_equal_predictions_adds_a_note(tmp_path, monkeypatch, second):
     monkeypatch.chdir(tmp_path)
     given = Predictions(torch.randn(50, 3, dtype=torch.float64), torch.arange(50) % 3, class_names=["a", "b", "c"])
     write_predictions(given, Path("one.csv"))
@@ -493,19 +493,19 @@ def test_the_same_predictions_on_both_sides_are_noted(tmp_path, monkeypatch, sec
     write_predictions(Predictions(2 * given.logits, given.labels, class_names=["a", "b", "c"]), Path("other.csv"))
     shown = CliRunner().invoke(app, ["compare", "one.csv", second])
     assert shown.exit_code == 0, shown.output
-    assert ("same predictions" in shown.stderr) == (second != "other.csv")
+    assert ("identical predictions" in shown.stderr) == (second != "other.csv")
 
 
-def test_seeds_that_are_the_same_on_both_sides_are_named(ledger):
+def test_note_names_seeds_with_equal_predictions(ledger):
     ce, ls = (find_runs(f"digits/{name}", ledger) for name in ("ce", "ls"))
     assert comparison_notes(ce, ls) == []
     (note,) = comparison_notes(ce, ce)
-    assert "same predictions" in note
+    assert "identical predictions" in note
     (note,) = comparison_notes(ce, ModelRuns("mixed", {1: ls.runs[1], 2: ce.runs[2]}))
-    assert re.search(r"same predictions.*\b2\b", note)
+    assert re.search(r"identical predictions.*\b2\b", note)
 
 
-def test_seeds_that_only_one_side_has_are_named(ledger):
+def test_note_names_unpaired_seeds(ledger):
     ce, ls = (find_runs(f"digits/{name}", ledger) for name in ("ce", "ls"))
     more = replace(ls, runs={**ls.runs, 7: ls.runs[1]}, settings={**ls.settings, 7: ls.settings[1]})
     for note, where in ((comparison_notes(ce, more), "second"), (comparison_notes(more, ce), "first")):
@@ -513,7 +513,7 @@ def test_seeds_that_only_one_side_has_are_named(ledger):
         assert re.search(rf"\b{where}\b.*\b7\b", note[0])
 
 
-def test_fields_in_which_recipes_differ_are_named(ledger):
+def test_note_names_differing_recipe_fields(ledger):
     ce = find_runs("digits/ce", ledger)
     first = ModelRuns("a", {1: ce.runs[1]}, settings={1: ce.settings[1]})
     other = {**ce.settings[2], "epochs": 9}
@@ -527,11 +527,11 @@ def test_fields_in_which_recipes_differ_are_named(ledger):
     assert [one.to_dict()["pairs"][0][word] for word in ("seed", "second_seed")] == [1, 2]
 
 
-def test_pairing_by_row_number_is_noted():
+def test_note_reports_pairing_by_row_number():
     given = Predictions(torch.randn(50, 3), torch.arange(50) % 3)
     other = Predictions(torch.randn(50, 3), torch.arange(50) % 3)
     (note,) = comparison_notes(ModelRuns("a", {None: given}), ModelRuns("b", {None: other}))
-    assert re.search(r"\bid\b.*\bindex\b", note)
+    assert re.search(r"\bids\b.*\bindex\b", note)
     placed = [Predictions(one.logits, one.labels, index=torch.arange(50)) for one in (given, other)]
     assert comparison_notes(*(ModelRuns(name, {None: one}) for name, one in zip("ab", placed, strict=True))) == []
     assert comparison_notes(ModelRuns("a", {None: given}), ModelRuns("b", {None: placed[1]})) == [note]
@@ -545,7 +545,7 @@ def test_pairing_by_row_number_is_noted():
         ("abc", "abx", "'c'.*'x'"),
     ],
 )
-def test_classes_that_differ_are_refused_by_the_command(tmp_path, monkeypatch, ours, names, message):
+def test_compare_rejects_different_classes(tmp_path, monkeypatch, ours, names, message):
     monkeypatch.chdir(tmp_path)
     logits, labels = torch.randn(50, 3), torch.arange(50) % 3
     write_predictions(Predictions(logits, labels, class_names=list(ours)), "one.safetensors")
@@ -555,8 +555,8 @@ def test_classes_that_differ_are_refused_by_the_command(tmp_path, monkeypatch, o
     assert re.search(f"^fedlas: .*classes.*{message}", shown.stderr)
 
 
-def test_what_a_temperature_made_can_be_compared():
-    """These lines are older: the ledger stores no logits of them."""
+def test_temperature_scaled_ledger_rows_can_be_compared():
+    """These older lines have no stored logits."""
     kept = Ledger(Path(__file__).parents[2] / "results")
     given = find_runs("cifar10/fast/ce+temperature", kept)
     written = {line.seed: line for line in find_lines(given.name, kept)}
@@ -564,7 +564,7 @@ def test_what_a_temperature_made_can_be_compared():
         assert float(ece(predictions)) == pytest.approx(written[seed].metrics["ece"][0], abs=1e-6)
 
 
-def of_many_classes(seed: int) -> Predictions:
+def many_class_predictions(seed: int) -> Predictions:
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(600) % 30
     logits = 3 * torch.randn(600, 30, generator=generator)
@@ -572,8 +572,8 @@ def of_many_classes(seed: int) -> Predictions:
     return Predictions(logits, labels, split="test")
 
 
-def test_rows_of_many_classes_are_compared_by_their_largest_probabilities():
-    whole = [of_many_classes(seed) for seed in (1, 2)]
+def test_many_class_rows_are_compared_by_top_probabilities():
+    whole = [many_class_predictions(seed) for seed in (1, 2)]
     sides = [ModelRuns(name, {1: StoredPredictions.of(one).tops()}) for name, one in zip("ab", whole, strict=True)]
     found = {one.metric: one for one in compare_runs(*sides)}
     assert set(found) == {"accuracy", "ece", "aurc"}
@@ -586,9 +586,9 @@ def test_rows_of_many_classes_are_compared_by_their_largest_probabilities():
         compare_runs(*sides, ("nll",))
 
 
-def test_rows_of_many_classes_are_compared_by_what_is_kept_of_each_sample():
+def test_many_class_rows_are_compared_by_stored_nll_and_brier():
     """The ledger stores the loss and the squared error of each sample."""
-    whole = [of_many_classes(seed) for seed in (1, 2)]
+    whole = [many_class_predictions(seed) for seed in (1, 2)]
     kept = [StoredPredictions.of(one) for one in whole]
     sides = [ModelRuns(name, {1: one.tops()}, {1: one.of_each_sample()}) for name, one in zip("ab", kept, strict=True)]
     assert [one.metric for one in compare_runs(*sides)] == ["accuracy", "ece", "nll", "brier", "aurc"]
@@ -600,8 +600,8 @@ def test_rows_of_many_classes_are_compared_by_what_is_kept_of_each_sample():
             assert found.by_seed[1].better == direct.better
 
 
-def test_rows_of_a_protocol_are_not_mixed_with_its_variants():
-    """Ablations share the loss with the row that they are made from."""
+def test_ledger_lookup_excludes_variants_of_the_protocol():
+    """Ablations have the same loss as the row they are derived from."""
     kept = Ledger(Path(__file__).parents[2] / "results")
     line = next(one for one in kept.lines.values() if one.method == "fedlas_ls" and one.seed == 1)
     other = replace(line.recipe, loss_options={**line.recipe.loss_options, "beta": 1.0})
@@ -611,14 +611,14 @@ def test_rows_of_a_protocol_are_not_mixed_with_its_variants():
     assert len(find_runs("cifar10/fast/fedlas_ls", kept).runs) == 3
 
 
-def test_half_the_alpha_is_half_of_the_protocols():
+def test_ls_half_uses_half_the_alpha_of_the_protocol():
     for data in ("cifar10", "cifar100"):
         choice = Choice(data=(data,), losses=("ls", "ls half"), protocol="fast", seeds=(1,))
         whole, half = (one.recipe for one in experiment_named("ablations").plan(choice, Ledger("nowhere")))
         assert half.loss_options["alpha"] == whole.loss_options["alpha"] / 2
 
 
-def test_rows_of_the_ablations_are_compared_by_name():
+def test_ablation_rows_are_found_by_name():
     kept = Ledger(Path(__file__).parents[2] / "results")
     for row, options in (("fedlas_ls gate=shuffled", {"gate": "shuffled"}), ("ls half", {"alpha": 0.025})):
         for text in (f"cifar10/{row}", f"cifar10/fast/{row}"):
@@ -632,14 +632,14 @@ def test_rows_of_the_ablations_are_compared_by_name():
 
 
 @pytest.mark.parametrize("name", ["sota", "over_under", "ood", "gate_stability"])
-def test_tables_of_what_was_run_leave_out_what_an_experiment_does_not_know(name):
+def test_results_tables_skip_data_that_is_not_in_the_experiment(name):
     kept = Ledger(Path(__file__).parents[2] / "results")
     line = next(iter(kept.lines.values()))
     kept.lines["tiny"] = replace(line, id="tiny", recipe=recipe_for("tiny_imagenet", protocol="fast"))
     assert "CIFAR-10, resnet18_cifar, fast protocol" in [table.title for table in results_tables(kept, name=name)]
 
 
-def test_rebuilt_ood_data_is_named():
+def test_tables_note_rebuilt_svhn():
     kept = Ledger(Path(__file__).parents[2] / "results")
     (table,) = experiment_named("ood").tables(kept, Choice(data=("cifar10",), protocol="fast"))
     assert any("SVHN" in note and "rebuilt" in note for note in table.notes)
@@ -647,14 +647,14 @@ def test_rebuilt_ood_data_is_named():
     assert {"ood-svhn", "ood-cifar100"} <= set(line.data)
 
 
-def test_ready_recipes_and_tables_agree():
-    """What `fedlas list recipes` shows is what the tables train."""
+def test_predefined_recipes_include_all_planned_recipes():
+    """The tables train the recipes that `fedlas list recipes` shows."""
     ready = {recipe.replace(seed=1) for protocol, recipe in list_recipes() if protocol == "fast"}
     plan = make_plan(experiment_named("sota"), Choice(protocol="fast", seeds=(1,)), Ledger("nowhere"))
-    assert {one.recipe for one in plan.wanted} <= ready
+    assert {one.recipe for one in plan.runs} <= ready
 
 
-def test_a_checksum_names_the_data(ledger):
+def test_line_checksums_identify_the_splits(ledger):
     checksums = {tuple(sorted(line.data.items())) for line in ledger.lines.values()}
     tests = {line.data["test"] for line in ledger.lines.values()}
     assert len(tests) == 1  # the same for every seed
@@ -682,7 +682,7 @@ def test_a_checksum_names_the_data(ledger):
     ],
 )
 @pytest.mark.parametrize("dry", [["--dry-run"], []], ids=["dry", "real"])
-def test_invalid_settings_are_refused_before_anything_is_planned(words, message, dry, tmp_path, monkeypatch):
+def test_invalid_settings_fail_before_planning(words, message, dry, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     options = ["--data", "digits", "--losses", "ls", "--seeds", "1", "--protocol", "small", *words.split(), *dry]
@@ -692,7 +692,7 @@ def test_invalid_settings_are_refused_before_anything_is_planned(words, message,
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_looking_at_the_parts_of_recipes_draws_no_random_numbers():
+def test_check_parts_draws_no_random_numbers():
     state = torch.get_rng_state()
     folder = {"data_options": {"path": "nowhere"}, "loss_options": {"weight": [1.0, 2.0, 3.0]}}  # of unknown classes
     for name in LOSSES.entries:
@@ -702,13 +702,13 @@ def test_looking_at_the_parts_of_recipes_draws_no_random_numbers():
 
 
 @pytest.mark.parametrize("change", ["loss=ls", "data=cifar10", "model=resnet18_cifar", "seed=1"])
-def test_fields_that_name_a_row_a_column_or_a_seed_are_no_setting(change):
+def test_set_rejects_fields_that_have_their_own_option(change):
     name, _, value = change.partition("=")
     with pytest.raises(ValueError, match=f"{name}.* --"):
         Choice(changes={name: value})
 
 
-def test_a_ledger_that_is_a_file_is_noticed_before_anything_is_trained(tmp_path):
+def test_ledger_path_that_is_a_file_fails_before_training(tmp_path):
     (tmp_path / "ledger").write_text("")
     asked = CliRunner().invoke(app, ["reproduce", "sota", "--data", "digits", "--ledger", str(tmp_path / "ledger")])
     assert asked.exit_code == 1

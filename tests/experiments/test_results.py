@@ -1,4 +1,4 @@
-"""The repository's own results: every number can be computed again; tests/test_docs.py compares the page."""
+"""The stored results of the repository can be recomputed; tests/test_docs.py compares the page."""
 
 import re
 from pathlib import Path
@@ -14,23 +14,23 @@ from fedlas.training import recipe_for
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_number_of_the_ledger_comes_out_again():
+def test_ledger_metrics_are_reproduced_from_stored_predictions():
     assert list(problems(Ledger(ROOT / "results"))) == []
 
 
 @pytest.mark.campaign
-def test_every_interval_of_the_ledger_comes_out_again():
+def test_ledger_intervals_are_reproduced_from_stored_predictions():
     assert list(problems(Ledger(ROOT / "results"), intervals=True)) == []
 
 
-def test_a_page_shows_what_was_run_and_what_was_not(ledger):
+def test_reproduction_page_lists_finished_and_missing_runs(ledger):
     page = reproduction_page(ledger)
     assert re.search(r"\b4 train", page)
     paragraphs = {section.partition("\n")[0]: section.count("\n\n") for section in page.split("\n## ")[1:]}
     assert paragraphs["sota"] == paragraphs["smoothing_curve"] + 1, "only sota lacks runs"
 
 
-def test_the_short_tables_hold_what_was_run_and_nothing_else(ledger, choice, tmp_path):
+def test_results_tables_contain_only_finished_runs(ledger, choice, tmp_path):
     (table,) = results_tables(ledger, choice)
     assert table.title == "digits, small_cnn, small protocol"
     assert [row.name for row in table.rows] == list(choice.losses)
@@ -41,8 +41,8 @@ def test_the_short_tables_hold_what_was_run_and_nothing_else(ledger, choice, tmp
     assert results_tables(Ledger(tmp_path)) == []
 
 
-def test_an_experiment_with_a_protocol_of_its_own_stands_on_the_page_once(tmp_path):
-    """And in no table about the paper's data, though its run could be a row there."""
+def test_experiment_with_its_own_protocol_is_on_the_page_once(tmp_path):
+    """It is in no table of the paper's data, although its run would fit there."""
     done = [recipe_for("fashion_mnist", "small_cnn", "ce", protocol="small"), recipe_for("cifar10", protocol="fast")]
     lines = [bare_line(one, name) for one, name in zip(done, ("small", "fast"), strict=True)]
     book = bare_ledger(tmp_path, lines)
@@ -54,7 +54,7 @@ def test_an_experiment_with_a_protocol_of_its_own_stands_on_the_page_once(tmp_pa
     assert [table.title for table in results_tables(book)] == ["CIFAR-10, resnet18_cifar, fast protocol"]
 
 
-def test_an_empty_ledger_makes_a_page_without_tables(tmp_path):
+def test_empty_ledger_gives_a_page_without_tables(tmp_path):
     page = reproduction_page(Ledger(tmp_path))
     assert "empty" in page
     assert "\n|" not in page

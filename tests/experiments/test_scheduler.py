@@ -1,4 +1,4 @@
-"""Many runs on one machine: who is killed, stopped or locked out goes on later, and nobody trains twice."""
+"""Schedule runs on one machine: killed, stopped or locked runs are resumed, and no run is trained twice."""
 
 import logging
 import multiprocessing
@@ -29,14 +29,14 @@ ENDLESS = 5000  # and of one that nobody waits for
 
 
 def short(loss: str = "ce", **changes: Any) -> Recipe:
-    """A run of 2 epochs with 4 steps each, of a narrow network."""
+    """Return the recipe of a run of 2 epochs with 4 steps each of a narrow network."""
     usual = {"epochs": 2, "batch_size": 50, "deterministic": True}
     options = {"data_options": {"train_samples": 200}, "model_options": {"width": 8}}
     return recipe_for("digits", "small_cnn", loss, **{**usual, **options, **changes})
 
 
 def holder(run: Run) -> int | None:
-    """The process that has locked a run's folder."""
+    """Return the process that holds the lock of a run folder."""
     lock = run.folder / ".lock"
     if not lock.exists():
         return None
@@ -53,7 +53,7 @@ def in_the_middle(run: Run) -> bool:
 
 
 def exists(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """Return whether a process exists and is not a zombie."""
     status = Path(f"/proc/{pid}/stat")
     try:
         return status.read_text().rpartition(")")[2].split()[0] != "Z"
@@ -66,7 +66,7 @@ def times(run: Run) -> list[float]:
 
 
 def assert_complete(runs: Sequence[Run], recipes: Sequence[Recipe]) -> None:
-    """Every recipe once, every epoch once, and everything that a table needs."""
+    """Check that every recipe and epoch was trained once and all files for the tables exist."""
     assert sorted(run.folder.name for run in runs) == sorted(recipe.name for recipe in recipes)
     for run in runs:
         assert [record["epoch"] for record in run.log] == list(range(1, run.recipe.epochs + 1))
@@ -78,7 +78,7 @@ def _log_info(caplog):
     caplog.set_level(logging.INFO, logger="fedlas")
 
 
-def test_runs_are_given_as_they_finish_and_found_again(tmp_path, caplog):
+def test_runs_are_yielded_as_they_finish_and_reused(tmp_path, caplog):
     recipes = [short(), short("ls"), short(seed=2), short()]
     expected = [short(), short(seed=2), short("ls")]  # one that differs in its seed alone comes first
     runs = list(train_recipes(recipes, folder=tmp_path))
@@ -93,7 +93,7 @@ def test_runs_are_given_as_they_finish_and_found_again(tmp_path, caplog):
     assert "3 of 4" in word
 
 
-def test_a_run_that_fails_stops_no_other_and_is_named(tmp_path, caplog):
+def test_failed_run_does_not_stop_others(tmp_path, caplog):
     bad, other = short(lr=1e30), short("ls")
     (tmp_path / other.name).mkdir()
     (tmp_path / other.name / "thesis.txt").write_text("Chapter 1")
@@ -109,7 +109,7 @@ def test_a_run_that_fails_stops_no_other_and_is_named(tmp_path, caplog):
     assert re.match(f"{bad.name}.*DivergedError", caplog.messages[0])
 
 
-def test_time_is_up_in_the_middle_of_a_run(tmp_path, caplog):
+def test_time_limit_stops_a_run_with_a_checkpoint(tmp_path, caplog):
     recipes = [short(epochs=ENDLESS), short("ls")]
     stopped, untouched = (Run(tmp_path / recipe.name) for recipe in recipes)
     steps, before = [0], []
@@ -126,7 +126,7 @@ def test_time_is_up_in_the_middle_of_a_run(tmp_path, caplog):
     assert not untouched.folder.exists()
 
 
-def test_no_time_is_no_run(tmp_path, caplog):
+def test_zero_time_limit_yields_finished_runs_only(tmp_path, caplog):
     list(train_recipes([short()], folder=tmp_path))
     runs = list(train_recipes([short("ls"), short()], folder=tmp_path, limit_minutes=0))
     assert [run.recipe for run in runs] == [short()]
@@ -134,7 +134,7 @@ def test_no_time_is_no_run(tmp_path, caplog):
     assert not (tmp_path / short("ls").name).exists()
 
 
-def test_outside_the_main_thread_the_last_checkpoint_has_to_do(tmp_path, caplog):
+def test_time_limit_outside_the_main_thread_stops_the_run(tmp_path, caplog):
     def go() -> None:
         assert list(train_recipes([short(epochs=1000)], folder=tmp_path, limit_minutes=1 / 60)) == []
 
@@ -145,7 +145,7 @@ def test_outside_the_main_thread_the_last_checkpoint_has_to_do(tmp_path, caplog)
     assert "1 of 1" in word
 
 
-def test_a_signal_of_the_user_stops_everything(tmp_path):
+def test_sigint_stops_all_runs(tmp_path):
     recipe = short(epochs=LONG)
 
     def interrupt() -> None:
@@ -161,7 +161,7 @@ def test_a_signal_of_the_user_stops_everything(tmp_path):
     assert not (tmp_path / short("ls").name).exists()
 
 
-def test_a_locked_run_comes_later(tmp_path, caplog, monkeypatch):
+def test_locked_run_is_postponed(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(scheduler, "LOCK_RETRY_INTERVAL", 0.2)
     first, second = short(), short("ls")
     with locked(tmp_path / first.name):
@@ -172,7 +172,7 @@ def test_a_locked_run_comes_later(tmp_path, caplog, monkeypatch):
     assert first.name in word
 
 
-def test_a_lock_that_nobody_seems_to_hold_is_named(tmp_path, monkeypatch):
+def test_stale_lock_error_names_the_lock_file(tmp_path, monkeypatch):
     monkeypatch.setattr(scheduler, "LOCK_RETRY_INTERVAL", 0.1)
     monkeypatch.setattr(scheduler, "LOCK_TIMEOUT", 0.5)
     with (
@@ -184,14 +184,14 @@ def test_a_lock_that_nobody_seems_to_hold_is_named(tmp_path, monkeypatch):
     assert_complete(list(train_recipes([short()], folder=tmp_path)), [short()])
 
 
-def test_time_is_up_while_a_run_is_locked(tmp_path, caplog):
+def test_time_limit_ends_the_wait_for_a_locked_run(tmp_path, caplog):
     with locked(tmp_path / short().name):
         assert list(train_recipes([short()], folder=tmp_path, limit_minutes=1 / 60)) == []
     assert "1 of 1" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.campaign)])
-def test_two_processes_of_which_one_is_killed(tmp_path, caplog, monkeypatch, method):
+def test_run_of_a_killed_worker_is_resumed_by_another(tmp_path, caplog, monkeypatch, method):
     """The killed one's run goes on in another process; a run that diverges does not affect the others.
 
     Processes are spawned; here they are forked from a server that has imported torch once.
@@ -225,7 +225,7 @@ def test_two_processes_of_which_one_is_killed(tmp_path, caplog, monkeypatch, met
 
 
 @pytest.mark.campaign
-def test_time_is_up_for_two_processes(tmp_path, caplog):
+def test_time_limit_stops_all_workers(tmp_path, caplog):
     recipes = [short(loss, epochs=ENDLESS) for loss in ("ce", "ls")]
     began = time.monotonic()
     assert list(train_recipes(recipes, folder=tmp_path, workers=2, limit_minutes=10 / 60)) == []
@@ -237,7 +237,7 @@ def test_time_is_up_for_two_processes(tmp_path, caplog):
 
 
 @pytest.mark.campaign
-def test_a_run_that_kills_every_process_is_given_up(tmp_path, monkeypatch):
+def test_run_that_keeps_killing_workers_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(scheduler, "MAX_ATTEMPTS", 2)
     deadly, other = short(epochs=LONG), short("ls")
 
@@ -267,7 +267,7 @@ if __name__ == "__main__":
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_launcher_may_end_at_any_time(tmp_path, number):
+def test_workers_write_checkpoints_when_the_launcher_ends(tmp_path, number):
     """Told to stop, or killed: its processes stop with a checkpoint, and the next launcher goes on."""
     recipes = [short(epochs=LONG), short("ls", epochs=LONG), short("focal")]
     hit = [Run(tmp_path / "runs" / recipe.name) for recipe in recipes[:2]]
@@ -304,18 +304,18 @@ def test_the_launcher_may_end_at_any_time(tmp_path, number):
         ({"limit_minutes": float("nan")}, "limit_minutes.*nan"),
     ],
 )
-def test_invalid_options_are_refused_at_once(tmp_path, options, complaint):
+def test_invalid_options_raise_immediately(tmp_path, options, complaint):
     with pytest.raises(ValueError, match=complaint):
         train_recipes([short()], folder=tmp_path, **options)
 
 
-def test_many_runs_are_not_for_torchrun(tmp_path, monkeypatch):
+def test_train_recipes_under_torchrun_raises(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="torchrun"):
         train_recipes([short()], folder=tmp_path)
 
 
-def test_without_ray_it_says_what_to_install(tmp_path, monkeypatch):
+def test_missing_ray_error_has_the_install_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"ray.*pip install 'fedlas\[cluster\]'"):
         train_recipes([short()], folder=tmp_path, executor="ray")

@@ -1,4 +1,4 @@
-"""Many runs on a cluster: real raylets and a real launcher, of which some are killed."""
+"""Schedule runs on a Ray cluster with real raylets and a real launcher, some of which are killed."""
 
 import logging
 import os
@@ -33,7 +33,7 @@ def raylet(node: Any) -> int:
 
 
 def kill_raylet(node: Any) -> None:
-    """Kill it, and ask for its exit code; its workers take a zombie for alive."""
+    """Kill a raylet and wait for it, because its workers treat a zombie as alive."""
     os.kill(raylet(node), signal.SIGKILL)
     node.all_processes["raylet"][0].process.wait()
 
@@ -48,7 +48,7 @@ def children(pid: int) -> list[int]:
 
 
 def run_on(node: Any, runs: list[Run]) -> Run | None:
-    """A run that is in the middle on some node."""
+    """Return a run that is being trained on a node."""
     for run in runs:
         pid = holder(run)
         if pid is not None and parent(pid) == raylet(node) and in_the_middle(run):
@@ -63,7 +63,7 @@ def _log_info(caplog):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A head with one processor; tests add nodes."""
+    """Start a head node with one CPU; tests add nodes."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -81,7 +81,7 @@ def cluster() -> Iterator[Any]:
         shutil.rmtree(folder)
 
 
-def test_a_node_dies_in_the_middle_of_a_run(cluster, tmp_path, caplog, monkeypatch):
+def test_runs_survive_a_dead_ray_node(cluster, tmp_path, caplog, monkeypatch):
     """Two raylets, of which one is killed: all runs finish, none twice, and the one that was hit goes on elsewhere.
 
     Besides, one run diverges, and one is in the hands of another process for a while.
@@ -138,8 +138,8 @@ for run in train_recipes(recipes, folder=Path({folder!r}), executor="ray", addre
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_launcher_dies_and_another_goes_on(cluster, tmp_path, number):
-    """Killed, it takes its tasks with it; told to stop, it has them write checkpoints first."""
+def test_next_launcher_resumes_runs_of_a_dead_one(cluster, tmp_path, number):
+    """A killed launcher ends its tasks; a terminated one lets them write checkpoints first."""
     recipes = [short(), short("ls", epochs=LONG), short("mbls", epochs=LONG)]
     done, hit, _ = [Run(tmp_path / "runs" / recipe.name) for recipe in recipes]
     script = tmp_path / "script.py"
@@ -163,8 +163,8 @@ def test_the_launcher_dies_and_another_goes_on(cluster, tmp_path, number):
     assert times(hit)[: len(before) - 2] == before[:-2]
 
 
-def test_time_is_up_on_the_cluster(cluster, tmp_path, caplog):
-    """One run in the middle, one that waits for a processor: the first writes a checkpoint, the second never starts."""
+def test_time_limit_stops_ray_runs_with_a_checkpoint(cluster, tmp_path, caplog):
+    """The run in progress writes a checkpoint; the run that waits for a CPU never starts."""
     recipes: list[Recipe] = [short(loss, epochs=ENDLESS) for loss in ("ce", "ls")]
     options: dict[str, Any] = {"folder": tmp_path, "executor": "ray", "address": cluster.address}
     assert list(train_recipes(recipes, limit_minutes=40 / 60, **options)) == []

@@ -1,4 +1,4 @@
-"""A search looks at the validation split alone, records everything, and goes on where it stopped."""
+"""Hyperparameter search uses only the validation split, records all trials, and resumes."""
 
 import json
 import re
@@ -22,7 +22,7 @@ def done(tmp_path_factory):
     return folder, search(RECIPE, ranges, trials=3, folder=folder, seeds=(1, 2))
 
 
-def test_the_test_split_is_never_looked_at(done):
+def test_search_never_reads_the_test_split(done):
     folder, _found = done
     files = {path.name for path in folder.rglob("*.safetensors")}
     assert files == {"best-val.safetensors", "last-val.safetensors"}
@@ -32,14 +32,14 @@ def test_the_test_split_is_never_looked_at(done):
     assert all(run.finished for run in runs)
 
 
-def test_recipes_that_select_on_the_test_split_are_refused(tmp_path):
-    """Their validation split is the test split."""
+def test_recipes_that_validate_on_the_test_split_raise(tmp_path):
+    """The validation split of these recipes is the test split."""
     official = recipe_for("cub200", loss="ls", protocol="official")
     with pytest.raises(ValueError, match=r"data_options\.selection=held_out"):
         search(official, [Range.parse("alpha=0.01:0.4")], trials=1, folder=tmp_path)
 
 
-def test_everything_is_recorded(done):
+def test_search_json_records_all_trials(done):
     folder, found = done
     record = json.loads((folder / "search.json").read_text())
     assert record["split"] == "val"
@@ -53,7 +53,7 @@ def test_everything_is_recorded(done):
         assert 0.01 <= trial.options["alpha"] <= 0.4
 
 
-def test_a_search_that_is_started_again_trains_nothing_twice(done):
+def test_repeated_search_reuses_finished_runs(done):
     folder, found = done
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
     again = search(RECIPE, found.ranges, trials=4, folder=folder, seeds=(1, 2))
@@ -63,13 +63,13 @@ def test_a_search_that_is_started_again_trains_nothing_twice(done):
     assert len(after) == len(before) + 4
 
 
-def test_the_chosen_values_can_be_tested_afterwards(done, tmp_path):
+def test_best_options_give_the_recipe_of_the_best_run(done, tmp_path):
     _folder, found = done
     recipe = RECIPE.replace(loss_options={**RECIPE.loss_options, **found.best.options}, seed=1)
     assert recipe.name == found.best.runs[0]
 
 
-def test_a_diverging_trial_is_no_choice(tmp_path):
+def test_diverged_trial_is_never_the_best(tmp_path):
     recipe = RECIPE.replace(lr=1e30)
     found = search(recipe, [Range.parse("alpha=0.1,0.2")], trials=1, folder=tmp_path)
     assert found.trials[0].values == (None,)
@@ -87,7 +87,7 @@ def test_a_diverging_trial_is_no_choice(tmp_path):
         ("theta=0.1,0.95", Range("theta", values=(0.1, 0.95))),
     ],
 )
-def test_ranges_are_read(text, expected):
+def test_range_strings_are_parsed(text, expected):
     assert Range.parse(text) == expected
 
 
@@ -95,7 +95,7 @@ def test_ranges_are_read(text, expected):
     "text",
     ["beta", "beta=", "=1:2", "beta=1:2:lin", "beta=a:b", "b=1:inf", "b=soft", "b=1:2:3:4"],
 )
-def test_invalid_ranges_are_refused(text):
+def test_invalid_range_strings_raise(text):
     with pytest.raises(ValueError, match=rf"NAME=LOW:HIGH.*{re.escape(text)}"):
         Range.parse(text)
 
@@ -109,12 +109,12 @@ def test_invalid_ranges_are_refused(text):
         ("beta=0:1:log", r":log.*\b0\b"),
     ],
 )
-def test_ends_that_are_no_range_are_named(text, message):
+def test_invalid_range_bounds_raise(text, message):
     with pytest.raises(ValueError, match=f"{text}: .*{message}"):
         Range.parse(text)
 
 
-def test_a_keyword_is_searched_once(tmp_path):
+def test_duplicate_search_keyword_fails(tmp_path):
     words = ["search", "--data", "digits", "--loss", "fedlas_ls", "--over", "beta=1,2", "--over", "beta=3,4"]
     shown = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "made")])
     assert shown.exit_code == 1
@@ -122,7 +122,7 @@ def test_a_keyword_is_searched_once(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-def test_the_command_prints_the_settings_to_use(tmp_path):
+def test_search_command_prints_the_best_settings(tmp_path):
     words = "search --data digits --loss ls --over alpha=0.05,0.1 --trials 1 --set epochs=1 --set model_options.width=8"
     arguments = [*words.split(), "--out", str(tmp_path)]
     shown = CliRunner().invoke(app, arguments)

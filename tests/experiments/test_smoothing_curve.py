@@ -1,4 +1,4 @@
-"""The smoothing curve is the library's own arithmetic."""
+"""The smoothing curve is computed by the loss itself."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from fedlas.experiments.smoothing_curve import BETAS, SmoothingCurve, alpha_of
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 4.0])
 @pytest.mark.parametrize(("mode", "psi"), [("positive", 1), ("negative", -1)])
-def test_alpha_is_the_formula_in_either_mode(beta, mode, psi):
+def test_alpha_equals_its_formula_in_both_modes(beta, mode, psi):
     nci = torch.tensor([-3.0, -0.5, 0.0, 0.25, 2.0])
     seen, alpha_i = alpha_of(nci, alpha=0.1, beta=beta, mode=mode)
     assert torch.equal(seen, nci)
@@ -36,13 +36,13 @@ def test_alpha_is_computed_by_the_loss(monkeypatch):
     assert alpha_i.tolist() == pytest.approx([1.1, 1.1])
 
 
-def test_random_states_stay_as_they_are():
+def test_alpha_of_preserves_the_random_state():
     before = torch.get_rng_state()
     alpha_of(torch.zeros(2), alpha=0.1, beta=1.0, mode="positive")
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_experiment_needs_no_run_and_draws(tmp_path):
+def test_smoothing_curve_is_drawn_without_runs(tmp_path):
     pytest.importorskip("matplotlib")
     experiment, ledger = SmoothingCurve(), Ledger(tmp_path / "ledger")
     assert experiment.plan(Choice(), ledger) == []

@@ -1,11 +1,11 @@
-"""The campaign on collectives: two processes exchange small tensors over gloo, many times.
+"""Campaign on collectives: two processes exchange small tensors over gloo, many times.
 
-    python tests/faults/collectives.py                              as fedlas does, 20,000 rounds of five
-    python tests/faults/collectives.py --way compiled               as a loss does that is compiled
+    python tests/faults/collectives.py                              as in fedlas, 20,000 rounds of five
+    python tests/faults/collectives.py --way compiled               as in a compiled loss
     python tests/faults/collectives.py --way functional             with torch's functional collectives
 
-Every round's numbers are checked. With torch 2.15 on aarch64 the last ends in SIGABRT or SIGSEGV, or waits for ever,
-mostly within some thousand rounds; it does so too where each is waited for at once, only later.
+The results of every round are checked. With torch 2.15 on aarch64, `functional` ends in SIGABRT or SIGSEGV or hangs,
+usually within a few thousand rounds; waiting for each collective immediately only delays this.
 """
 
 import argparse
@@ -28,7 +28,7 @@ WAYS = ("plain", "compiled", "functional")
 
 
 def exchange(rank: int, rounds: int, way: str, folder: str) -> None:
-    """Exchange what a step of training does: a few sums, a few rows, one number."""
+    """Exchange the tensors of a training step: a few sums, a few rows and a scalar."""
     torch.set_num_threads(1)
     importlib.import_module(FUNCTIONAL)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
@@ -56,7 +56,7 @@ def exchange(rank: int, rounds: int, way: str, folder: str) -> None:
 
 
 def outcome(rounds: int, way: str, limit: float) -> str:
-    """Say how the processes ended."""
+    """Return how the processes ended."""
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(exchange, (rounds, way, folder), WORLD, join=False, start_method="spawn")
         until = time.monotonic() + limit

@@ -1,14 +1,14 @@
-"""Search for calls that could execute untrusted content: each must be in the list of known ones.
+"""Search the source for calls that could execute untrusted content and are not in the list of allowed ones.
 
-Names are resolved through imports. A module that unpickles, or runs code, may be imported where `ADMITTED` says so; a
-name with a word such as "load" in it has to be our own or one of `SAFE`, or to carry what `GUARDED` asks for; and a
-module whose name is computed is imported nowhere but in the calls of `ADMITTED`.
+Names are resolved through imports. A module that unpickles or runs code may be imported only in the files listed in
+`ADMITTED`. A function with a name such as "load" must belong to fedlas, be listed in `SAFE`, or be called with the
+argument required by `GUARDED`. A module with a computed name may be imported only in the calls listed in `ADMITTED`.
 """
 
 import ast
 import re
 
-# Parts of a name that belong to modules which run what they read.
+# Module names that can execute the content they read.
 PICKLING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "runpy", "yaml"}
 PICKLING |= {"ruamel", "jsonpickle", "hickle"}
 MODULES = (
@@ -28,7 +28,7 @@ WORDS = {"load", "loads", "unpickle", "unpickler", "pickle", "deserialize", "rec
 NAMES = {"run_path", "run_module", "NpzFile", "read_array", "add_safe_globals", "safe_globals"}
 NAMES |= {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "recv_object_list"}
 BUILT_IN = {"exec", "eval", "compile", "__import__", "__builtins__", "os.system", "os.popen"}
-# Calls that are safe with one word, which has to be written out.
+# Calls that are safe with a keyword, which must be given explicitly.
 GUARDED = {
     "torch.load": ("weights_only", True),
     "numpy.load": ("allow_pickle", False),
@@ -46,22 +46,22 @@ SAFE = {
     "tomllib.loads",
     "triton.language.load",
 }
-SAFE_METHODS = {"load_state_dict", "_load_from_state_dict"}  # takes what has been read already
-IMPORTERS = {"import_module", "optional_module", "_import_tracker"}  # take the name of a module
-# What single files may import, name or call.
+SAFE_METHODS = {"load_state_dict", "_load_from_state_dict"}  # take data that has been read already
+IMPORTERS = {"import_module", "optional_module", "_import_tracker"}  # take a module name
+# Imports, names and calls that are allowed in single files.
 ADMITTED = {
-    # the one unpickler, behind a checksum and with three names of its own; tests/data/test_data_formats.py attacks it
+    # the only unpickler: requires a checksum and allows three names; tests/data/test_data_formats.py attacks it
     "data/base/formats.py": {"import pickle", "pickle.Unpickler", "_PlainUnpickler", "_PlainUnpickler().load"},
-    # the one reader of programs, which loads nothing but tensors (`test_a_program_is_not_unpickled`)
+    # the only reader of exported programs, which loads only tensors (`test_exported_program_is_not_unpickled`)
     "integrations/export.py": {"torch.export.load", "optional_module(package, 'integrations')"},
-    # an unpickler that looks names up in a table and imports nothing, and stand-ins for two functions of numpy;
+    # an unpickler that resolves names in a table and imports nothing, and replacements for two functions of numpy;
     # tests/faults/test_hostile_files.py attacks it
     "io/torch.py": {
         "import pickle",
         "pickle._Unpickler",
-        "pickle._Unpickler.dispatch",  # to leave out BUILD, which could set attributes of classes
+        "pickle._Unpickler.dispatch",  # to exclude BUILD, which could set class attributes
         "pickle.BUILD",
-        "pickle.BYTEARRAY8",  # to refuse it: it allocates any number of bytes
+        "pickle.BYTEARRAY8",  # to reject it, as it allocates any number of bytes
         "pickle.UnpicklingError",  # an error
         "unpickler.load",
         "_Sizes().load",
@@ -85,28 +85,27 @@ ADMITTED = {
         "torch.distributed.broadcast_object_list",
         "importlib.import_module(FUNCTIONAL)",
     },
-    # where weights are kept, and bytes fetched; timm draws a network with the settings of a recipe
+    # cache folder of weights and downloaded bytes; timm builds a network with the options of a recipe
     "models/pretrained.py": {
         "torch.hub.download_url_to_file",
         "torch.hub.get_dir",
     },
     "models/timm.py": {"timm.create_model"},
     # modules of fedlas, and optional packages
-    "__init__.py": {"import_module(home)"},
+    "lazy_imports.py": {"import_module(f'{package}.{name}')", "import_module(f'{package}.{modules[name]}')"},
     "catalog.py": {
         "importlib.import_module(self.package)",
         "importlib.import_module(f'{self.package}.{file.name}')",
     },
-    "report/figures/__init__.py": {"import_module(f'{__name__}.{_HOMES[name]}')"},
     "extras.py": {"importlib.import_module(name)"},
     "integrations/lightning.py": {"import_module(name)"},
     "integrations/trackers.py": {"importlib.import_module(name)"},
 }
-SHORT = {"np": "numpy", "pd": "pandas"}  # as everybody calls them
+SHORT = {"np": "numpy", "pd": "pandas"}  # common import aliases
 
 
 class Search:
-    """What one file says."""
+    """Collect the suspicious names and calls in one file."""
 
     def __init__(self, text: str, where: str) -> None:
         self.tree, self.where, self.found = ast.parse(text), where, []
@@ -120,7 +119,7 @@ class Search:
         self.found.append(f"{self.where}:{node.lineno} {words}")
 
     def full(self, node: ast.expr) -> str:
-        """Say what a name stands for; what has no name is a question mark."""
+        """Return the qualified name of an expression, or a question mark."""
         if isinstance(node, ast.Attribute):
             return f"{self.full(node.value)}.{node.attr}"
         if isinstance(node, ast.Name):
@@ -130,7 +129,7 @@ class Search:
         return "?"
 
     def imported(self, node: ast.Call) -> str | None:
-        """Give the module that a call imports."""
+        """Return the module that a call imports."""
         if self.full(node.func).rpartition(".")[2] not in IMPORTERS or not node.args:
             return None
         return text_of(node.args[0])
@@ -139,7 +138,7 @@ class Search:
         return name in ADMITTED.get(self.where, set())
 
     def imports(self) -> None:
-        """Look at what is imported."""
+        """Check the imports of the file."""
         for node in self.nodes:
             if isinstance(node, ast.Import):
                 for one in node.names:
@@ -155,12 +154,12 @@ class Search:
                     self.module(node, full)
 
     def module(self, node: ast.AST, name: str) -> None:
-        """Look at a module, or a name from one."""
+        """Check a module or a name imported from it."""
         if suspect(name) and not self.admitted(f"import {name}"):
             self.report(node, f"imports {name}")
 
     def look(self) -> list[str]:
-        """Name all that is not known to be safe."""
+        """Return everything that is not known to be safe."""
         self.imports()
         for node in self.nodes:
             if isinstance(node, ast.Call):
@@ -173,7 +172,7 @@ class Search:
         return self.found
 
     def call(self, node: ast.Call) -> None:
-        """Look at what a call is given."""
+        """Check the arguments of a call."""
         name = self.full(node.func)
         last = name.rpartition(".")[2]
         if last in IMPORTERS and node.args:
@@ -193,11 +192,11 @@ class Search:
                     self.report(node, f"{name} without {word}={value}")
 
     def module_name(self, node: ast.expr) -> bool:
-        """Whether something is a module from elsewhere."""
+        """Return whether an expression is a module outside of fedlas."""
         return isinstance(node, ast.Name) and self.names.get(node.id, "") in {"torch", "numpy", "pandas", "os"}
 
     def name(self, node: ast.Attribute | ast.Name) -> None:
-        """Look at a name, whether it is called or only handed on."""
+        """Check a name, whether it is called or passed on."""
         name = self.full(node)
         if self.admitted(name):
             return
@@ -212,7 +211,7 @@ class Search:
             self.report(node, f"{name}, which nobody knows")
 
     def known(self, name: str) -> bool:
-        """Whether something that looks like loading is our own, or known to be safe."""
+        """Return whether a loading function belongs to fedlas or is known to be safe."""
         first, *rest = name.split(".")
         ours = first == "fedlas" or (first in self.own and len(rest) <= 1)
         ours = ours and "Unpickler" not in name and {"torch", "np"}.isdisjoint(rest)
@@ -220,13 +219,13 @@ class Search:
 
 
 def suspect(name: str) -> bool:
-    """Whether a name belongs to a module that runs what it reads."""
+    """Return whether a name belongs to a module that can execute what it reads."""
     within = any(name == module or name.startswith(f"{module}.") for module in MODULES)
     return within or not PICKLING.isdisjoint(name.split("."))
 
 
 def risky(name: str) -> bool:
-    """Whether the last part of a name sounds like loading."""
+    """Return whether the last part of a name suggests a loading function."""
     last = name.rpartition(".")[2]
     words = {word.lower() for word in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", last)}
     return last in NAMES or not WORDS.isdisjoint(words)
@@ -241,7 +240,7 @@ def is_constant(node: ast.expr, value: object) -> bool:
 
 
 def of_ours(node: ast.expr) -> bool:
-    """Whether a computed name begins with that of this package."""
+    """Return whether a computed name begins with the name of this package."""
     return isinstance(node, ast.JoinedStr) and (text_of(node.values[0]) or "").startswith("fedlas.")
 
 

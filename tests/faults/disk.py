@@ -1,12 +1,12 @@
-"""Disks that fill up or cannot be written, files that are damaged, two processes at once, and a clock that jumps.
+"""Campaign on full and read-only disks, damaged files, concurrent processes and clock jumps.
 
     python tests/faults/disk.py --runs 100 --seed 1 --json build/disk.json
     python tests/faults/disk.py --runs 100 --seed 1 --only "full disk"
 
-Every attempt is compared with an unbroken run of the same recipe, as in `kill.py`, whose four losses take turns. The
-full disk and the one that can only be read are file systems of their own in memory, because no permission keeps root
-from writing. Mounting them takes root, or a namespace in which one is: `unshare -rm python tests/faults/disk.py`.
-At least half of the full disks have to have been full.
+Every trial is compared with an uninterrupted run of the same recipe, alternating between the four losses of `kill.py`.
+Full and read-only disks are separate file systems in memory, because permissions do not stop root from writing.
+Mounting them requires root, or root in a namespace: `unshare -rm python tests/faults/disk.py`.
+At least half of the full disks must actually have been full.
 """
 
 import argparse
@@ -40,7 +40,7 @@ YEARS = 10 * 365.25 * 86400  # in seconds
 
 @dataclass
 class Trial:
-    """What became of one attempt.
+    """The result of one trial.
 
     Args:
         about: what was done to it.
@@ -55,14 +55,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Session:
-    """A recipe, the unbroken run that it makes, and a folder to work in."""
+    """A recipe, its uninterrupted run, and a working folder."""
 
     recipe: Recipe
     unbroken: Run
     folder: Path
 
     def start(self, run: Path, words: str = "words.txt", before: Callable[[], None] | None = None) -> int:
-        """Begin or continue a run in a child."""
+        """Start or resume a run in a child process."""
 
         def job() -> None:
             if before is not None:
@@ -72,12 +72,12 @@ class Session:
         return fork(job, self.folder / words)
 
     def said(self, words: str = "words.txt") -> str:
-        """Give the last line that a child has said."""
+        """Return the last line printed by a child process."""
         found = (self.folder / words).read_text(encoding="utf-8").strip().splitlines()
         return found[-1] if found else ""
 
     def stopped(self, run: Path, dice: random.Random) -> None:
-        """Begin a run, and stop it at some step after its second checkpoint."""
+        """Start a run and stop it at a random step after its second checkpoint."""
         SHOWN.clear()
         child, until = self.start(run), dice.randint(7, STEPS - 6)
         while SHOWN.steps < until:
@@ -87,7 +87,7 @@ class Session:
         finish(child)
 
     def finished(self, trial: Trial, run: Path, *allowed: str) -> Trial:
-        """Continue a run to its end, and compare it."""
+        """Resume a run to its end and compare it with the uninterrupted run."""
         code = finish(self.start(run))
         if code:
             trial.wrong.append(f"resumed, it ended with {code}: {self.said()}")
@@ -114,21 +114,21 @@ def mounted(folder: Path, size: int = ENOUGH) -> Iterator[Path]:
 
 
 def mount(*words: str) -> None:
-    """Call mount, and say what it takes."""
+    """Call mount; on failure, state the required rights."""
     done = subprocess.run(["mount", *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise PermissionError(f"{done.stderr.strip()}; mounting takes root, or unshare -rm")
 
 
 def can_mount() -> bool:
-    """Whether file systems can be mounted here."""
+    """Return whether file systems can be mounted."""
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(OSError), mounted(Path(folder) / "tried"):
         return True
     return False
 
 
 def full_disk(session: Session, dice: random.Random) -> Trial:
-    """The disk has a random part of the room that the run needs; then somebody makes room."""
+    """Run on a disk with a random fraction of the required space, then resume with enough space."""
     needed = sum(file.stat().st_size for file in session.unbroken.folder.parent.rglob("*") if file.is_file())
     size = dice.randrange(4096, needed + 2 * session.unbroken.checkpoint.stat().st_size)
     with mounted(session.folder / "disk", size) as disk:
@@ -142,7 +142,7 @@ def full_disk(session: Session, dice: random.Random) -> Trial:
 
 
 def read_only(session: Session, dice: random.Random) -> Trial:
-    """The file system cannot be written when the run is resumed, and when it is finished."""
+    """Make the file system read-only when the run is resumed, and when it is finished."""
     with mounted(session.folder / "disk") as disk:
         session.stopped(disk / "run", dice)
         held = contents(disk)
@@ -167,7 +167,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def cut_short(session: Session, dice: random.Random) -> Trial:
-    """The newest checkpoint loses its end."""
+    """Truncate the newest checkpoint."""
     run = session.folder / "run"
     session.stopped(run, dice)
     file = Run(run).checkpoint
@@ -178,7 +178,7 @@ def cut_short(session: Session, dice: random.Random) -> Trial:
 
 
 def flipped_bits(session: Session, dice: random.Random) -> Trial:
-    """Some bits of the newest checkpoint flip."""
+    """Flip some bits of the newest checkpoint."""
     run = session.folder / "run"
     session.stopped(run, dice)
     file = Run(run).checkpoint
@@ -191,13 +191,13 @@ def flipped_bits(session: Session, dice: random.Random) -> Trial:
 
 
 def replaced(file: Path, content: bytes) -> None:
-    """Damage a file, and not the one that shares its bytes."""
+    """Replace the content of a file without changing its hard links."""
     file.unlink()
     file.write_bytes(content)
 
 
 def said_so(session: Session, trial: Trial, run: Path) -> Trial:
-    """Continue a run whose checkpoint is damaged, and look whether that is said."""
+    """Resume a run with a damaged checkpoint and check that the damage is reported."""
     session.finished(trial, run, "checkpoint-damaged.pt")
     words = (session.folder / "words.txt").read_text(encoding="utf-8")
     trial.said = next((line for line in words.splitlines() if "is damaged" in line), "")
@@ -207,7 +207,7 @@ def said_so(session: Session, trial: Trial, run: Path) -> Trial:
 
 
 def two_processes(session: Session, dice: random.Random) -> Trial:
-    """Two processes begin the same run at nearly the same moment; one of them is turned away."""
+    """Start the same run in two processes at nearly the same time; one of them must be rejected."""
     run, trial = session.folder / "run", Trial("two at once")
     SHOWN.clear()
     children = []
@@ -224,7 +224,7 @@ def two_processes(session: Session, dice: random.Random) -> Trial:
 
 
 def jumping_clock(session: Session, dice: random.Random) -> Trial:
-    """The time of day jumps by years, back and forth, at every look; and files are from the future or the past."""
+    """Let the clock jump by years at every call, and give files modification times in the future or past."""
     run, trial = session.folder / "run", Trial("jumps of up to ten years")
     seed = dice.randrange(2**32)
     SHOWN.clear()
@@ -246,11 +246,11 @@ def jumping_clock(session: Session, dice: random.Random) -> Trial:
 
 
 def jumping(seed: int) -> None:
-    """Let the clock of this process jump; not the one that counts seconds, which the system never sets."""
+    """Let the wall clock of this process jump, but not the monotonic clock."""
     dice, now, now_ns = random.Random(seed), time.time, time.time_ns
 
     class Jumping(datetime.datetime):
-        """A day somewhere in twenty years."""
+        """Return a random time within twenty years."""
 
         @classmethod
         def now(cls, tz: Any = None) -> Any:
@@ -271,13 +271,13 @@ FAULTS: dict[str, Callable[[Session, random.Random], Trial]] = {
 }
 
 
-MOUNTED = ("full disk", "read-only disk")  # which take a file system of their own
+MOUNTED = ("full disk", "read-only disk")  # these need a separate file system
 
 
 def campaign(
     runs: int, seed: int, folder: Path, only: list[str] | None = None, shown: bool = False
 ) -> dict[str, list[Trial]]:
-    """Try every fault so many times."""
+    """Inject every fault `runs` times."""
     dice = random.Random(seed)
     warm(recipe_of(0), folder)
     sessions = [unbroken(recipe_of(number), folder / f"unbroken {number}") for number in range(min(runs, len(LOSSES)))]
@@ -297,7 +297,7 @@ def campaign(
 
 
 def unbroken(recipe: Recipe, folder: Path) -> Session:
-    """Train a recipe without any fault."""
+    """Train a recipe without faults."""
     folder.mkdir()
     session = Session(recipe, Run(folder / "run"), folder)
     if finish(session.start(session.unbroken.folder)):
@@ -306,7 +306,7 @@ def unbroken(recipe: Recipe, folder: Path) -> Session:
 
 
 def rows(found: dict[str, list[Trial]]) -> list[dict[str, Any]]:
-    """Count what went well."""
+    """Count successful trials by fault."""
     return [
         {
             "fault": name,
@@ -319,7 +319,7 @@ def rows(found: dict[str, list[Trial]]) -> list[dict[str, Any]]:
 
 
 def wrongs(found: dict[str, list[Trial]], asked: int) -> list[str]:
-    """Name all that is wrong, also that a fault was tried too rarely, or that too few of the full disks were full."""
+    """Return all problems, including faults with too few trials and full disks that were not full."""
     wrong = [f"{name}, {trial.about}: {word}" for name, held in found.items() for trial in held for word in trial.wrong]
     for name, held in found.items():
         wrong += [f"{name} was tried {len(held)} times, and should have been {asked} times"] * (len(held) != asked)

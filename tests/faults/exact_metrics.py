@@ -1,8 +1,8 @@
-"""Every metric a second time, in exact rational arithmetic, for the campaign to compare with.
+"""Reference implementations of all metrics in exact rational arithmetic, for the campaign on numbers.
 
-Probabilities and labels are lists of `Fraction`, taken from the very numbers that a metric was given; nothing is shared
-with the library but the rule by which an edge is rounded to the type of the confidences. Functions have the names of
-the metrics, so that a metric of the library finds its own; roots and logarithms are taken last, in float64.
+Probabilities and labels are lists of `Fraction`, converted exactly from the inputs of a metric. Nothing is shared with
+the library except the rule for rounding bin edges to the dtype of the confidences. Functions have the names of the
+metrics, by which they are looked up; roots and logarithms are computed last, in float64.
 """
 
 import math
@@ -19,7 +19,7 @@ Row = Sequence[Fraction]
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of probabilities and of labels, both exact, the type that probabilities came in, and what is compared."""
+    """Exact rows of probabilities and labels, the original dtype of the probabilities, and the scope."""
 
     probs: Sequence[Row]
     labels: Sequence[Row]
@@ -37,7 +37,7 @@ class Table:
 
     @cached_property
     def tops(self) -> list[tuple[Fraction, Fraction]]:
-        """Confidence of every row, and the share of its label on that class; of equal ones the first."""
+        """Return the confidence of every row and the label weight of that class (the first of equal ones)."""
         if self.scope == "positive":
             return self.column(self.classes - 1)
         places = [row.index(max(row)) for row in self.probs]
@@ -45,7 +45,7 @@ class Table:
 
     @cached_property
     def answers(self) -> list[tuple[Fraction, Fraction]]:
-        """The same, but where a binary probability stands for the likelier answer; 1 - p is rounded to the type."""
+        """Like `tops`, but a binary probability p counts as max(p, 1 - p), with 1 - p rounded to the dtype."""
         if self.scope != "positive":
             return self.tops
         return [(c, y) if c > Fraction(1, 2) else (self._rest(c), 1 - y) for c, y in self.tops]
@@ -55,7 +55,7 @@ class Table:
 
     @cached_property
     def parts(self) -> list[list[tuple[Fraction, Fraction]]]:
-        """The pairs that are binned together: all, or those of each class."""
+        """Return the groups of pairs that are binned together: all pairs, or those of each class."""
         return [self.column(k) for k in range(self.classes)] if self.scope == "class-wise" else [self.tops]
 
     def column(self, k: int) -> list[tuple[Fraction, Fraction]]:
@@ -72,7 +72,7 @@ Pair = tuple[Fraction, Fraction]
 
 
 def binned(table: Table, pairs: list[Pair], bins: int, binning: str = "width") -> list[list[int]]:
-    """Say which samples are in each bin."""
+    """Return the sample numbers in each bin."""
     if binning == "width":
         return sorted_into(pairs, inner_edges(bins, table.dtype), bins)
     ranked, n = sorted(c for c, _ in pairs), len(pairs)
@@ -88,7 +88,7 @@ def sorted_into(pairs: list[Pair], inner: list[Fraction], bins: int) -> list[lis
 
 
 def as_compared(table: Table, pairs: list[Pair], bins: int, compat: str) -> tuple[list[Pair], list[list[int]]]:
-    """Do the same by the rules of other code, bins of equal width alone; confidences are rounded as it rounds them."""
+    """Bin by the rules of another package (equal width only), including its rounding of confidences."""
     if compat == "official":
         edges = torch.linspace(0, 1, bins + 1).to(table.dtype).double()
         return pairs, sorted_into(pairs, [Fraction(edge) for edge in edges[1:-1].tolist()], bins)
@@ -108,7 +108,7 @@ def as_compared(table: Table, pairs: list[Pair], bins: int, compat: str) -> tupl
 def gaps(
     table: Table, bins: int, binning: str = "width", compat: str | None = None
 ) -> list[list[tuple[int, Fraction, Fraction]]]:
-    """How many samples each filled bin holds, their confidence minus correctness, and their correctness, added up."""
+    """Return the count, summed gap (confidence minus correctness) and summed correctness of each non-empty bin."""
     found = []
     for pairs in table.parts:
         held, filled = (
@@ -122,7 +122,7 @@ def gaps(
 
 
 def mean_over(table: Table, each: list[Fraction]) -> Fraction:
-    """The mean over classes, or the one number that there is, of sums over samples."""
+    """Return the mean over classes (or the only value) of sums over samples."""
     return sum(each, Fraction()) / table.n / len(each)
 
 
@@ -210,7 +210,7 @@ def nll(table: Table) -> float:
 
 
 def risks(table: Table) -> list[Fraction]:
-    """The risk at every coverage, where samples of equal confidence count as their mean."""
+    """Return the risk at every coverage, averaging over samples of equal confidence."""
     tops = table.answers
     groups: dict[Fraction, list[Fraction]] = {}
     for confidence, correct in tops:
@@ -292,7 +292,7 @@ def histogram(table: Table, bins: int = 15, binning: str = "width", compat: str 
 
 @cache
 def oracle_of(name: str) -> Callable[..., object] | None:
-    """Find the exact twin of a metric, or of the stream of the same name."""
+    """Return the reference implementation of a metric or of its accumulator."""
     others = {"binned", "gaps", "risks", "walk", "replace", "cache"}
     twins = {key.replace("_", ""): value for key, value in globals().items() if callable(value) and key not in others}
     return twins.get(name.replace("_", "").lower()) if not name.startswith("_") else None

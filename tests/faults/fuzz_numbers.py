@@ -1,14 +1,14 @@
-"""The campaign on numbers: every loss and every metric, asked about inputs that nobody would give on purpose.
+"""Campaign on numbers: fuzz every loss and every metric with unusual inputs.
 
     python tests/faults/fuzz_numbers.py                       all targets, 100,000 executions each
     python tests/faults/fuzz_numbers.py --target ece nll      some of them
     python tests/faults/fuzz_numbers.py --executions 5000 --jobs 2
-    python tests/faults/fuzz_numbers.py --resume              leave out targets that have had as many, and found nothing
+    python tests/faults/fuzz_numbers.py --resume              skip targets that finished without a finding
 
-Each target runs in a process of its own, first with hypothesis, then with atheris (the extra `fuzz`), which
-follows the branches of `fedlas` that an input reaches; without atheris random bytes take its place, and the table says
-so. Seeds are fixed. A target that is slower than `--seconds` allows stops there: the table has the number of
-executions that there really were. The checks are in `number_cases.py` and `more_cases.py`.
+Each target runs in a separate process, first with hypothesis, then with atheris (the extra `fuzz`), which is guided by
+the branches of `fedlas` that an input reaches. Without atheris, random bytes are used and the table notes it. Seeds are
+fixed. A target stops after `--seconds`; the table has the actual number of executions. The checks are in
+`number_cases.py` and `more_cases.py`.
 """
 
 import argparse
@@ -27,16 +27,16 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 LONGEST = 160  # bytes of an input
-KEPT = 20  # findings that are written out
-# What atheris notes of instrumented code grows with every execution, and fills 8 GB before such a target has had all:
-# it gets several processes one after the other, each with a seed of its own.
+KEPT = 20  # recorded findings
+# The memory of atheris grows with every execution of instrumented code and reaches 8 GB before these targets finish:
+# they run in several processes one after the other, each with its own seed.
 IN_PARTS = {"paired_bootstrap": 50_000}
-OFTEN = 5_000  # executions after which what came of them is written
+OFTEN = 5_000  # executions between two writes of the results
 SLOW = {"bootstrap", "paired_bootstrap", "smooth_curve", "smooth_ece", "SmoothECE", "kde_ece"}  # milliseconds each
 
 
 class Counts:
-    """Counts what came of each execution, and keeps the first findings."""
+    """Count the outcomes of executions and record the first findings."""
 
     def __init__(self, target: Any, limit: int, seconds: float) -> None:
         self.target, self.limit, self.until = target, limit, time.monotonic() + seconds
@@ -56,7 +56,7 @@ class Counts:
         self.engines[engine] += 1
         try:
             self.counts[self.target(content)] += 1
-        except Exception as error:  # of the library or of the checks: both are reported
+        except Exception as error:  # raised by the library or by a check: both are findings
             self.counts["findings"] += 1
             if len(self.findings) < KEPT:
                 self.findings.setdefault(str(error)[:60], f"{type(error).__name__}: {error} <- {content.hex()}")
@@ -71,7 +71,7 @@ class Counts:
 
 
 def by_hypothesis(counts: Counts, executions: int, number: int) -> None:
-    """Let hypothesis draw bytes, which it does with a liking for small and repeated ones."""
+    """Execute a target with bytes drawn by hypothesis, which prefers small and repeated values."""
     from hypothesis import HealthCheck, Phase, given, seed, settings
     from hypothesis import strategies as st
 
@@ -92,14 +92,14 @@ def by_hypothesis(counts: Counts, executions: int, number: int) -> None:
 
 
 def by_chance(counts: Counts, number: int) -> None:
-    """Draw bytes from a seed."""
+    """Execute a target with seeded random bytes."""
     source = random.Random(number)
     while not counts.full:
         counts.ask(source.randbytes(source.choice((8, 40, 120, LONGEST))), "random")
 
 
 def one_target(name: str, executions: int, seconds: float, number: int, result: Path) -> None:
-    """Fuzz one target in this process, and write what came of it."""
+    """Fuzz one target in this process and write the results."""
     guided = importlib.util.find_spec("atheris") is not None
     if guided:
         import atheris
@@ -113,8 +113,8 @@ def one_target(name: str, executions: int, seconds: float, number: int, result: 
     import torch
 
     torch.set_num_threads(1)
-    gc.freeze()  # half a million objects of torch need no look at,
-    gc.set_threshold(50_000, 20, 100)  # and those of one execution few
+    gc.freeze()  # exclude half a million objects created by imports,
+    gc.set_threshold(50_000, 20, 100)  # and collect new objects rarely
     target = next(one for one in more_cases.targets() if one.name == name)
     start = time.monotonic()
     counts = Counts(target, executions, seconds)
@@ -151,7 +151,7 @@ def names_of(kinds: list[str] | None) -> list[str]:
 
 
 def in_a_process(name: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Fuzz a target, or read what came of it before."""
+    """Fuzz a target, or read its earlier results."""
     result = given.out / f"numbers-{name}.json"
     if given.resume and result.exists():
         record = json.loads(result.read_text())
@@ -171,14 +171,14 @@ def in_a_process(name: str, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def together(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Add up what came of two parts of a target."""
+    """Add the results of two parts of a target."""
     counted = {name: dict(Counter(first[name]) + Counter(second[name])) for name in ("engines", "counts")}
     findings = [*first["findings"], *second["findings"]]
     return first | counted | {"seconds": first["seconds"] + second["seconds"], "findings": findings}
 
 
 def of_a_part(name: str, given: argparse.Namespace, number: int, executions: int, result: Path) -> dict[str, Any]:
-    """Fuzz a target in a process of its own."""
+    """Fuzz a target in a separate process."""
     result.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--one", name, "--executions", str(executions), "--seed", str(number)]
     command += ["--seconds", str(given.seconds), "--out", str(given.out)]
@@ -202,7 +202,7 @@ def of_a_part(name: str, given: argparse.Namespace, number: int, executions: int
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Lay the results out for the page."""
+    """Return the results as a Markdown table."""
     rows = [
         "| target | kind | executions | right | refused clearly | taken, not compared | findings | by | seconds |",
         "|---|---|--:|--:|--:|--:|--:|---|--:|",
@@ -239,7 +239,7 @@ def main() -> int:
         return 0
     names = names_of(given.target)
     with ThreadPoolExecutor(given.jobs) as pool:
-        # The slow ones begin, so that none is left over for one process alone.
+        # Start with slow targets, so that no process is left with one at the end.
         waited = {pool.submit(in_a_process, name, given): name for name in sorted(names, key=lambda n: n not in SLOW)}
         found = {}
         for done in as_completed(waited):

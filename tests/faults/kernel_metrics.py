@@ -1,8 +1,8 @@
-"""The kernel estimates and the noise floor a second time, for the campaign to compare with: plain numpy in float64.
+"""Reference implementations of kernel estimates and the noise floor in plain float64, for the campaign on numbers.
 
-The library puts samples on a grid and transforms it; here the kernel of each sample, and of its mirror images at 0 and
-1, is laid over the grid by hand. The grids are part of the definitions: those of relplot for the smooth ECE, 8,193
-points for the KDE. Where rounding alone decides which width is chosen, or which points count, there is no answer.
+The library bins samples on a grid and convolves by FFT; here the kernels of all samples and of their reflections at 0
+and 1 are added directly. The grids are part of the definitions: that of relplot for the smooth ECE, 8,193 points for
+the KDE. Where only rounding decides on the bandwidth or on the points, there is no reference value.
 """
 
 import math
@@ -15,11 +15,11 @@ from exact_metrics import Table
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-CLOSE = 1e-9  # two numbers of which rounding may choose either
+CLOSE = 1e-9  # difference below which rounding decides a comparison
 
 
 def on_cells(values: list[float], weights: list[float], points: int) -> dict[int, float]:
-    """Share each weight between the two nearest of some evenly spread points."""
+    """Distribute each weight linearly over the two nearest grid points."""
     found: dict[int, float] = {}
     for value, weight in zip(values, weights, strict=True):
         place = min(max(value, 0.0), 1.0) * (points - 1)
@@ -30,7 +30,7 @@ def on_cells(values: list[float], weights: list[float], points: int) -> dict[int
 
 
 def laid(cells: dict[int, float], kernel: Floats, points: int) -> Floats:
-    """Add up the kernels of all cells and their mirror images; one on the border is its own image."""
+    """Add the kernels of all cells and their reflections; a cell on the border is its own reflection."""
     last, half = points - 1, len(kernel) // 2
     total = np.zeros(points)
     for cell, weight in cells.items():
@@ -67,7 +67,7 @@ def smoothed_error(table: Table, width: float) -> float:
 
 
 def smooth_width(table: Table) -> tuple[float, float] | None:
-    """Find width and error by bisection; None where rounding decides on a step."""
+    """Find bandwidth and error by bisection; return None if rounding decides a step."""
     wide, narrow = 1.0, 0.0
     value = smoothed_error(table, wide)
     if value > wide:
@@ -90,7 +90,7 @@ def smooth_ece(table: Table) -> float | None:
 
 
 def smooth_curve(table: Table, points: int = 201) -> list[float] | None:
-    """Mean confidence and accuracy in a window, at all places where it holds a sample."""
+    """Return mean confidence and accuracy in a window at all points with samples."""
     found = smooth_width(table)
     if found is None:
         return None
@@ -130,7 +130,7 @@ def kde_ece(table: Table, bandwidth: float | None = None) -> float:
 
 
 def noise_floor(table: Table, bins: int = 15, binning: str = "width") -> float:
-    """Add up the mean deviations of binomial hits, as much narrower as hits of unequal confidences are."""
+    """Add the mean deviations of binomial counts, scaled to the variance of unequal confidences."""
     total = 0.0
     for one in exact_metrics.binned(table, table.tops, bins, binning):
         held = [float(table.tops[i][0]) for i in one]
@@ -150,6 +150,6 @@ def mean_deviation(n: int, rate: float) -> float:
 
 
 def oracle_of(name: str) -> Any:
-    """Find the twin of a metric, or of the stream of the same name."""
+    """Return the reference implementation of a metric or of its accumulator."""
     return {"smooth_ece": smooth_ece, "SmoothECE": smooth_ece, "smooth_curve": smooth_curve, "kde_ece": kde_ece,
             "noise_floor": noise_floor}.get(name)  # fmt: skip

@@ -1,13 +1,13 @@
-"""Trainings that are killed at random moments and resumed: nothing is lost, and nothing is done twice.
+"""Campaign on killed runs: kill trainings at random times and resume them without losing or repeating steps.
 
     python tests/faults/kill.py --runs 100 --seed 1 --json build/kill.json
     python tests/faults/kill.py --runs 100 --seed 1 --signal SIGTERM
 
-Every run has a recipe of its own and is trained twice: unbroken, and with a kill. The moment is drawn evenly from the
-time that the unbroken run took; every fifth kill aims at a checkpoint that is being written, which else few would hit.
-A run that ends before its kill comes is thrown away, and another moment is drawn. Then the run is resumed, and compared
-with the unbroken one: weights and all else that a checkpoint holds, predictions, log, ledger, temporary files, steps.
-At least a tenth of the kills have to have come while a checkpoint was being written.
+Every run has its own recipe and is trained twice: uninterrupted, and with a kill. The time of the kill is uniform over
+the duration of the uninterrupted run; every fifth kill aims at a checkpoint write, which random times rarely hit. A run
+that ends before its kill is discarded and repeated with another time. The resumed run is compared with the
+uninterrupted one: checkpoint, predictions, log, ledger, temporary files and number of steps. At least a tenth of the
+kills must have happened during a checkpoint write.
 """
 
 import argparse
@@ -31,16 +31,16 @@ from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.stored_predictions import problems
 from fedlas.training import Recipe, Run, recipe_for
 
-LOSSES = ("fedlas_ls", "ce", "adafocal", "crl")  # without a state, and with states of three kinds
+LOSSES = ("fedlas_ls", "ce", "adafocal", "crl")  # three kinds of state, and none
 STEPS = 28
-AIMED = 5  # every fifth kill
-MOST = 1.5  # times the steps of an unbroken run
+AIMED = 5  # every fifth kill aims at a checkpoint write
+MOST = 1.5  # maximal steps relative to the uninterrupted run
 TOO_EARLY = "nothing: it failed by itself"
-NETWORK: dict[str, Any] = {}  # its options; a short campaign trains a narrow one
+NETWORK: dict[str, Any] = {}  # network options; a short campaign trains a narrow network
 
 
 def recipe_of(number: int) -> Recipe:
-    """The recipe of a run: four epochs of seven steps, and a checkpoint every third step."""
+    """Return the recipe of a run: four epochs of seven steps, and a checkpoint every third step."""
     options = {"train_samples": 330}
     return recipe_for(
         "digits", "small_cnn", LOSSES[number % len(LOSSES)], epochs=4, batch_size=50, deterministic=True,
@@ -50,7 +50,7 @@ def recipe_of(number: int) -> Recipe:
 
 @dataclass
 class Kill:
-    """What became of one run.
+    """The result of one killed run.
 
     Args:
         run: its number.
@@ -68,7 +68,7 @@ class Kill:
 
 
 def hit(child: int, number: int, moment: float, aim: tuple[int, float] | None) -> tuple[str, int] | None:
-    """Send a child a signal at a moment, or some time after it began to write a checkpoint; None where it was done."""
+    """Signal a child at a given time, or during a checkpoint write; return None if it had finished."""
     began = time.monotonic()
     while time.monotonic() - began < moment if aim is None else SHOWN.written < aim[0]:
         if (code := ended(child, 0.001)) is not None:
@@ -84,7 +84,7 @@ def hit(child: int, number: int, moment: float, aim: tuple[int, float] | None) -
 
 
 def one(number: int, what: int, folder: Path, dice: random.Random) -> Kill:
-    """Train a recipe unbroken and broken, and compare."""
+    """Train a recipe with and without a kill and compare the results."""
     recipe, words = recipe_of(number), folder / "words.txt"
     job = partial(train_and_record, recipe)
     SHOWN.clear()
@@ -105,7 +105,7 @@ def one(number: int, what: int, folder: Path, dice: random.Random) -> Kill:
     if kill.phase == TOO_EARLY:
         kill.wrong.append(words.read_text())
     SHOWN.begin_again()
-    for ledger in (own, own, shared):  # resumed, offered to the same ledger again, and to one of all runs
+    for ledger in (own, own, shared):  # resume, record again, and record in a ledger shared by all runs
         code = finish(fork(partial(job, broken, ledger), words))
         if code:
             kill.wrong.append(f"resumed, it ended with {code}: {words.read_text()[-2000:]}")
@@ -122,7 +122,7 @@ def one(number: int, what: int, folder: Path, dice: random.Random) -> Kill:
 
 
 def campaign(runs: int, seed: int, what: int, folder: Path, shown: bool = False) -> list[Kill]:
-    """Kill so many runs."""
+    """Kill the given number of runs."""
     dice = random.Random(seed)
     warm(recipe_of(0), folder)
     kills = []
@@ -155,7 +155,7 @@ def rows(kills: list[Kill]) -> list[dict[str, Any]]:
 
 
 def wrongs(kills: list[Kill], asked: int) -> list[str]:
-    """Name all that is wrong, also that too few kills came, or too few while a checkpoint was being written."""
+    """Return all problems, including too few kills in total or during checkpoint writes."""
     wrong = [f"run {kill.run}: {word}" for kill in kills for word in kill.wrong]
     wrong += [f"{len(kills)} runs were killed, and {asked} should have been"] * (len(kills) != asked)
     writing = sum(kill.phase == "checkpoint writing" for kill in kills)

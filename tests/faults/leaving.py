@@ -1,12 +1,12 @@
-"""The campaign on leaving: a process parts from another while an exchange over gloo is under way, and Python ends.
+"""Campaign on process group shutdown: Python exits while a collective over gloo is still running.
 
-    python tests/faults/leaving.py                  as `fit` does, 40 pairs of processes
-    python tests/faults/leaving.py --way kept       with a group that torch still holds, as it was
+    python tests/faults/leaving.py                  as in `fit`, 40 pairs of processes
+    python tests/faults/leaving.py --way kept       with a process group that torch still references, as before
 
-A thread of gloo that lets go of a tensor needs Python, and aborts the process if Python is ending. So the threads have
-to be gone by then, with their group. But functions of torch that are imported while a group is there, as Dynamo does
-for DistributedDataParallel, have that group as a default, and keep it for good. That `fit` leaves no such thread is
-tested in tests/training/test_distributed.py.
+A gloo thread that releases a tensor needs the interpreter and aborts the process if the interpreter is shutting down.
+The process group and its threads must therefore be destroyed before. But functions of torch that are imported while a
+group exists, as Dynamo does for DistributedDataParallel, reference it as a default argument and keep it alive.
+tests/training/test_distributed.py checks that `fit` leaves no such thread.
 """
 
 import argparse
@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 WAYS = ("free", "kept")
 KEEPER = "torch.distributed.nn.functional"
-DELAYS = (0.0, 0.002, 0.005, 0.01)  # seconds by which one process is late: around the end of the other
+DELAYS = (0.0, 0.002, 0.005, 0.01)  # delay of one process in seconds, around the exit of the other
 
 
 def part(rank: int, store: str, way: str, delay: float) -> None:
-    """Begin an exchange and leave; the second process is late for it."""
+    """Start a collective and exit; the second process joins late."""
     if way == "free":
         importlib.import_module(KEEPER)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -36,7 +36,7 @@ def part(rank: int, store: str, way: str, delay: float) -> None:
         time.sleep(delay)
         dist.all_reduce(torch.ones(3))
         time.sleep(0.5)
-        os._exit(0)  # it is the other one that is looked at
+        os._exit(0)  # only the other process is examined
     dist.all_reduce(torch.ones(3), async_op=True)
     dist.destroy_process_group()
 
@@ -60,12 +60,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--way", choices=WAYS, default=WAYS[0])
-    for name, kind in (("--delay", float), ("--store", str), ("--rank", int)):  # of one process
+    for name, kind in (("--delay", float), ("--store", str), ("--rank", int)):  # for a single process
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.store is not None:
         part(given.rank, given.store, given.way, given.delay)
-        return 0  # through the usual end of Python
+        return 0  # regular interpreter shutdown
     found = sum(aborted(given.way, DELAYS[number % len(DELAYS)]) for number in range(given.pairs))
     print(f"{given.pairs} pairs, {given.way}: {found} aborted")
     return int(found > 0)

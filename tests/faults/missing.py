@@ -1,10 +1,10 @@
-"""Without a package: what needs it says so, with the command that installs it; everything else works.
+"""Campaign on missing packages: features that need one raise with the install command, and all others work.
 
-    python tests/faults/missing.py             # each package is missing: what needs it is tried
-    python tests/faults/missing.py --extras    # what an extra brings is missing: everything is tried
+    python tests/faults/missing.py             # remove each package and try what needs it
+    python tests/faults/missing.py --extras    # remove the packages of each extra and try everything
 
-The packages are those of the extras in pyproject.toml. A package is made missing by finders that overlook it, in a
-forked child; so the environment stays as it is, and torch is imported once.
+The packages are those of the extras in pyproject.toml. A package is hidden by an import finder in a forked child, so
+the environment is not changed and torch is imported only once.
 """
 
 import argparse
@@ -33,12 +33,12 @@ from fedlas.predictions import Predictions
 
 ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
-DISTRIBUTIONS = packages_distributions()  # once: it reads a file for each package
-OTHER_NAMES = {"lightning": ("pytorch-lightning",)}  # packages that do as well
+DISTRIBUTIONS = packages_distributions()  # computed once, because it reads a file of each package
+OTHER_NAMES = {"lightning": ("pytorch-lightning",)}  # alternative distributions
 
 
 class Without:
-    """A finder of modules that does not find some packages, as if nobody had installed them."""
+    """An import finder that hides some packages, as if they were not installed."""
 
     def __init__(self, finder: Any, names: Sequence[str]) -> None:
         self.finder, self.names = finder, set(names)
@@ -50,13 +50,13 @@ class Without:
         return self.finder.find_spec(fullname, path, target)
 
     def find_distributions(self, *words: Any) -> Iterator[Any]:
-        """Give what `importlib.metadata` asks for."""
+        """Return distributions for `importlib.metadata`, except hidden ones."""
         found = getattr(self.finder, "find_distributions", lambda *_: ())(*words)
         return (one for one in found if normal(one.metadata["Name"]) not in self.packages)
 
 
 def extras() -> dict[str, set[str]]:
-    """Give the packages of every extra that people install."""
+    """Return the packages of every user-facing extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return {
         extra: {normal(one) for one in asked}
@@ -66,26 +66,26 @@ def extras() -> dict[str, set[str]]:
 
 
 def normal(requirement: str) -> str:
-    """Give the name of a package as everybody writes it, from what asks for it."""
+    """Return the normalised package name of a requirement."""
     found = NAME.match(requirement)
     assert found is not None, requirement
     return re.sub(r"[-_.]+", "-", found[0]).lower()
 
 
 def modules(package: str) -> list[str]:
-    """Give the names under which a package is imported."""
+    """Return the import names of a package."""
     names = {package, *OTHER_NAMES.get(package, ())}
     return [name for name, held in DISTRIBUTIONS.items() if names & {normal(one) for one in held}]
 
 
 def brings(extra: str, package: str) -> bool:
-    """Return whether an extra installs a package, itself or as something that it needs."""
+    """Return whether an extra installs a package, directly or as a dependency."""
     own = extras().get(extra, set())
     return package in own or any(package in {normal(word) for word in requires(one) or ()} for one in own)
 
 
 def some() -> Predictions:
-    """Predictions of 60 samples in 3 classes."""
+    """Return predictions of 60 samples in 3 classes."""
     labels = torch.arange(60) % 3
     return Predictions(torch.randn(60, 3) + 2 * torch.eye(3)[labels], labels)
 
@@ -138,7 +138,7 @@ def probmetrics(folder: Path) -> None:
     fedlas.build_calibrator("probmetrics").fit(some())
 
 
-# What people do with each package.
+# A typical use of each package.
 DEEDS: dict[str, Callable[[Path], Any]] = {
     "torchvision": lambda _: fedlas.build_model("resnet18_cifar", 10),
     "timm": lambda _: fedlas.build_model("timm:test_vit", 10),
@@ -167,7 +167,7 @@ DEEDS: dict[str, Callable[[Path], Any]] = {
 
 
 def losses_and_metrics(folder: Path) -> None:
-    """What works with torch and numpy alone."""
+    """Use the functions that need only torch and numpy."""
     logits, labels = torch.randn(12, 10, requires_grad=True), torch.arange(12) % 10
     for record in fedlas.list_losses():
         loss = fedlas.build_loss(record.name, **sizes(record.name))
@@ -179,14 +179,14 @@ def losses_and_metrics(folder: Path) -> None:
 
 
 def sizes(loss: str) -> dict[str, int]:
-    """Give what a loss has to know about the data."""
+    """Return the arguments of a loss that depend on the data."""
     known = {"num_classes": 10, "feature_dim": 5, "num_samples": 12, "train_samples": 12, "epochs": 5}
     asked = {one for record in fedlas.list_losses() if record.name == loss for one in record.keywords}
     return {name: value for name, value in known.items() if name in asked}
 
 
 def tried(deed: Callable[[Path], Any], without: Sequence[str]) -> str:
-    """Do something in a child that lacks some modules; give "" where it works, and else the error."""
+    """Call a function in a child without some modules; return the error, or "" on success."""
     out, into = os.pipe()
     child = os.fork()
     if not child:
@@ -217,7 +217,7 @@ def _attempt(deed: Callable[[Path], Any]) -> str:
 
 
 def named(said: str, package: str) -> bool:
-    """Return whether an error names a package, and a command that installs it."""
+    """Return whether an error names a package and its install command."""
     names = {package, *modules(package)}
     by_name = any(re.search(rf"\b{re.escape(name)}\b", said) for name in names)
     commands = re.findall(r"pip install (?:-U )?'fedlas\[([a-z,]+)\]'", said)
@@ -227,7 +227,7 @@ def named(said: str, package: str) -> bool:
 
 
 def without_packages(packages: Sequence[str] | None = None) -> list[dict[str, str]]:
-    """Take every package away, and say what is wrong with what needs it; without all, losses and metrics work."""
+    """Hide each package and return problems; with all hidden, losses and metrics must work."""
     found = []
     for package in packages or sorted({one for held in extras().values() for one in held}):
         without = modules(package)
@@ -242,7 +242,7 @@ def without_packages(packages: Sequence[str] | None = None) -> list[dict[str, st
 
 
 def without_extras() -> list[dict[str, str]]:
-    """Take away all that an extra alone brings, and do everything: it works, or a missing package is named."""
+    """Hide the packages that only one extra installs; every use must work or name a missing package."""
     found = []
     held = extras()
     for extra, packages in held.items():

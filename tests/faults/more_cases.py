@@ -1,9 +1,9 @@
 """More cases of the campaign on numbers: OOD detection, intervals, comparisons, and means over images.
 
-These take more than a table and its labels, so each has an input and a second answer of its own: pairs of scores are
-counted one by one with fractions, scores of logits and features are computed with 50 digits, values with intervals are
-compared as the metrics themselves are. An interval has no second answer but Wilson's; it must be finite, the right way
-round, within 0 and 1 where its metric is, hold the value where it is a mean, and be the same for the same seed.
+These need other inputs than a table with labels, so each has its own input and reference: detection metrics count pairs
+of scores with fractions, OOD scores are computed with 50 digits, and values with intervals are compared like metrics.
+Only Wilson's interval has a reference; all intervals must be finite, ordered, within the range of their metric, contain
+the value if it is a mean, and be equal for equal seeds.
 """
 
 import math
@@ -55,7 +55,7 @@ def legal_level(level: float) -> bool:
 
 
 def sound_interval(name: str, interval: Interval, text: Shown, low: float = 0.0, high: float = 1.0) -> None:
-    """An interval is finite, the right way round, and within what its metric can be."""
+    """Check that an interval is finite, ordered and within the range of its metric."""
     if not low - 1e-12 <= interval.low <= interval.high <= high + 1e-12 or not math.isfinite(interval.high):
         raise FindingError(f"{name}: the interval {interval.low!r}..{interval.high!r}: {text}")
 
@@ -64,7 +64,7 @@ def sound_interval(name: str, interval: Interval, text: Shown, low: float = 0.0,
 
 
 def score_list(draw: Draw) -> Any:
-    """Scores of some samples, or something else."""
+    """Draw scores of some samples, or an invalid input."""
     palette = draw.pick((EXTREMES, LOGITS, LOGITS[:4], LOGITS + HUGE[:-1], LOGITS + HUGE))
     n = draw.pick((3, 1, 2, 4, 6))
     found = torch.tensor([draw.pick(palette) for _ in range(n)], dtype=torch.float64)
@@ -81,7 +81,7 @@ def score_list(draw: Draw) -> Any:
 
 
 def seen_scores(given: Any) -> list[Any] | None:
-    """Take scores as exact numbers, infinity as it is; None where they are none."""
+    """Convert scores to exact numbers, keeping infinities; return None if they are invalid."""
     found = as_seen(given)
     if found is None or found.ndim != 1 or not len(found) or found.is_complex() or bool(found.isnan().any()):
         return None
@@ -89,7 +89,7 @@ def seen_scores(given: Any) -> list[Any] | None:
 
 
 def falling(id_scores: list[Any], ood_scores: list[Any], positive: str) -> list[tuple[Any, int, int]]:
-    """Thresholds from the first on, with how many positives and negatives have just that score."""
+    """Return the thresholds with the number of positives and negatives that have exactly that score."""
     hit, miss = (ood_scores, id_scores) if positive == "ood" else (id_scores, ood_scores)
     order = sorted({*id_scores, *ood_scores}, reverse=positive == "ood")
     return [(score, hit.count(score), miss.count(score)) for score in order]
@@ -148,7 +148,7 @@ def check_detection(name: str, draw: Draw) -> str:
 
 
 def parted(row: list[float]) -> tuple[Any, list[Any]]:
-    """The largest logit of a row, and how far the others lie below it."""
+    """Return the largest logit of a row and the differences of the others to it."""
     values = sorted((DIGITS.mpf(value) for value in row), reverse=True)
     return values[0], [value - values[0] for value in values[1:]]
 
@@ -203,7 +203,7 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {
 
 
 def any_table(draw: Draw, width: int | None = None) -> Any:
-    """Rows of numbers of any size, or something else."""
+    """Draw a table of numbers of any magnitude, or an invalid input."""
     n, width, dtype = draw.pick((3, 1, 2, 4)), width or draw.pick((3, 2, 4, 5, 1)), draw.pick(FLOATS)
     palette = draw.pick((LOGITS, LOGITS[:7], EXTREMES, LOGITS + HUGE[:6], LOGITS + HUGE))
     found = tensor_of([[draw.pick(palette) for _ in range(width)] for _ in range(n)], n, width, dtype)
@@ -224,7 +224,7 @@ def changed(draw: Draw, found: Tensor) -> Any:
 
 
 def seen_rows(given: Any, of_logits: bool) -> list[list[float]] | None:
-    """Take rows as they are; one column of logits is that of a second class, the other being zero."""
+    """Convert rows to floats; a single column of logits is the second class of a binary head."""
     found = as_seen(given)
     if found is None or found.dtype not in FLOATS or not found.numel() or not bool(found.isfinite().all()):
         return None
@@ -249,7 +249,7 @@ def check_score(name: str, draw: Draw) -> str:
 
 
 def near(name: str, got: list[float], wanted: list[Any], text: Shown, finest: float = 1e-300) -> str:
-    """Compare with many digits, down to numbers that float64 holds with fewer of its own."""
+    """Compare with a tight tolerance, except for subnormal numbers."""
     for one, other in zip(got, wanted, strict=True):
         beyond = abs(other) > DIGITS.mpf("1.79e308") and math.isinf(one)
         if not beyond and not abs(DIGITS.mpf(one) - other) <= 1e-10 * abs(other) + finest:
@@ -258,7 +258,7 @@ def near(name: str, got: list[float], wanted: list[Any], text: Shown, finest: fl
 
 
 def knn(rows: list[list[float]], known: list[list[float]], k: int) -> list[Any]:
-    """Distances of directions; what is all zero has none and stays where it is."""
+    """Return distances of normalised rows; zero rows are not normalised."""
 
     def direction(row: list[float]) -> list[Any]:
         values = [DIGITS.mpf(value) for value in row]
@@ -296,7 +296,7 @@ WITHOUT = ("mce", "top_k", "smooth_ece")
 
 
 def settings(draw: Draw) -> tuple[dict[str, Any], bool]:
-    """A level, resamples and a seed, and whether they are legal."""
+    """Draw a level, a number of resamples and a seed; return whether they are valid."""
     found: dict[str, Any] = {"resamples": 20, "seed": draw.byte()}
     if draw.byte() % 4 == 3:
         found |= {"resamples": draw.pick((50, 200, 19, 0, -1)), "level": draw.pick(LEVELS)}
@@ -335,7 +335,7 @@ def check_bootstrap(draw: Draw) -> str:
 
 
 def wilson(share: float, n: int, interval: Interval, text: Shown) -> None:
-    """Both ends solve (share - x)^2 = z^2 x (1 - x) / n."""
+    """Check that both ends solve (rate - x)^2 = z^2 x (1 - x) / n."""
     z = NormalDist().inv_cdf((1 + interval.level) / 2)
     for end in (interval.low, interval.high):
         if end not in {0.0, 1.0} and abs((share - end) ** 2 - z**2 * end * (1 - end) / n) > 1e-9:
@@ -373,7 +373,7 @@ def check_pair(draw: Draw) -> str:
 
 
 def maps_of(draw: Draw) -> tuple[Any, Any]:
-    """A stack of maps of class probabilities, with labels."""
+    """Draw a stack of maps of class probabilities, with labels."""
     n, classes, height, width = draw.pick((2, 1, 3)), draw.pick((3, 2, 4)), draw.pick((1, 2)), draw.pick((2, 1, 3))
     rows = prob_rows(draw, n * height * width, classes)
     found = torch.tensor(rows, dtype=torch.float64).reshape(n, height, width, classes).movedim(-1, 1)
@@ -417,7 +417,7 @@ def check_images(draw: Draw) -> str:
 def verdict_on_images(
     scores: Any, labels: Any, ignored: int | None
 ) -> tuple[bool | None, list[tuple[Tensor, Tensor]] | None]:
-    """Whether the maps have to be taken, and for each image with a label that counts the rows that do."""
+    """Return whether the maps are valid, and the valid rows of each image that has any."""
     table, truth = as_seen(scores), as_seen(labels)
     if table is None or truth is None or table.dtype not in FLOATS or not table.ndim or not truth.ndim:
         return False, None
@@ -441,7 +441,7 @@ def verdict_on_images(
 
 
 def targets() -> list[Target]:
-    """Everything that is fuzzed, here and in `number_cases`."""
+    """Return all fuzz targets of this module and of `number_cases`."""
     found = number_cases.targets()
     for name in ("auroc", "aupr", "fpr_at_tpr"):
         found.append(Target(name, "detection", lambda draw, name=name: check_detection(name, draw)))

@@ -1,13 +1,12 @@
-"""A cluster whose nodes and driver are killed at random, and torchrun with a worker that dies.
+"""Campaign on dead nodes: kill nodes and the driver of a Ray cluster at random, and a worker of torchrun.
 
     python tests/faults/nodes.py --kills 20 --seed 1 --json build/nodes.json
     python tests/faults/nodes.py --kills 0 --torchrun 5
 
-A head without processors, two nodes with one each, and `fedlas reproduce` as the driver, which makes a table of 12
-runs. Whenever some run is being trained, a node or the driver is killed after up to three seconds: the raylet of a
-node, whose workers end with it, or the driver's process. A node is replaced, a driver started again with the same
-words, as a user would. At the end the table has to be complete, and every run has to stand in the ledger once; and as
-many must have been killed as were asked for.
+The cluster has a head without CPUs and two nodes with one CPU each; the driver is `fedlas reproduce` with a table of 12
+runs. Whenever a run is being trained, a node (its raylet, whose workers end with it) or the driver is killed after up
+to three seconds. A node is replaced, and a driver restarted with the same arguments, as a user would. At the end the
+table must be complete, every run must be in the ledger once, and the requested number of kills must have happened.
 """
 
 import argparse
@@ -46,7 +45,7 @@ DRIVER = "driver"
 
 
 class Place:
-    """A cluster, and the driver that uses it."""
+    """A cluster and its driver."""
 
     def __init__(self, cluster: Any, folder: Path, epochs: int) -> None:
         self.cluster, self.folder, self.epochs = cluster, folder, epochs
@@ -69,7 +68,7 @@ class Place:
             )
 
     def kill(self, what: str) -> None:
-        """Kill the driver, or a node; something else takes its place."""
+        """Kill the driver or a node, and start a replacement."""
         if what == DRIVER:
             self.driver.kill()
             self.driver.wait()
@@ -84,7 +83,7 @@ class Place:
         self.nodes[place] = self.cluster.add_node(num_cpus=1)
 
     def busy(self) -> str | None:
-        """Name a node on which some run is being trained."""
+        """Return a node that is training a run."""
         for run in runs_in(self.folder):
             pid = holder(run)
             for number, node in enumerate(self.nodes, start=1):
@@ -93,7 +92,7 @@ class Place:
         return None
 
     def done(self) -> int | None:
-        """Give the exit code of the driver, if it has come to its end."""
+        """Return the exit code of the driver, if it has ended."""
         return self.driver.poll()
 
 
@@ -103,7 +102,7 @@ def runs_in(folder: Path) -> list[Run]:
 
 @contextmanager
 def ray_cluster() -> Iterator[Any]:
-    """A head without processors."""
+    """Start a head node without CPUs."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -120,7 +119,7 @@ def ray_cluster() -> Iterator[Any]:
 
 
 def cluster_campaign(kills: int, seed: int, epochs: int, folder: Path) -> dict[str, Any]:
-    """Make a table while nodes and the driver are killed."""
+    """Produce a table while nodes and the driver are killed."""
     dice, began, killed = random.Random(seed), time.monotonic(), []
     with ray_cluster() as cluster:
         place = Place(cluster, folder, epochs)
@@ -144,7 +143,7 @@ def cluster_campaign(kills: int, seed: int, epochs: int, folder: Path) -> dict[s
 
 
 def evaluate_run(folder: Path, code: int | None) -> dict[str, Any]:
-    """Look at what the driver has left."""
+    """Check the results of the driver."""
     runs = runs_in(folder)
     wrong = [] if code == 0 else [f"the driver ended with {code}: {(folder / 'driver.txt').read_text()[-2000:]}"]
     wrong += [] if len(runs) == len(LOSSES) * len(SEEDS) else [f"there are {len(runs)} runs"]
@@ -173,7 +172,7 @@ for folder in sys.argv[2:]:
 
 
 def torchrun(folder: Path, epochs: int, *runs: Run) -> subprocess.Popen[bytes]:
-    """Start two workers that train the same recipe in one folder after the other."""
+    """Start two workers that train a recipe in each folder, one after the other."""
     script = folder / "train.py"
     script.write_text(TORCHRUN)
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(epochs)]
@@ -183,13 +182,13 @@ def torchrun(folder: Path, epochs: int, *runs: Run) -> subprocess.Popen[bytes]:
 
 
 def torchrun_campaign(count: int, seed: int, folder: Path, epochs: int = 30) -> list[dict[str, Any]]:
-    """Kill one of two workers at some epoch, look how the other ends, and go on."""
+    """Repeatedly kill one of two workers at a random epoch and resume the run."""
     dice = random.Random(seed)
     return [worker_dies(number, epochs, dice, folder) for number in range(count)]
 
 
 def worker_dies(number: int, epochs: int, dice: random.Random, folder: Path) -> dict[str, Any]:
-    """Kill one worker, and compare what is made of the rest with a run that nobody disturbed."""
+    """Kill one worker, resume, and compare the result with an uninterrupted run."""
     wrong: list[str] = []
     run, unbroken = Run(folder / f"run {number}"), Run(folder / "unbroken")
     process = torchrun(folder, epochs, unbroken, run)  # the first is found finished from the second time on
@@ -220,7 +219,7 @@ def worker_dies(number: int, epochs: int, dice: random.Random, folder: Path) -> 
 
 
 def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Lay out both campaigns."""
+    """Return table rows for both campaigns."""
     made = []
     if "cluster" in found:
         result = found["cluster"]
@@ -246,7 +245,7 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def wrongs(found: dict[str, Any], kills: int, workers: int) -> list[str]:
-    """Name all that is wrong, also that less was killed than asked for."""
+    """Return all problems, including too few kills."""
     cluster, held = found.get("cluster", {"kills": [], "wrong": []}), found.get("torchrun", [])
     wrong = [*cluster["wrong"], *(word for one in held for word in one["wrong"])]
     for what, done, asked in (("nodes and drivers", len(cluster["kills"]), kills), ("workers", len(held), workers)):

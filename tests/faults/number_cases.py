@@ -1,14 +1,15 @@
-"""What the campaign on numbers asks: any bytes become an input, and every answer is either right or a clear error.
+"""Fuzz targets of the campaign on numbers: every input must give a correct value or a clear error.
 
-Bytes come from hypothesis, from a coverage-guided fuzzer or from a seed; `Draw` turns them into tables with extreme,
-denormal, infinite, missing, misplaced or misshapen numbers. What is legal is decided here a second time, from shapes,
-types and values, not by asking the library. A legal input must give the number that exact or float64 arithmetic gives;
-any other input must raise ValueError or TypeError with words in it. Everything else is a finding. What came of an input
-is one of three words: "right", a number was compared; "refused", an error said why; "taken", a number came that
-nothing was compared with, because rounding decides, or because no second way to compute it is written down.
+`Draw` turns bytes (from hypothesis, a coverage-guided fuzzer or a seed) into tables with extreme, subnormal, infinite
+or missing values and wrong shapes. Whether an input is valid is decided here independently of the library, from shapes,
+types and values. A valid input must give the value of exact or float64 arithmetic; an invalid input must raise
+ValueError or TypeError with a message. Everything else is a finding. The outcome is "right" (the value was compared),
+"refused" (a clear error was raised) or "taken" (a value was returned that cannot be compared, because rounding decides
+or there is no reference).
 
-Targets are found: the losses of the catalogue with all of their choices, the functions of `fedlas.metrics` that take
-probabilities and labels, and its streams; `more_cases.py` adds what takes other things.
+The targets are collected automatically: all losses of the catalogue with their options, the functions of
+`fedlas.metrics` that take probabilities and labels, and their accumulators. `more_cases.py` adds targets with other
+inputs.
 """
 
 import inspect
@@ -67,11 +68,11 @@ NOTHING: Mapping[str, Any] = {}
 
 
 class FindingError(AssertionError):
-    """The library gave a wrong number, refused a legal input, or raised something else than a clear error."""
+    """The library returned a wrong value, rejected a valid input, or raised an unclear error."""
 
 
 class Draw:
-    """Choices read off bytes; when they are used up, every choice is the first one."""
+    """Choices derived from bytes; after the last byte, every choice is the first option."""
 
     def __init__(self, content: bytes) -> None:
         self.rest = iter(content)
@@ -88,17 +89,19 @@ class Draw:
 
 @dataclass(frozen=True)
 class Target:
-    """Something to fuzz: its name, and the check of one input."""
+    """A fuzz target: its name, and the check of one input."""
 
     name: str
     kind: str
     check: Callable[[Draw], str] = field(repr=False)
 
     def __call__(self, content: bytes) -> str:
-        """Ask it about an input: what came of it, in a word; a finding is an error."""
+        """Check an input and return the outcome; a finding raises."""
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            warnings.filterwarnings("ignore", "every row of the logits lies between")  # a doubt, and no other number
+            warnings.filterwarnings(
+                "ignore", "every row of the logits lies between"
+            )  # a warning that does not affect the value
             return self.check(Draw(content))
 
 
@@ -141,7 +144,7 @@ def soft_labels(draw: Draw, n: int, classes: int) -> Tensor:
 
 
 def laid_out(draw: Draw, table: Tensor) -> Tensor:
-    """The same numbers in memory of another shape."""
+    """Return the same values in another memory layout."""
     way = draw.pick(("plain", "transposed", "every second", "inside", "grad", "plain", "plain"))
     if table.is_meta or not table.numel():
         return table
@@ -155,7 +158,7 @@ def laid_out(draw: Draw, table: Tensor) -> Tensor:
 
 
 def as_container(draw: Draw, table: Tensor) -> Any:
-    """The same numbers as numpy, as lists, or as a tensor."""
+    """Return the same values as an array, list or tensor."""
     way = draw.pick(("tensor", "tensor", "numpy", "backwards", "read-only", "big-endian", "lists"))
     if way == "tensor" or table.is_meta or table.requires_grad or table.dtype == torch.bfloat16:
         return table
@@ -219,19 +222,19 @@ DONE = (*["none"] * len(FAULTS), *FAULTS)
 
 
 def faulty(draw: Draw, scores: Tensor, labels: Tensor) -> tuple[Any, Any]:
-    """Do something to an input that makes sense; half of the time nothing."""
+    """Apply a random change to a valid input; half of the time none."""
     fault = draw.pick(DONE)
     try:
         return FAULTS[fault](draw, scores, labels)
-    except (RuntimeError, IndexError, TypeError, AttributeError):  # what cannot be done to this one
+    except (RuntimeError, IndexError, TypeError, AttributeError):  # the change does not apply to this input
         return scores, labels
 
 
-# What is legal
+# Validity
 
 
 def as_seen(values: Any) -> Tensor | None:
-    """Take what was given as a tensor of numbers, or None where it is none."""
+    """Convert an input to a tensor of numbers; return None if that is impossible."""
     if isinstance(values, Tensor):
         return None if values.is_meta or values.layout != torch.strided else values.detach()
     try:
@@ -247,7 +250,7 @@ def _torch_type(dtype: Any) -> torch.dtype:
 
 
 def distributions(table: Tensor) -> bool | None:
-    """Whether all rows are distributions; None where rounding decides."""
+    """Return whether all rows are distributions; None if rounding decides."""
     allowed = TOLERANCE[table.dtype]
     verdict: bool | None = True
     for row in table.double().tolist():
@@ -261,7 +264,7 @@ def distributions(table: Tensor) -> bool | None:
 
 
 def rows_of(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Lay maps out as rows; None where shapes do not belong together."""
+    """Flatten maps to rows; return None if shapes do not match."""
     if scores.ndim < 2 or scores.shape[1] == 0 or scores.numel() == 0:
         return None
     space = (scores.shape[0], *scores.shape[2:])
@@ -279,7 +282,7 @@ def legal_labels(labels: Tensor, classes: int, ignored: int | None = None) -> bo
     return all(0 <= label < classes or label == ignored for label in labels.tolist())
 
 
-fraction = lru_cache(maxsize=10_000)(Fraction)  # of the same few numbers, again and again
+fraction = lru_cache(maxsize=10_000)(Fraction)  # called repeatedly with few distinct values
 
 
 def exact_table(table: Tensor, labels: Tensor) -> exact_metrics.Table:
@@ -295,7 +298,7 @@ def exact_table(table: Tensor, labels: Tensor) -> exact_metrics.Table:
 
 
 class Shown:
-    """An input in words, put into them only when there is something to tell."""
+    """A description of an input, formatted only for a finding."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -312,7 +315,7 @@ def _words(value: Any) -> str:
 
 
 def check_result(name: str, call: Callable[[], Any], verdict: bool | None, shown: Shown) -> Any:
-    """Call; give what came, or None after a clear error where that is right."""
+    """Call a function; return its result, or None after a clear error about an invalid input."""
     try:
         found = call()
     except (ValueError, TypeError) as error:
@@ -345,7 +348,7 @@ def metric_input(draw: Draw) -> tuple[Any, Any]:
 def verdict_on(
     scores: Any, labels: Any, options: Mapping[str, Any] = NOTHING
 ) -> tuple[bool | None, tuple[Tensor, Tensor] | None]:
-    """Whether metrics have to take an input (None: they may), and the rows of it that count."""
+    """Return whether an input is valid for metrics (None: undecided), and its rows that are not ignored."""
     table, truth = as_seen(scores), as_seen(labels)
     if table is None or truth is None or table.dtype not in FLOATS:
         return False, None
@@ -353,7 +356,7 @@ def verdict_on(
     if options.get("scope") == "positive" and (
         alone(table) or (rows is None and tuple(truth.shape[1:]) in {(), (1,), (2,)})
     ):
-        return None, None  # one share of class 1 will do, or a column of labels, or two shares
+        return None, None  # a probability of class 1, a column of labels or two columns of soft labels are valid
     if rows is None or not legal_options(options, rows):
         return False, None
     if (ignored := options.get("ignore_index")) is not None:
@@ -366,12 +369,12 @@ def verdict_on(
 
 
 def alone(table: Tensor) -> bool:
-    """Whether there is one probability for each sample."""
+    """Return whether there is one probability per sample."""
     return table.ndim < 2 or table.shape[1] == 1
 
 
 def legal_options(options: Mapping[str, Any], rows: tuple[Tensor, Tensor]) -> bool:
-    """Whether options make sense, alone and for this table."""
+    """Return whether options are valid, alone and for this table."""
     shares = {"coverage": lambda x: 0 < x <= 1, "p": lambda x: 1 <= x < math.inf, "points": lambda x: x >= 2,
               "k": lambda x: x >= 1, "bins": lambda x: x >= 1}  # fmt: skip
     if not all(good(options[word]) for word, good in shares.items() if word in options):
@@ -390,12 +393,12 @@ def logit_input(draw: Draw) -> tuple[Any, Any]:
 
 
 def verdict_on_logits(scores: Any, labels: Any) -> tuple[bool | None, tuple[Tensor, Tensor] | None]:
-    """The same for logits; their probabilities are computed in the type that the library promises."""
+    """Like `verdict_on`, for logits; probabilities are computed in the documented dtype."""
     table, truth = as_seen(scores), as_seen(labels)
     if table is None or truth is None or table.dtype not in FLOATS:
         return False, None
     if table.ndim != 2 or table.shape[1] < 2:
-        return None, None  # a single column is a binary head, and maps have tests of their own
+        return None, None  # a single column is a binary head; maps have separate tests
     rows = rows_of(table, truth)
     if rows is None or not bool(table.isfinite().all()):
         return False, None
@@ -419,9 +422,7 @@ def check_logits(name: str, call: Callable[[Any, Any], Any], options: dict[str, 
         each = [-float(y) * p for ys, ps in zip(truth, own, strict=True) for y, p in zip(ys, ps, strict=True) if y]
         total = sum(map(Fraction, each)) if math.inf not in each else math.inf
         wanted = float(total / len(own))
-        beyond = (
-            total > sys.float_info.max and float(found) == math.inf
-        )  # the losses add up to more than the type holds
+        beyond = total > sys.float_info.max and float(found) == math.inf  # the sum of the losses overflows the dtype
         if not beyond and not math.isclose(float(found), wanted, rel_tol=1e-5, abs_tol=1e-5):
             raise FindingError(f"{name}: {float(found)!r} instead of {wanted!r}: {text}")
         return "right"
@@ -480,7 +481,7 @@ def _options(function: Any, draw: Draw) -> dict[str, Any]:
 
 EITHER_WAY = {"over_ece", "under_ece", "signed_ece", "mce", "rms_error", "lp_error", "histogram", "debiased_l2"}
 BINNED = EITHER_WAY | {"ece"}
-ROWS = {"nll", "brier", "top_k", "classwise_ece"}  # which know no scope
+ROWS = {"nll", "brier", "top_k", "classwise_ece"}  # metrics without a scope
 PRESETS = ("official", "torchmetrics", "netcal", "uncertainty-calibration")
 OWN = {
     "lp_error": {"p": (1, 2, 3, 1.5, 0.5, math.inf, math.nan)},
@@ -493,7 +494,7 @@ OWN = {
 
 
 def more_options(name: str, draw: Draw) -> dict[str, Any]:
-    """What a metric takes besides bins and k; half of the time nothing."""
+    """Draw options of a metric besides bins and k; half of the time none."""
     if draw.byte() % 2 == 0:
         return {}
     found = {word: draw.pick(values) for word, values in OWN.get(name, {}).items()}
@@ -512,19 +513,19 @@ def more_options(name: str, draw: Draw) -> dict[str, Any]:
     return found
 
 
-ROOTED = {"debiased_l2"}  # near zero the root of a difference magnifies its last digit
-NARROWED = {"noise_floor"}  # and so does the root of a share of the variance
+ROOTED = {"debiased_l2"}  # the square root magnifies rounding errors near zero
+NARROWED = {"noise_floor"}  # as does the square root of a part of the variance
 
 
 def compare(name: str, found: Any, rows: tuple[Tensor, Tensor], options: dict[str, Any], text: Shown) -> str:
-    """Compare a value with exact arithmetic, or with plain sums in float64; "taken" where neither has an answer."""
+    """Compare a value with exact or plain float64 arithmetic; return "taken" if neither gives a value."""
     oracle = exact_metrics.oracle_of(name) or kernel_metrics.oracle_of(name)
     table = exact_table(*rows)
     table = replace(table, scope=options.get("scope", "top-label"))
     if oracle is None or (table.scope == "positive" and table.classes != 2):
         return "taken"
     if options.get("compat") and max(c for part in table.parts for c, _ in part) > 1:
-        return "taken"  # by rounding; what other code does with it is not part of its rule
+        return "taken"  # rounding decides; the rules of other packages do not define this case
     coarse = (name.lower() in {"brier", "nll"} and table.dtype != torch.float64) or table.soft
     tolerance = 2e-6 if coarse else 1e-7 if name in NARROWED else 1e-11
     expected = oracle(table, **{key: value for key, value in options.items() if _takes(oracle, key)})
@@ -534,7 +535,7 @@ def compare(name: str, found: Any, rows: tuple[Tensor, Tensor], options: dict[st
 
 
 def compared(name: str, found: Any, expected: Any, tolerance: float, text: Shown) -> str:
-    """Compare numbers one by one; a second answer that is no number says nothing."""
+    """Compare numbers one by one; a reference of NaN is not compared."""
     got, wanted = numbers(found), numbers(expected)
     if len(got) != len(wanted):
         raise FindingError(f"{name}: {got} instead of {wanted}: {text}")
@@ -548,7 +549,7 @@ def compared(name: str, found: Any, expected: Any, tolerance: float, text: Shown
 
 
 def numbers(found: Any) -> list[float]:
-    """Take the numbers out of whatever a metric gives."""
+    """Return the numbers in the result of a metric."""
     if isinstance(found, (float, int)):
         return [float(found)]
     if isinstance(found, list):
@@ -585,8 +586,8 @@ def loss_input(draw: Draw, soft: bool) -> list[Any]:
     return [logits, labels, features, index]
 
 
-def loss_verdict(loss: Any, given: list[Any]) -> bool | None:  # noqa: PLR0911, PLR0912 (a list of what is not legal)
-    """Whether a loss has to take an input; None where it may."""
+def loss_verdict(loss: Any, given: list[Any]) -> bool | None:  # noqa: PLR0911, PLR0912 (a list of invalid inputs)
+    """Return whether an input is valid for a loss; None if undecided."""
     if not all(isinstance(one, Tensor) for one in given):
         return False
     logits, labels, features, index = given
@@ -598,7 +599,7 @@ def loss_verdict(loss: Any, given: list[Any]) -> bool | None:  # noqa: PLR0911, 
     if not logits.is_floating_point() or logits.ndim < 2 or shape[1] != CLASSES:
         return False
     if logits.ndim > 2 or features.ndim > 2:
-        return None  # maps have tests of their own
+        return None  # maps have separate tests
     if not features.is_floating_point() or features.ndim != 2 or len(features) != len(logits):
         return False
     if index.is_floating_point() or tuple(index.shape) != shape[:1]:
@@ -626,7 +627,7 @@ def loss_verdict(loss: Any, given: list[Any]) -> bool | None:  # noqa: PLR0911, 
 
 @dataclass
 class LossTarget:
-    """One loss with one choice of its words, in all reductions, and its twins in float64."""
+    """One loss with one choice of options, in all reductions, and its references in float64."""
 
     case: loss_cases.Case
     built: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -659,7 +660,7 @@ class LossTarget:
         # Parameters are in float32.
         return self.compare(found, twin, given, reduction, 1e-6 if learns else 1e-9, text)
 
-    def compare(  # noqa: PLR0917 (a sentence)
+    def compare(  # noqa: PLR0917
         self, found: Tensor, twin: Any, given: list[Tensor], reduction: str, finest: float, text: Shown
     ) -> str:
         logits = given[0].detach()
@@ -668,7 +669,7 @@ class LossTarget:
         if bad and bool(found.isfinite().all()):
             raise FindingError(f"{self.case}: {found.tolist()} although a logit is no number: {text}")
         if bad:
-            return "right"  # no finite number may come of what is none
+            return "right"  # a non-finite input may give a non-finite loss
         if not bool(logits[counted].isfinite().all()):
             return "taken"
         values = found.detach().double().reshape(-1).tolist()
@@ -688,7 +689,7 @@ class LossTarget:
         return outcome
 
     def _on_a_step(self, twin: Any, given: list[Tensor], here: list[float]) -> bool:
-        """Whether a threshold of the loss lies so near that rounding decides on which side of it the input is."""
+        """Return whether the input is so close to a threshold of the loss that rounding decides its side."""
         sizes = (1e-9, 1e-12) if given[0].dtype == torch.float64 else (1e-5,)
         for step in (sign * size for size in sizes for sign in (1, -1)):
             for place in range(CLASSES):
@@ -698,11 +699,11 @@ class LossTarget:
         return False
 
     def _twice(self, twin: Any, given: list[Tensor], step: float = 0.0, place: int = 0) -> list[float]:
-        """The same loss in float64, of logits one column of which may be moved a little."""
+        """Return the loss in float64, optionally with one column of the logits shifted slightly."""
         logits = given[0].detach().double().clone()
         if step:
             logits[:, place] += step * logits[:, place].abs().clamp_min(1)
-        # Shares are taken in the type that the loss computes in: one below its smallest number is none.
+        # Soft labels are cast to the dtype that the loss computes in, where very small values become zero.
         narrow = given[1].dtype == torch.float64 and given[0].dtype != torch.float64
         labels = given[1].float() if narrow else given[1]
         torch.random.default_generator.manual_seed(0)
@@ -710,7 +711,7 @@ class LossTarget:
             return twin(logits, labels, given[2].double(), given[3]).reshape(-1).tolist()
 
     def _plain(self, given: list[Tensor]) -> list[list[float]]:
-        """The same loss in plain loops, where it needs nothing but logits and labels."""
+        """Return the loss in plain loops, if it needs only logits and labels."""
         function = getattr(plain, self.case.record.name, None)
         if function is None:
             return []
@@ -731,16 +732,16 @@ def close(values: list[float], expected: list[float], most: float, size: float, 
         if math.isnan(one) and math.isnan(other):
             continue
         if not math.isfinite(one) and (not math.isfinite(other) or abs(other) > largest or size > largest):
-            continue  # beyond what the type holds
+            continue  # overflows the dtype
         return False
     return True
 
 
-# All targets
+# Targets
 
 
 def metric_functions() -> dict[str, Callable[..., Any]]:
-    """The public functions of probabilities and labels."""
+    """Return the public functions of probabilities and labels."""
     found = {name: getattr(metrics, name) for name in metrics.__all__}
     functions = {name: one for name, one in found.items() if inspect.isfunction(one) or isinstance(one, AbstractMetric)}
     return {
@@ -751,12 +752,12 @@ def metric_functions() -> dict[str, Callable[..., Any]]:
 
 
 def streams() -> dict[str, AbstractMetric]:
-    """The metrics, fed batch by batch."""
+    """Return the accumulators of the metrics."""
     return dict(all_metrics())
 
 
 def loss_targets() -> list[Target]:
-    """One target for each loss; the bytes choose among the options that it has."""
+    """Return one target per loss; the bytes choose its options."""
     found = []
     for record in fedlas.list_losses():
         cases = [LossTarget(case) for case in loss_cases.cases_of(record) if not case.random]
@@ -765,7 +766,7 @@ def loss_targets() -> list[Target]:
 
 
 def targets() -> list[Target]:
-    """Everything that is fuzzed."""
+    """Return all fuzz targets of this module."""
     found = loss_targets()
     for name, one in metric_functions().items():
         found.append(Target(name, "metric", lambda draw, name=name, one=one: check_metric(name, one, draw)))

@@ -1,12 +1,12 @@
-"""The campaign on streams: predictions in random chunks over many processes give the numbers of one pass.
+"""Campaign on accumulators: predictions in random chunks over many processes give the values of one pass.
 
     python tests/faults/stream_numbers.py                     1 million predictions, 8 processes
-    python tests/faults/stream_numbers.py --n 50000000        as many as the page tells of
-    python tests/faults/stream_numbers.py --only SmoothECE    one stream
+    python tests/faults/stream_numbers.py --n 50000000        the size in the documentation
+    python tests/faults/stream_numbers.py --only SmoothECE    one accumulator
 
-Sample i is drawn from seed and block alone, so that whoever needs it makes it again: no process has all of them, and
-one pass reads the same samples in blocks. A chunk begins and ends anywhere. Streams that keep sums alone are asked, and
-those that keep 5 bytes a sample. Then the same table is measured with other batch sizes, threads and types of memory.
+Samples depend only on seed and block, so each process generates its own: no process holds all of them, and the single
+pass reads the same samples in blocks. Chunks start and end anywhere. Accumulators that store sums and those that store
+5 bytes per sample are tested. Then one table is measured with other batch sizes, thread counts and memory layouts.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def blocks(n: int, length: int = BLOCK) -> range:
 
 
 def chunks(numbers: range, n: int, seed: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Give the samples of some blocks in pieces of any length, which know nothing of the blocks."""
+    """Yield the samples of some blocks in chunks of random length, independent of the blocks."""
     draw = torch.Generator().manual_seed(seed + numbers.start)
     for number in numbers:
         probs, labels = block(number, n, seed, length)
@@ -56,7 +56,7 @@ def chunks(numbers: range, n: int, seed: int, length: int) -> Iterator[tuple[Ten
 
 
 def part(given: tuple[range, int, int, int], kinds: tuple[Any, ...] = STREAMS) -> tuple[bytes, int]:
-    """Feed all streams with one process's share, and give them as bytes: as tensors each would need an open file."""
+    """Update all accumulators with the samples of one process; return bytes, as tensors would need open files."""
     torch.set_num_threads(1)
     made, seen = [kind.accumulator() for kind in kinds], 0
     for probs, labels in chunks(*given):
@@ -69,7 +69,7 @@ def part(given: tuple[range, int, int, int], kinds: tuple[Any, ...] = STREAMS) -
 def campaign(
     n: int, processes: int, seed: int, kinds: tuple[Any, ...] = STREAMS, length: int = BLOCK
 ) -> dict[str, Any]:
-    """Compare streams over processes, merged in an order that depends on the seed, with one pass."""
+    """Compare accumulators merged over processes, in a random order, with one pass."""
     start = time.monotonic()
     every = blocks(n, length)
     shares = [range(k * len(every) // processes, (k + 1) * len(every) // processes) for k in range(processes)]
@@ -112,7 +112,7 @@ def _values(found: Any) -> list[float]:
 
 
 def ways(n: int, seed: int) -> list[dict[str, Any]]:
-    """Measure one table in other batches, with other threads and in other memory, against float64 at once."""
+    """Compare other batch sizes, thread counts and memory layouts with one pass in float64."""
     parts = [block(number, n, seed) for number in blocks(n)]
     probs, labels = torch.cat([p for p, _ in parts]), torch.cat([y for _, y in parts])
     before = torch.get_num_threads()
@@ -154,7 +154,7 @@ def _row(name: str, got: list[float], wanted: list[float]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the campaign and print what the page shows."""
+    """Run the campaign and print the table of the documentation."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--n", type=int, default=1_000_000)
     parser.add_argument("--processes", type=int, default=8)

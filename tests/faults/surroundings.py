@@ -1,9 +1,9 @@
-"""The same walk through the product (`tour.py`) in surroundings that users have: each has to give the same numbers.
+"""Campaign on environments: run `tour.py` in environments that users have; each must give the same numbers.
 
     python tests/faults/surroundings.py --json build/surroundings.json
 
-Every walk goes through folders whose names have spaces and letters of several alphabets, and reads a CSV with the line
-ends of Windows. A home that cannot be written is below /proc, where nobody, not even root, can make a folder.
+Every tour uses folders with spaces and letters of several alphabets in their names, and reads a CSV with Windows line
+ends. An unwritable home is below /proc, where not even root can create a folder.
 """
 
 import argparse
@@ -22,13 +22,16 @@ from zygote import table
 TOUR = Path(__file__).with_name("tour.py")
 NOWHERE = "/proc/nowhere"
 C = {"LANG": "C", "LC_ALL": "C"}
-ASCII = C | {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}  # then Python cannot name the folders of the others
+ASCII = C | {
+    "PYTHONUTF8": "0",
+    "PYTHONCOERCECLOCALE": "0",
+}  # Python then cannot represent the folder names of the others
 HOMELESS = {"HOME": NOWHERE, "XDG_CACHE_HOME": "", "XDG_CONFIG_HOME": "", "MPLCONFIGDIR": ""}
 
 
 @dataclass(frozen=True)
 class Place:
-    """How the walk is begun.
+    """How the tour is started.
 
     Args:
         variables: of the environment; an empty one is taken away.
@@ -57,7 +60,7 @@ PLACES = {
 
 
 def walked(place: Place, folder: Path, *more: str) -> dict[str, Any]:
-    """Take the walk, and give what was found, or what was said instead."""
+    """Run the tour; return its results, or its output if it failed."""
     folder.mkdir()
     out = folder / "found.json"
     environment = {name: value for name, value in (os.environ | place.variables).items() if value}
@@ -65,7 +68,7 @@ def walked(place: Place, folder: Path, *more: str) -> dict[str, Any]:
     with (folder / "said.txt").open("wb") as said:
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
         if place.alone:
-            command = ["/bin/sh", "-c", 'exec "$@" <&- >&-', "sh", *command]  # errors are still to be read
+            command = ["/bin/sh", "-c", 'exec "$@" <&- >&-', "sh", *command]  # stderr stays open
         done = subprocess.run(command, env=environment, check=False, start_new_session=place.alone, **streams)
     if done.returncode:
         return {"failed": (folder / "said.txt").read_text(errors="replace")[-3000:]}
@@ -74,7 +77,7 @@ def walked(place: Place, folder: Path, *more: str) -> dict[str, Any]:
 
 
 def unlike(found: dict[str, Any], usual: dict[str, Any]) -> list[str]:
-    """Name what differs."""
+    """Return the differences between two tours."""
     if "failed" in found:
         return [found["failed"]]
     return [f"{name}: {found.get(name)} and not {value}" for name, value in usual.items() if found.get(name) != value]

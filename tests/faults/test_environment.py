@@ -16,8 +16,8 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize(("content", "named"), [(None, "present"), ("import absent_one", "present.*absent_one")])
-def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, content, named):
-    """Also one that is installed but lacks a dependency."""
+def test_missing_package_error_names_package_and_extra(tmp_path, monkeypatch, content, named):
+    """Also for a package that is installed but lacks a dependency."""
     if content is not None:
         (tmp_path / "present.py").write_text(content)
     monkeypatch.syspath_prepend(tmp_path)
@@ -26,12 +26,12 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, conten
 
 
 @pytest.mark.campaign
-def test_every_package_of_an_extra_is_needed_by_a_test():
+def test_every_package_of_an_extra_has_a_test_case():
     assert {one for held in missing.extras().values() for one in held} == set(missing.DEEDS)
 
 
 @pytest.mark.campaign
-def test_some_missing_packages_are_named_with_what_installs_them(tmp_path):
+def test_missing_package_errors_have_install_commands(tmp_path):
     names = ("optuna", "rich", "numba")
     words = [word for name in names for word in ("--package", name)]
     command = [sys.executable, str(HERE / "missing.py"), *words, "--json", str(tmp_path / "found.json")]
@@ -44,7 +44,7 @@ def test_some_missing_packages_are_named_with_what_installs_them(tmp_path):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("words", [(), ("--extras",)])
-def test_without_packages_and_extras_the_rest_works(words):
+def test_everything_else_works_without_each_package_and_extra(words):
     done = subprocess.run(
         [sys.executable, str(HERE / "missing.py"), *words], capture_output=True, text=True, check=False, timeout=1800
     )
@@ -52,7 +52,7 @@ def test_without_packages_and_extras_the_rest_works(words):
 
 
 @pytest.mark.campaign
-def test_an_error_that_names_nothing_is_noticed():
+def test_check_requires_package_and_install_command_in_an_error():
     assert missing.named("ImportError: rich is needed for this: pip install 'fedlas[train]'", "rich")
     assert not missing.named("ImportError: No module named 'rich'", "rich")
     assert not missing.named("ImportError: optuna is needed for this: pip install 'fedlas[report]'", "optuna")
@@ -60,7 +60,7 @@ def test_an_error_that_names_nothing_is_noticed():
 
 
 @pytest.mark.campaign
-def test_numbers_are_the_same_everywhere_at_once(tmp_path):
+def test_results_are_equal_in_a_restricted_environment(tmp_path):
     """No asserts, no terminal, no home, the locale C, and names with spaces and letters that ASCII lacks."""
     usual = walked(PLACES["usual"], tmp_path / "usual", "--quick")
     assert usual["table"]["again"] == [True, True]
@@ -71,7 +71,7 @@ def test_numbers_are_the_same_everywhere_at_once(tmp_path):
 
 
 @pytest.mark.campaign
-def test_numbers_are_the_same_in_each_place(tmp_path):
+def test_results_are_equal_in_each_environment(tmp_path):
     usual = walked(PLACES["usual"], tmp_path / "usual")
     found = {name: unlike(walked(place, tmp_path / name), usual) for name, place in PLACES.items() if name != "usual"}
     assert found == {name: [] for name in found}

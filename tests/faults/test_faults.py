@@ -32,7 +32,7 @@ def campaign(script: str, *words: str) -> Any:
 
 
 def namespace() -> list[str]:
-    """What to put before a command that mounts file systems, where that helps."""
+    """Return the command prefix that allows mounting file systems without root, if supported."""
     apart = ["unshare", "-rm"]
     if os.geteuid() == 0 or shutil.which(apart[0]) is None:
         return []
@@ -140,11 +140,11 @@ def test_disks_that_were_not_full_fail_the_campaign():
 
 
 def test_a_run_resumes_after_a_dead_torchrun_worker(tmp_path):
-    """Wrong would be a silent end, a worker that is left, or other numbers than those of an unbroken run."""
+    """There must be an error, no remaining worker, and after resuming the results of an uninterrupted run."""
     (found,) = torchrun_campaign(1, 1, tmp_path, epochs=12)
     assert found["wrong"] == []
 
 
-def test_two_processes_exchange_numbers_and_end():
-    """From a compiled function: what is not compiled is exchanged in tests/training/test_distributed.py."""
+def test_compiled_collectives_of_two_processes_complete():
+    """Collectives of compiled functions; tests/training/test_distributed.py covers eager ones."""
     assert outcome(100, "compiled", limit=200) == "every round right"

@@ -1,4 +1,4 @@
-"""Growth is read off as it should be, counted work grows as it may, and nothing grows while a run trains."""
+"""Exponents of time and memory are measured correctly and within their limits; training does not leak."""
 
 import importlib.util
 import json
@@ -16,26 +16,27 @@ from torch.utils._pytree import tree_leaves
 
 import fedlas
 from fedlas import metrics
+from fedlas.metrics.registry import all_metrics
 
 
 def _benchmark(name):
-    """Load a benchmark by its path: as a folder to search in, theirs would hide rooms of the tests."""
-    found = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "benchmarks" / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    """Load a benchmark by its path; its folder on `sys.path` would shadow test packages."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "benchmarks" / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
 growth = _benchmark("growth")
 
 
-@pytest.mark.parametrize(("power", "shown"), [(1.0, 1.0), (2.0, 2.0)])
-def test_the_slope_of_a_power_is_its_exponent(power, shown):
+@pytest.mark.parametrize(("power", "expected"), [(1.0, 1.0), (2.0, 2.0)])
+def test_exponent_of_a_power_law(power, expected):
     points = [growth.Point("x", "x", "N", 10**k, 1e-6 * (10**k) ** power, 0) for k in range(3, 8)]
-    assert growth.exponent(points) == pytest.approx(shown)
+    assert growth.exponent(points) == pytest.approx(expected)
 
 
-def test_calls_that_are_too_short_have_no_exponent():
+def test_too_short_calls_have_no_exponent():
     assert growth.exponent([growth.Point("x", "x", "N", n, 1e-5, 0) for n in (10, 100, 1000)]) is None
 
 
@@ -44,7 +45,7 @@ def series(power, memory_power=1.0, kind="metric", name="x", against="N"):
     return [growth.Point(kind, name, against, n, 1e-6 * n**power, int(2**10 * n**memory_power)) for n in sizes]
 
 
-def test_a_quadratic_series_raises():
+def test_quadratic_series_is_reported():
     assert growth.excesses(series(1.0)) == []
     assert growth.excesses(series(1.3)) == []
     for excess, what in ((growth.excesses(series(2.0)), "time"), (growth.excesses(series(1.0, 2.0)), "memory")):
@@ -52,7 +53,7 @@ def test_a_quadratic_series_raises():
         assert re.match(rf"metric x N: {what}.*2\.00.*1\.5", excess[0])
 
 
-def test_the_square_of_classes_is_allowed_where_it_is_documented():
+def test_quadratic_growth_in_classes_is_allowed_where_documented():
     for name, allowed in (("ce", 1.5), ("cpc", 2.5), ("fedlas_ls", 2.5)):
         assert growth.limit("loss", name, "C") == allowed
         assert growth.limit("loss", name, "N") == 1.5
@@ -60,22 +61,29 @@ def test_the_square_of_classes_is_allowed_where_it_is_documented():
     assert len(growth.excesses(series(3.0, kind="loss", name="cpc", against="C"))) == 1
 
 
-@pytest.mark.parametrize(("each", "refused"), [(0.0, False), (0.2, False), (1.0, True), (5.0, True)])
-def test_a_stream_of_sums_that_keeps_samples_raises(each, refused):
-    points = [growth.Point("stream", "ECE", "N", 10**k, 1e-8 * 10**k, 2**27 + int(each * 10**k)) for k in range(3, 9)]
-    excess = growth.excesses(points)
-    assert len(excess) == refused
-    assert all(one.startswith("stream ECE N:") and f"{each:.1f} bytes" in one for one in excess)
-    keeping = [growth.Point("stream", "AURC", "N", one.size, one.seconds, one.memory) for one in points]
-    assert growth.excesses(keeping) == []
+@pytest.mark.parametrize(("added", "reported"), [(0.0, False), (0.2, False), (1.0, True), (5.0, True)])
+def test_accumulator_of_sums_that_stores_samples_is_reported(added, reported):
+    points = [growth.Point("stream", "ece", "N", 10**k, 1e-8 * 10**k, 2**27 + int(added * 10**k)) for k in range(3, 9)]
+    messages = growth.excesses(points)
+    assert len(messages) == reported
+    assert all(message.startswith("stream ece N:") and f"{added:.1f} bytes" in message for message in messages)
+    of_samples = [growth.Point("stream", "aurc", "N", p.size, p.seconds, p.memory) for p in points]
+    assert growth.excesses(of_samples) == []
+
+
+def test_all_metrics_are_measured():
+    assert growth.metric_callables().keys() >= {*all_metrics(), "kde_ece"}
+    of_samples = {name for name in all_metrics() if not growth.stores_sums(name)}
+    assert {"aece", "aurc", "smooth_ece"} <= of_samples
+    assert not of_samples & {"accuracy", "ece", "nll", "brier", "classwise_ece"}
 
 
 @pytest.mark.campaign
-def test_what_one_point_has_freed_does_not_hide_what_the_next_takes():
-    """In a new process, as the benchmark is: what other tests have freed would hide it too."""
+def test_memory_freed_by_a_point_is_not_reused_by_the_next():
+    """Runs in a new process like the benchmark; memory freed by other tests would be reused too."""
     sizes = (2**25, 2**23, 2**24)
     script = f"import growth, torch; take = lambda n: lambda: torch.ones(n).sum(); sizes = {sizes}\n"
-    script += "print([growth.apart(take, n)[1] for n in sizes])"
+    script += "print([growth.measure_in_process(take, n)[1] for n in sizes])"
     where = {"cwd": Path(growth.__file__).parent, "capture_output": True, "text": True, "timeout": 300}
     done = subprocess.run([sys.executable, "-c", script], check=True, **where)
     for n, memory in zip(sizes, json.loads(done.stdout), strict=True):
@@ -83,33 +91,33 @@ def test_what_one_point_has_freed_does_not_hide_what_the_next_takes():
 
 
 class Work(TorchDispatchMode):
-    """Counts the numbers that torch reads and writes, which are the same on every machine."""
+    """Counts the elements that torch reads and writes, which do not depend on the machine."""
 
     def __init__(self):
         super().__init__()
         self.numbers = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         if not func.is_view:
-            given = tree_leaves((args, kwargs, found))
-            self.numbers += sum(one.numel() for one in given if isinstance(one, torch.Tensor))
-        return found
+            leaves = tree_leaves((args, kwargs, output))
+            self.numbers += sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return output
 
 
 def counted(kind, name, against, make):
-    """Measure at three sizes, with counted work in place of seconds."""
-    found = []
+    """Measure at three sizes, with the number of elements in place of seconds."""
+    points = []
     for size in {"N": (500, 1000, 2000), "C": (100, 200, 400)}[against]:
         call = make(size)
-        with Work() as seen:
+        with Work() as work:
             call()
-        found.append(growth.Point(kind, name, against, size, seen.numbers, 0))
-    return found
+        points.append(growth.Point(kind, name, against, size, work.numbers, 0))
+    return points
 
 
 @pytest.mark.parametrize("against", ["N", "C"])
-def test_work_grows_as_it_may(against):
+def test_work_grows_within_limits(against):
     fixed = {"classes": 10} if against == "N" else {"n": 64}
 
     def series_of(kind, name, make):
@@ -120,7 +128,7 @@ def test_work_grows_as_it_may(against):
         for record in fedlas.list_losses()
         for point in series_of("loss", record.name, partial(growth.loss_step, record.name))
     ]
-    for name, function in growth.metric_functions().items():
+    for name, function in growth.metric_callables().items():
         points += series_of("metric", name, partial(growth.metric_call, function))
     assert growth.excesses(points) == []
     assert all(point.seconds > point.size for point in points)
@@ -135,49 +143,49 @@ def _one_by_one(probs, labels):
 
 
 @pytest.mark.parametrize("function", [_all_pairs, pytest.param(_one_by_one, marks=pytest.mark.campaign)])
-def test_quadratic_work_is_found(function):
+def test_quadratic_work_is_reported(function):
     points = counted("metric", "x", "N", lambda n: growth.metric_call(function, n, 10))
     assert growth.exponent(points) > 1.9
     assert len(growth.excesses(points)) == 1
 
 
 def bytes_kept(kind):
-    """Say what a further sample adds to a stream, from two numbers of updates."""
+    """Return the bytes that an additional sample adds to an accumulator, from two numbers of updates."""
     stream, (logits, labels, *_), updates = kind(), growth.problem(20_000, 10), (20, 120)
     probs = logits.softmax(1)
     stream.update(probs, labels)
-    few, many = (growth.apart(lambda n: lambda: [stream.update(probs, labels) for _ in range(n)], n) for n in updates)
+    few, many = (
+        growth.measure_in_process(lambda n: lambda: [stream.update(probs, labels) for _ in range(n)], n)
+        for n in updates
+    )
     return (many[1] - few[1]) / (20_000 * (updates[1] - updates[0]))
 
 
 @pytest.mark.campaign
-def test_a_stream_of_sums_keeps_no_samples():
-    """Half a byte is less than any sample takes; one that keeps samples is measured in the same way, and found.
-
-    A new process does it: what other tests have freed, and this one has not given back, would hide what is kept.
-    """
-    asked = "from test_growth import bytes_kept, metrics as m; "
-    asked += "print(*(bytes_kept(one.accumulator) for one in (m.ece, m.aurc)))"
+def test_accumulator_of_sums_stores_no_samples():
+    """An accumulator that stores samples is measured in the same way, in a new process without freed memory."""
+    script = "from test_growth import bytes_kept, metrics as m; "
+    script += "print(*(bytes_kept(metric.accumulator) for metric in (m.ece, m.aurc)))"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    found = subprocess.run(
-        [sys.executable, "-c", asked], env=environment, capture_output=True, text=True, check=True, timeout=300
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=300
     )
-    of_sums, of_samples = map(float, found.stdout.split())
+    of_sums, of_samples = map(float, done.stdout.split())
     assert of_sums < growth.SUMS
     assert of_samples > 4 * growth.SUMS
 
 
 @pytest.mark.campaign
-def test_a_process_that_dies_is_named():
+def test_dead_process_raises_with_its_size():
     with pytest.raises(RuntimeError, match=r"\b7\b"):
-        growth.apart(lambda n: lambda: os._exit(1), 7)
+        growth.measure_in_process(lambda n: lambda: os._exit(1), 7)
 
 
 SHORT = {"data_options": {"train_samples": 100}, "model_options": {"width": 8}, "batch_size": 50}
 
 
 @pytest.mark.parametrize(("epochs", "options"), [(30, SHORT), pytest.param(40, {}, marks=pytest.mark.campaign)])
-def test_training_holds_no_more_with_every_epoch(epochs, options):
-    seen = growth.training(epochs, **options)
-    assert seen[-1]["files"] == seen[2]["files"]
-    assert seen[-1]["mib"] - seen[9]["mib"] < 4
+def test_training_does_not_leak_memory_or_files(epochs, options):
+    records = growth.training(epochs, **options)
+    assert records[-1]["files"] == records[2]["files"]
+    assert records[-1]["mib"] - records[9]["mib"] < 4

@@ -1,4 +1,4 @@
-"""Small files that name or repeat something large are read in little memory, or refused before it is allocated."""
+"""Small files with huge declared sizes or repeated values are read in little memory or raise before allocating."""
 
 import io
 import pickle
@@ -133,7 +133,7 @@ def test_the_check_of_a_torch_file_imports_and_calls_nothing(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}])
-def test_files_of_torch_save_are_read_as_before(tmp_path, options):
+def test_torch_save_files_are_read_unchanged(tmp_path, options):
     table = torch.randn(4, 3)
     content = {
         "state_dict": OrderedDict(a=torch.nn.Parameter(table), b=table.T[1:], c=torch.empty(0, 3), d=table.bfloat16()),
@@ -151,7 +151,7 @@ def test_files_of_torch_save_are_read_as_before(tmp_path, options):
     assert all(torch.equal(weights[name], one) for name, one in content["state_dict"].items())
 
 
-def test_flipped_bits_in_a_torch_file_are_found(tmp_path):
+def test_flipped_bits_in_a_torch_file_are_detected(tmp_path):
     torch.save({"logits": torch.randn(50, 4), "labels": torch.zeros(50, dtype=torch.long)}, tmp_path / "p.pt")
     content = bytearray((tmp_path / "p.pt").read_bytes())
     content[content.index(b"/data/0") + 200] ^= 1
@@ -162,7 +162,7 @@ def test_flipped_bits_in_a_torch_file_are_found(tmp_path):
 
 @pytest.mark.parametrize("opened", [read_predictions, read_weights, read_official])
 @pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}])
-def test_a_truncated_torch_file_is_called_that(tmp_path, opened, options):
+def test_truncated_torch_file_is_reported_as_truncated(tmp_path, opened, options):
     content = {"logits": torch.randn(50, 4), "labels": torch.zeros(50, dtype=torch.long)}
     torch.save(content, tmp_path / "p.pt", **options)
     content = (tmp_path / "p.pt").read_bytes()
@@ -182,7 +182,7 @@ ANNOUNCED = {
 
 @pytest.mark.parametrize("operation", ANNOUNCED)
 @pytest.mark.parametrize("made", [zipped, Path.write_bytes])
-def test_a_pickle_that_announces_a_long_text_takes_no_memory(tmp_path, operation, made):
+def test_pickle_with_a_huge_declared_length_allocates_nothing(tmp_path, operation, made):
     path = tmp_path / "p.pt"
     made(path, ANNOUNCED[operation] + (2**62).to_bytes(8, "little"))
     for opened in (read_predictions, read_weights, read_official):
@@ -191,7 +191,7 @@ def test_a_pickle_that_announces_a_long_text_takes_no_memory(tmp_path, operation
 
 
 def test_the_check_of_a_torch_file_changes_no_class_and_copies_nothing(tmp_path):
-    """A state for a class would set its attributes; calls that copy their argument would fill the memory."""
+    """Pickled state could set class attributes, and repeated copies could fill the memory."""
     build = b"\x80\x02ccollections\nCounter\n(N}X\x0b\x00\x00\x00most_commonNstb."
     copies = b"\x80\x02(" + b"K\x01" * 100_000 + b"tq\x000" + b"ctorch\nSize\nh\x00\x85R0" * 300 + b"N."
     for content in (build, copies):
@@ -203,7 +203,7 @@ def test_the_check_of_a_torch_file_changes_no_class_and_copies_nothing(tmp_path)
     assert callable(Counter.most_common)
 
 
-def test_an_archive_behind_other_data_raises(tmp_path):
+def test_torch_archive_after_other_data_raises(tmp_path):
     path = zipped(tmp_path / "p.pt", pickled({"probs": 1}))
     path.write_bytes(b"PK\x03\x04" + bytes(60) + path.read_bytes())
     with pytest.raises(ValueError, match=r"before its archive"):
@@ -253,7 +253,7 @@ def repeated_parquet(path: Path, name: str, kind: str, rows: int) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["fixed", "lists"])
-def test_columns_of_a_parquet_file_are_decoded_only_where_they_are_needed(tmp_path, kind):
+def test_only_needed_parquet_columns_are_decoded(tmp_path, kind):
     arrow = pytest.importorskip("pyarrow")
     pool = arrow.default_memory_pool()
     counted = arrow.proxy_memory_pool(pool)
@@ -271,7 +271,7 @@ def test_columns_of_a_parquet_file_are_decoded_only_where_they_are_needed(tmp_pa
     assert counted.max_memory() < 5e6  # 10 MB for each such column
 
 
-def test_a_very_long_name_is_not_written_into_every_row_of_an_npz_file(tmp_path):
+def test_very_long_class_name_is_not_repeated_in_every_npz_row(tmp_path):
     names, n = ("a" * LONG, "b"), 2_000
     given = fedlas.Predictions(
         torch.randn(n, 2), torch.ones(n).long(), class_names=names, ids=["c" * LONG, *range(n - 1)]
@@ -287,7 +287,7 @@ def test_a_very_long_name_is_not_written_into_every_row_of_an_npz_file(tmp_path)
     assert peak < 50 * 2**20
 
 
-def test_one_low_confidence_needs_no_table(tmp_path):
+def test_one_low_confidence_does_not_expand_to_a_class_table(tmp_path):
     rows = "".join("0.9,0,0\n" for _ in range(2_000))
     (tmp_path / "p.csv").write_text(f"confidence,prediction,label\n{rows}0.001,1,1\n")
     with pytest.warns(UserWarning, match="prob_1"):
@@ -314,7 +314,7 @@ for path in sys.argv[1:]:
 @pytest.mark.campaign
 @pytest.mark.skipif(sys.platform != "linux", reason="the size of a process is read from /proc")
 def test_hostile_files_are_read_within_half_a_gigabyte(tmp_path, monkeypatch):
-    """Each took 9 GB or more."""
+    """Regression: each of these files took 9 GB or more."""
     monkeypatch.setattr(sys.modules[__name__], "ROWS", 30_000)
     files = [long_label(tmp_path, ending) for ending in (".csv", ".jsonl", ".parquet")]
     files += [repeated_parquet(tmp_path / f"{kind}.parquet", "label", kind, 3_000_000) for kind in ("fixed", "lists")]

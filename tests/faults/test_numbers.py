@@ -1,4 +1,4 @@
-"""The short version of the campaign on numbers, and every bug that the long one has found."""
+"""Short version of the campaign on numbers, and regression tests of bugs that the long version found."""
 
 import jaxtyping
 import more_cases
@@ -15,7 +15,7 @@ import fedlas
 from fedlas import metrics, ood
 from fedlas.metrics import accuracy, ece, kde_ece, nll, top_k
 from fedlas.metrics.intervals import inversion
-from fedlas.predictions import as_tensor
+from fedlas.predictions.arrays import as_tensor
 
 SLOW = {"smooth_curve", "smooth_ece", "kde_ece", "SmoothECE"}  # tens of milliseconds each
 ASKED = [target for target in more_cases.targets() if target.name not in SLOW]
@@ -57,7 +57,7 @@ def test_slow_metrics_are_correct(name):
 
 @pytest.mark.campaign
 def test_all_public_functions_are_fuzzed():
-    """What `fedlas.metrics` exports is asked, is made of what is asked, or takes no probabilities."""
+    """Every export of `fedlas.metrics` is fuzzed, composed of fuzzed functions, or takes no probabilities."""
     asked = {target.name for target in more_cases.targets()}
     assert set(LOSSES) <= asked
     rest = {
@@ -93,7 +93,7 @@ def test_accepted_invalid_input_is_detected(call):
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", ["smooth_ece", "kde_ece", "noise_floor", "smooth_curve"])
 def test_a_wrong_kernel_metric_is_detected(name):
-    """These were once compared with themselves alone."""
+    """Regression: these metrics were compared only with themselves."""
 
     def off(*given, **options):
         return [value + 1e-6 for value in number_cases.numbers(getattr(metrics, name)(*given, **options))]
@@ -145,7 +145,7 @@ def test_regressions_of_the_reference_implementation(name, content):
 # What the campaign found
 
 
-def test_one_number_that_is_read_backwards_is_a_number():
+def test_arrays_with_negative_strides_are_accepted():
     label = np.array([2, 1])[:1][::-1]
     assert as_tensor(label, "labels").tolist() == [2]
     assert accuracy(torch.eye(3)[2:], np.array([2])[::-1]) == 1
@@ -153,7 +153,7 @@ def test_one_number_that_is_read_backwards_is_a_number():
 
 @pytest.mark.parametrize("kind", ["meta", "sparse", "complex"])
 @pytest.mark.parametrize("which", ["probs", "labels"])
-def test_tensors_without_plain_numbers_are_named(kind, which):
+def test_meta_sparse_and_complex_tensors_raise(kind, which):
     made = {"meta": lambda x: x.to("meta"), "sparse": lambda x: x.to_sparse(), "complex": lambda x: x.to(torch.cfloat)}
     given = {"probs": torch.eye(3), "labels": torch.arange(3)}
     given[which] = made[kind](given[which])
@@ -163,7 +163,7 @@ def test_tensors_without_plain_numbers_are_named(kind, which):
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("which", [0, 1])
-def test_losses_name_a_sparse_tensor(name, which):
+def test_losses_raise_for_sparse_tensors(name, which):
     record = next(one for one in fedlas.list_losses() if one.name == name)
     sizes = {"num_classes": CLASSES, "num_samples": SAMPLES, "epochs": 5}
     loss = fedlas.build_loss(name, **{word: size for word, size in sizes.items() if word in record.keywords})
@@ -173,13 +173,13 @@ def test_losses_name_a_sparse_tensor(name, which):
         loss(*given)
 
 
-def test_soft_labels_that_carry_a_gradient_are_refused_without_a_warning():
+def test_invalid_soft_labels_with_gradient_raise_without_a_warning():
     labels = torch.full((2, 3), 0.5, requires_grad=True)
     with pytest.raises(ValueError, match=r"1\.5"):
         fedlas.build_loss("ce")(torch.zeros(2, 3), labels)
 
 
-def test_logits_in_any_memory_give_dual_focal_no_warning():
+def test_dual_focal_accepts_noncontiguous_logits_without_a_warning():
     logits, labels = torch.randn(5, 4), torch.full((4, 5), 0.2)
     loss = fedlas.build_loss("dual_focal")
     torch.testing.assert_close(loss(logits.t(), labels), loss(logits.t().contiguous(), labels))
@@ -200,8 +200,8 @@ def test_probabilities_in_half_precision_are_summed_exactly():
 
 
 @pytest.mark.parametrize("confidence", [1.0, 0.5, 0.75])
-def test_the_kde_error_of_one_confidence_is_its_gap(confidence):
-    """Its kernel is a few cells wide; read off there it did not add up to one, and the error exceeded one."""
+def test_kde_ece_of_one_confidence_is_its_gap(confidence):
+    """Regression: the kernel, a few grid cells wide, did not sum to one, and the error exceeded one."""
     given = torch.full((4,), confidence, dtype=torch.float64)
     found = kde_ece(given, torch.zeros(4, dtype=torch.int64), scope="confidence")
     assert found == pytest.approx(confidence, abs=2e-4)
@@ -209,14 +209,14 @@ def test_the_kde_error_of_one_confidence_is_its_gap(confidence):
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
-def test_a_single_number_is_no_table(value):
+def test_scalar_logits_raise(value):
     with pytest.raises(ValueError, match="logits"):
         nll.accumulator().update_logits(torch.tensor(value), torch.tensor([0]))
 
 
 @pytest.mark.parametrize("labels", [torch.tensor([0, 1, 0]), torch.ones(3)], ids=["hard", "soft"])
-def test_a_row_of_logits_is_no_table(labels):
-    """The NLL of logits without a second dimension raised IndexError."""
+def test_one_dimensional_logits_raise(labels):
+    """Regression: the NLL of one-dimensional logits raised IndexError."""
     with pytest.raises(ValueError, match=r"logits.*\(3,\)"):
         nll.accumulator().update_logits(torch.zeros(3), labels)
 
@@ -224,14 +224,14 @@ def test_a_row_of_logits_is_no_table(labels):
 @pytest.mark.parametrize("size", [1e200, 1e-200, 1e308, 5e-324])
 @pytest.mark.parametrize(("p", "length"), [(1.0, 2.0), (2.0, 2**0.5), (3.0, 2 ** (1 / 3)), (float("inf"), 1.0)])
 def test_features_of_any_scale_have_the_correct_norm(size, p, length):
-    """Squares of numbers beyond 1e154 were infinite, those below 1e-162 nothing, and so was the norm."""
+    """Regression: squares overflowed above 1e154 and underflowed below 1e-162."""
     norm = -float(ood.feature_norm(torch.tensor([[size, -size, 0.0]], dtype=torch.float64), p))
     assert norm == pytest.approx(size * length, rel=1e-14, abs=5e-324)
 
 
 @pytest.mark.parametrize("size", [1e200, 1e-200, 1e300, 2.3e-308, 5e-324])
 def test_features_of_any_scale_have_the_correct_direction(size):
-    """A row whose square was infinite, or nothing, was at distance 1 from every other, as if it had no direction."""
+    """Regression: a row whose square over- or underflowed had distance 1 to all others, like a zero row."""
     features = torch.tensor([[size, 0.0]], dtype=torch.float64)
     known = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
     assert float(ood.knn(features, known, 1)) == pytest.approx(2**0.5)
@@ -240,8 +240,8 @@ def test_features_of_any_scale_have_the_correct_direction(size):
 
 @pytest.mark.parametrize("labels", [torch.tensor(1), torch.zeros(2, 3), torch.eye(2)[None], torch.zeros(2, 2)])
 @pytest.mark.parametrize("scope", ["positive", "confidence"])
-def test_labels_of_a_binary_probability_have_a_shape(scope, labels):
-    """A single number raised IndexError, and of a table of any width the last column was taken for the labels."""
+def test_binary_labels_of_a_wrong_shape_raise(scope, labels):
+    """Regression: a scalar raised IndexError, and the last column of a table was taken as labels."""
     with pytest.raises(ValueError, match="labels"):
         ece(torch.tensor([0.2, 0.9]), labels, scope=scope)
 
@@ -254,15 +254,15 @@ def test_labels_of_a_binary_probability_have_a_shape(scope, labels):
     ],
 )
 @pytest.mark.parametrize("resamples", [20, 1000])
-def test_the_interval_of_a_class_that_is_always_wrong_is_the_right_way_round(probs, labels, resamples):
-    """Rounding left a bin an error of 1e-17, and the interval of the class-wise ECE was 2.6 to 1."""
+def test_interval_of_an_always_incorrect_class_is_ordered(probs, labels, resamples):
+    """Regression: a rounding error of 1e-17 in a bin gave a class-wise ECE interval of 2.6 to 1."""
     given = torch.tensor(probs, dtype=torch.float64), torch.tensor(labels)
     found = metrics.bootstrap(metrics.classwise_ece, *given, resamples=resamples)
     assert 0 <= found.interval.low <= found <= found.interval.high <= 1
 
 
-def test_the_interval_of_sums_that_rounding_put_below_zero_makes_no_warning():
-    """What was left of the first bin's confidences was -1e-17, and numpy warned of its root."""
+def test_interval_of_sums_rounded_below_zero_does_not_warn():
+    """Regression: the confidences of the first bin summed to -1e-17, whose square root warned."""
     probs = torch.tensor([[1, 0], [1 / 3, 2 / 3], [0, 1], [1, 0]], dtype=torch.float64)
     found = metrics.bootstrap(metrics.classwise_ece, probs, torch.zeros(4, dtype=torch.int64), resamples=20)
     assert 0 <= found.interval.low <= found.interval.high <= 1
@@ -270,40 +270,40 @@ def test_the_interval_of_sums_that_rounding_put_below_zero_makes_no_warning():
 
 @pytest.mark.parametrize("furthest", [15.0, 1e3, 1e5, 1e12])
 @pytest.mark.parametrize("end", [-7.5, 0.3, 4.0])
-def test_the_end_of_an_interval_is_found_however_far_it_is_looked_for(furthest, end):
+def test_interval_end_is_found_for_any_search_range(furthest, end):
     assert inversion._last(lambda shift: shift <= end, -12.0, furthest) == pytest.approx(end, abs=0.02)
 
 
-def test_the_interval_of_an_error_that_rounding_put_above_one_ends_there():
+def test_interval_of_an_error_rounded_above_one_ends_at_one():
     probs = torch.tensor([[1e-20, 1.0]] * 3)
     labels = torch.tensor([[1.0, 6e-8]] * 3).bfloat16()
     found = metrics.bootstrap(metrics.classwise_ece, probs, labels, resamples=20)
     assert found.interval.low <= found.interval.high <= 1
 
 
-def test_maps_of_two_classes_are_distributions():
-    """Of a map with two classes the second alone was looked at: [inf, 0.3] was taken for 0.3."""
+def test_invalid_probability_in_a_two_class_map_raises():
+    """Regression: only the second class of a two-class map was checked, so [inf, 0.3] was accepted."""
     maps = torch.tensor([[[[0.75, torch.inf]], [[0.25, 0.25]]]])
     with pytest.raises(ValueError, match="inf"):
         accuracy(maps, torch.tensor([[[1, 0]]]), scope="positive")
 
 
-def test_shares_of_two_classes_are_labels_of_a_binary_probability():
+def test_two_column_soft_labels_are_accepted_for_binary_probabilities():
     probs = torch.tensor([0.25, 0.875])
     expected = ece(probs, torch.tensor([0.0, 1.0]), scope="positive")
     assert ece(probs, torch.eye(2), scope="positive") == expected
     assert ece(probs[:, None], torch.tensor([[0], [1]]), scope="positive") == expected
 
 
-def test_maps_of_shares_are_labels_of_a_binary_probability():
-    """Soft labels of maps were counted twice: "labels has 8 rows for 4 samples"."""
+def test_soft_label_maps_are_accepted_for_binary_probabilities():
+    """Regression: soft labels of maps were counted twice ("labels has 8 rows for 4 samples")."""
     probs, labels = torch.rand(4, 2, 3).softmax(1), torch.rand(4, 2, 3).softmax(1)
     tables = [maps.movedim(1, -1).reshape(-1, 2) for maps in (probs, labels)]
     assert ece(probs, labels, scope="positive") == ece(*tables, scope="positive")
 
 
 def test_two_columns_may_sum_to_one_within_rounding():
-    """A probability of 1.0000001 beside 0 is taken for one of the top label, and was refused for one of class 1."""
+    """Regression: [1.0000001, 0] was accepted for the top label but rejected for class 1."""
     above = torch.tensor([[0.0, 1 + 1e-7], [0.5, 0.5]], dtype=torch.float64)
     hard = torch.tensor([1, 0])
     assert ece(above, hard, scope="positive").value == pytest.approx(0.25, abs=1e-6)
@@ -312,15 +312,15 @@ def test_two_columns_may_sum_to_one_within_rounding():
         ece(above[:, 1], hard, scope="positive")
 
 
-def test_a_confidence_that_rounding_left_above_one_lies_on_the_grid():
-    """Its share of the last cell but one was negative, and left out: the accuracy of a half was 0.49997."""
+def test_smooth_curve_accepts_a_confidence_rounded_above_one():
+    """Regression: a negative weight of the last cell but one was dropped, giving 0.49997 instead of 0.5."""
     above = torch.tensor([[1.0, 0.0], [0.0, 1.0000001]])
     assert float((metrics.smooth_curve(above, torch.tensor([0, 0])).accuracy - 0.5).abs().max()) < 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_rest_of_a_share_is_not_rounded(dtype):
-    """The share of class 0 was 1 - y in the labels' type: with bfloat16 wrong in the third digit."""
+def test_soft_label_of_class_0_is_not_rounded(dtype):
+    """Regression: the label of class 0 was 1 - y in the dtype of the labels, with errors of 1e-3 in bfloat16."""
     labels = torch.tensor([[0.9, 0.1], [0.7, 0.3], [0.4, 0.6]]).to(dtype)
     probs = torch.tensor([[0.8, 0.2], [0.6, 0.4], [0.3, 0.7]], dtype=torch.float64)
     shares = labels[:, 1].double()
@@ -329,8 +329,8 @@ def test_the_rest_of_a_share_is_not_rounded(dtype):
     assert metrics.aurc(probs, labels, scope="positive").value == pytest.approx(float(expected), abs=1e-12)
 
 
-def test_pieces_of_one_sample_are_kept_together():
-    """Fifty million predictions in pieces of any length were more tensors than a process may have open files."""
+def test_single_sample_updates_are_merged():
+    """Regression: many small updates kept more tensors than a process may have open files."""
     stream, probs, labels = metrics.aurc.accumulator(), torch.randn(3000, 3).softmax(1), torch.arange(3000) % 3
     for row in range(3000):
         stream.update(probs[row : row + 1], labels[row : row + 1])
@@ -339,7 +339,7 @@ def test_pieces_of_one_sample_are_kept_together():
     assert stream.compute() == metrics.aurc(probs, labels)
 
 
-def test_pieces_of_any_type_stay_in_order():
+def test_updates_of_mixed_dtypes_stay_in_order():
     stream, probs = metrics.aurc.accumulator(), torch.rand(9, 3, dtype=torch.float64).softmax(1)
     truth = torch.eye(3, dtype=torch.float64)
     for row, label in enumerate([0, 1, 2, 0, 1, 2, 0, 1, 2]):
@@ -353,13 +353,13 @@ def test_pieces_of_any_type_stay_in_order():
 
 
 @pytest.mark.campaign
-def test_chunks_processes_and_one_pass_agree():
+def test_chunked_parallel_and_single_pass_streams_agree():
     found = stream_numbers.campaign(n=40_000, processes=2, seed=1, length=3_000)
     assert all(row["counts_equal"] and row["largest_difference"] <= 1e-12 for row in found["streams"]), found
     assert [row["n"] for row in found["parts"]] == [21_000, 19_000]
 
 
 @pytest.mark.campaign
-def test_threads_and_batches_agree():
+def test_threaded_and_batched_streams_agree():
     for row in stream_numbers.ways(n=4_000, seed=1):
         assert row["largest_difference"] <= 1e-12, row

@@ -1,4 +1,4 @@
-"""Untrusted files: the short campaign, a proof that nothing unpickles unchecked data, and what was found."""
+"""Untrusted files: the short campaign, a search for unchecked unpickling, and regression tests."""
 
 import gzip
 import http.server
@@ -169,7 +169,7 @@ def test_untrusted_files_have_no_effect(tmp_path, copies, big, many):
         ({"what": untrusted_files.LINK}, "was followed"),
     ],
 )
-def test_the_campaign_has_limits(changed, said):
+def test_campaign_enforces_memory_and_time_limits(changed, said):
     record = {"kind": "recipe", "what": "x", "outcome": "read", "message": "", "mib": 1.0, "seconds": 1.0}
     assert untrusted_files.check_record(record) == {}
     found = untrusted_files.check_record(record | changed)
@@ -179,7 +179,7 @@ def test_the_campaign_has_limits(changed, said):
 
 @pytest.mark.campaign
 def test_the_payload_is_detected_when_unpickled(tmp_path):
-    """A payload that is unpickled leaves its file; if it did not, the campaign would prove nothing."""
+    """The payload must create its file when unpickled, or the campaign could not detect anything."""
     pickle.loads(pickle.dumps(untrusted_files.Payload(tmp_path / "ran")))
     assert (tmp_path / "ran").exists()
 
@@ -199,7 +199,7 @@ def test_a_tensor_that_is_longer_than_its_file_raises(tmp_path):
         fedlas.read_predictions(tmp_path / "p.pt")
 
 
-def test_equal_rows_of_a_parquet_file_are_counted_before_they_are_read(tmp_path):
+def test_parquet_size_is_checked_before_rows_are_decoded(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"logit_a": np.zeros(2**20), "logit_b": np.zeros(2**20), "label": np.zeros(2**20, np.int64)})
     with parquet.ParquetWriter(tmp_path / "p.parquet", table.schema) as writer:
@@ -209,8 +209,8 @@ def test_equal_rows_of_a_parquet_file_are_counted_before_they_are_read(tmp_path)
         fedlas.read_predictions(tmp_path / "p.parquet")
 
 
-def test_a_header_of_many_columns_takes_no_time(tmp_path):
-    """Each of n names was looked for among all of them: a million columns took hours."""
+def test_header_of_many_columns_is_parsed_in_linear_time(tmp_path):
+    """Regression: the search for duplicate names was quadratic; a million columns took hours."""
     path = tmp_path / "p.csv"
     path.write_text(",".join(f"w{i}" for i in range(20_000)) + "\n")
     with pytest.raises(ValueError, match=r"w19999.*20,000"):
@@ -221,7 +221,7 @@ def test_a_header_of_many_columns_takes_no_time(tmp_path):
 
 
 @pytest.mark.parametrize("ending", [".csv", ".npz", ".json", ".pt"])
-def test_a_device_is_no_file(tmp_path, ending):
+def test_device_file_raises(tmp_path, ending):
     (tmp_path / f"p{ending}").symlink_to("/dev/zero")
     with pytest.raises(ValueError, match="device"):
         fedlas.read_predictions(tmp_path / f"p{ending}")
@@ -244,7 +244,7 @@ def test_pipes_and_devices_are_not_read(tmp_path, opened, kind, ending):
         opened(path)
 
 
-def no_memory_of_torch():
+def torch_out_of_memory_error():
     """What torch raises where there is no memory, in one of its wordings."""
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60, dtype=torch.uint8)
@@ -256,9 +256,11 @@ OTHER_WORDS = RuntimeError(
 )
 
 
-@pytest.mark.parametrize("error", [MemoryError(), no_memory_of_torch(), OTHER_WORDS], ids=["python", "torch", "other"])
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch_out_of_memory_error(), OTHER_WORDS], ids=["python", "torch", "other"]
+)
 def test_out_of_memory_is_not_reported_as_a_damaged_file(tmp_path, error):
-    """Also where torch reports it in a RuntimeError."""
+    """Also if torch reports it as a RuntimeError."""
     for guard in (file_errors, content_errors):
         with pytest.raises(MemoryError), guard(tmp_path / "p.npz"):
             raise error
@@ -274,8 +276,8 @@ def test_out_of_memory_is_not_reported_as_a_damaged_file(tmp_path, error):
             checkpoint.restore_module(torch.nn.Linear(1, 1), {})
 
 
-def test_an_array_that_announces_more_than_it_holds_takes_no_memory(tmp_path):
-    """numpy took the memory first, and an error about that was called damage."""
+def test_array_with_a_huge_declared_shape_allocates_nothing(tmp_path):
+    """Regression: numpy allocated the memory first, and the MemoryError was reported as damage."""
     content = io.BytesIO()
     np.lib.format.write_array(content, np.zeros(3))
     lying = untrusted_files.zip_of({"logits.npy": content.getvalue().replace(b"(3,), ", b"(100000000000,), ")})
@@ -295,13 +297,13 @@ DEEP = "[" * 100_000 + "]" * 100_000
      ("p.jsonl", '{"logits": [1.0, 2.0], "label": %s}' % ("9" * 400)),
      ("p.json", '{"logits": [[1.0, 2.0]], "labels": [0], "index": ["a"]}')],
 )  # fmt: skip
-def test_json_that_python_stumbles_over_is_named(tmp_path, name, content):
+def test_json_that_the_parser_cannot_handle_raises_with_its_name(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=name):
         fedlas.read_predictions(tmp_path / name)
 
 
-def test_reports_recipes_and_ledgers_that_are_nested_are_named(tmp_path):
+def test_deeply_nested_reports_recipes_and_ledgers_raise_with_their_names(tmp_path):
     for name, opened, error in (
         ("report.json", Report.load, ValueError),
         ("recipe.json", lambda path: Run(path.parent).recipe, RunError),
@@ -340,7 +342,7 @@ def test_damaged_stored_predictions_raise():
     assert all("x.npz" in words for words in said)
 
 
-def test_a_link_does_not_lead_out_of_a_ledger(tmp_path):
+def test_symlink_cannot_escape_the_ledger(tmp_path):
     folder = tmp_path / "results"
     (folder / "predictions").mkdir(parents=True)
     good = untrusted_files.sound(tmp_path / "sound")["ledger"]
@@ -360,7 +362,7 @@ def test_a_gzip_bomb_is_not_unpacked(tmp_path, monkeypatch):
         read_idx(tmp_path / "images.gz")
 
 
-def test_a_program_is_not_unpickled(tmp_path):
+def test_exported_program_is_not_unpickled(tmp_path):
     held = {"f/data/constants/opaque_obj_0": pickle.dumps(untrusted_files.Payload(tmp_path / "ran"))}
     (tmp_path / "p.pt2").write_bytes(untrusted_files.zip_of(held))
     with pytest.raises(ValueError, match=r"p\.pt2.*tensor"):
@@ -385,7 +387,7 @@ def trained(tmp_path_factory):
         (lambda good: good | {"best": {}}, "'best'.*'model'"),
     ],
 )
-def test_an_invalid_checkpoint_is_refused_by_predict_and_resume(trained, tmp_path, change, reason):
+def test_invalid_checkpoint_raises_in_predict_and_resume(trained, tmp_path, change, reason):
     run = Run(shutil.copytree(trained.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
     torch.save(change(torch.load(run.checkpoint, weights_only=True)), run.checkpoint)
     message = rf"checkpoint\.pt.*{reason}"
@@ -411,7 +413,7 @@ def test_a_checkpoint_with_an_impossible_position_raises(trained, tmp_path, chan
 
 
 @pytest.mark.parametrize("line", ["5", "[]", "null", '"diverged"', '{"epoch": 1}\n5'])
-def test_a_line_of_a_log_that_is_no_record_is_named(trained, tmp_path, line):
+def test_invalid_log_line_raises_with_its_number(trained, tmp_path, line):
     run = Run(shutil.copytree(trained.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
     run.log_file.write_text(f"{line}\n")
     number = len(line.splitlines())
@@ -421,7 +423,7 @@ def test_a_line_of_a_log_that_is_no_record_is_named(trained, tmp_path, line):
         _ = run.finished
 
 
-def test_a_damaged_log_fails_its_own_run_alone(trained, tmp_path):
+def test_damaged_log_fails_only_its_own_run(trained, tmp_path):
     good, other = trained.recipe, trained.recipe.replace(seed=7)
     for recipe in (good, other):
         shutil.copytree(trained.folder, tmp_path / recipe.name)
@@ -438,7 +440,7 @@ def test_a_damaged_log_fails_its_own_run_alone(trained, tmp_path):
     ("side", "reason"),
     [(20_000, "400000000 pixels"), (10_000, "10,000 x 10,000")],
 )
-def test_an_image_bomb_is_named_and_nothing_warns_of_it(tmp_path, side, reason):
+def test_image_bomb_raises_without_a_warning(tmp_path, side, reason):
     for name in ("cat", "dog"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "1.png").write_bytes(untrusted_files.png_of(side))
@@ -453,7 +455,7 @@ def test_an_image_bomb_is_named_and_nothing_warns_of_it(tmp_path, side, reason):
 # Downloads
 
 
-class Leads(http.server.BaseHTTPRequestHandler):
+class RedirectHandler(http.server.BaseHTTPRequestHandler):
     """Redirects to a given address."""
 
     def do_GET(self):
@@ -492,7 +494,7 @@ def certificate(tmp_path_factory):
 @pytest.fixture
 def secure(certificate, monkeypatch):
     """A server with TLS."""
-    made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Leads)
+    made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), RedirectHandler)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*certificate)
     made.socket = context.wrap_socket(made.socket, server_side=True)
@@ -506,14 +508,14 @@ def secure(certificate, monkeypatch):
 MD5 = "9a0364b9e99bb480dd25e1f0284c8555"  # of the word "content"
 
 
-def test_tls_is_checked(secure, tmp_path):
+def test_invalid_tls_certificate_raises(secure, tmp_path):
     with pytest.raises(MissingFileError, match=r"(?i)certificate"):
         fetch(Source((f"{secure.url}/b.bin",), MD5), tmp_path / "data")
 
 
-def test_a_redirect_does_not_leave_tls(secure, tmp_path, monkeypatch):
+def test_https_redirect_to_http_raises(secure, tmp_path, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(secure.certificate))
-    plain = serve(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Leads))
+    plain = serve(http.server.ThreadingHTTPServer(("127.0.0.1", 0), RedirectHandler))
     secure.leads_to = f"http://127.0.0.1:{plain.server_port}/b.bin"
     with pytest.raises(MissingFileError, match="TLS"):
         fetch(Source((f"{secure.url}/a.bin",), MD5), tmp_path / "data")
@@ -524,7 +526,7 @@ def test_a_redirect_does_not_leave_tls(secure, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [".b.bin.lock", "b.bin.part"])
-def test_a_link_among_downloads_is_not_written_through(secure, tmp_path, monkeypatch, name):
+def test_symlink_in_the_download_folder_raises(secure, tmp_path, monkeypatch, name):
     monkeypatch.setenv("SSL_CERT_FILE", str(secure.certificate))
     (tmp_path / "data").mkdir()
     (tmp_path / "mine").write_text("mine")
@@ -534,10 +536,10 @@ def test_a_link_among_downloads_is_not_written_through(secure, tmp_path, monkeyp
     assert (tmp_path / "mine").read_text() == "mine"
 
 
-def test_a_redirect_of_weights_does_not_leave_tls(secure, tmp_path, monkeypatch):
+def test_https_redirect_of_weights_to_http_raises(secure, tmp_path, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(secure.certificate))
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    plain = serve(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Leads))
+    plain = serve(http.server.ThreadingHTTPServer(("127.0.0.1", 0), RedirectHandler))
     secure.leads_to = f"http://127.0.0.1:{plain.server_port}/b.bin"
     with pytest.raises(OSError, match="TLS"):
         Weights(f"{secure.url}/a.bin", "net.pth").fetch()
@@ -548,13 +550,13 @@ def test_a_redirect_of_weights_does_not_leave_tls(secure, tmp_path, monkeypatch)
     plain.server_close()
 
 
-def test_a_wrong_checksum_is_refused_whatever_the_way(secure, tmp_path, monkeypatch):
+def test_wrong_checksum_over_https_raises(secure, tmp_path, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(secure.certificate))
     with pytest.raises(MissingFileError, match="MD5"):
         fetch(Source((f"{secure.url}/b.bin",), "0" * 32), tmp_path / "data")
     assert not list((tmp_path / "data").glob("b.bin*"))
 
 
-def test_a_hostile_recipe_names_a_folder_below(tmp_path):
+def test_hostile_recipe_names_a_folder_below_the_runs_folder(tmp_path):
     recipe = fedlas.Recipe.from_dict(json.loads('{"data": "../../x", "model": "/etc", "loss": ".."}'))
     assert (tmp_path / recipe.name).resolve().is_relative_to(tmp_path.resolve())

@@ -1,8 +1,8 @@
-"""A walk through the product in one process, which prints what it found as JSON: equal wherever it is taken.
+"""Run the main features in one process and print the results as JSON, which must be equal in every environment.
 
     python tests/faults/tour.py FOLDER [--start-method spawn]
 
-`surroundings.py` starts it in odd places, with other languages, without a terminal or without asserts.
+`surroundings.py` starts it in unusual folders, with other locales, without a terminal or without asserts.
 """
 
 import argparse
@@ -23,14 +23,14 @@ sys.path[:0] = [str(TESTS), str(TESTS / "training")]
 import torch  # noqa: E402
 
 NAMES = ("Katze", "köttur", "猫")
-RESAMPLES = 100  # of intervals: some are enough to see whether they are the same
+RESAMPLES = 100  # few bootstrap resamples suffice to compare intervals
 
 
 ONLY_ASCII: list[bool] = []
 
 
 def named(name: str) -> str:
-    """Give a file its name; other letters than those of ASCII only where they can be written."""
+    """Return a file name, with non-ASCII letters only if the environment supports them."""
     return name.encode("ascii", "ignore").decode() if ONLY_ASCII else name
 
 
@@ -39,7 +39,7 @@ def digest(content: bytes) -> str:
 
 
 def table(folder: Path) -> dict[str, Any]:
-    """A CSV as a spreadsheet in Windows writes it: a mark at its start, lines that end in two characters, Unicode."""
+    """Write a CSV like a Windows spreadsheet: byte order mark, CRLF line ends, Unicode."""
     import fedlas
 
     rows = [",".join([*(f"prob_{name}" for name in NAMES), "label"])]
@@ -60,7 +60,7 @@ def table(folder: Path) -> dict[str, Any]:
 
 
 def training(folder: Path) -> dict[str, Any]:
-    """Train, write the run into a ledger, and look at it."""
+    """Train, record the run in a ledger, and return its values."""
     from runs_of import log_without_times, prediction_bytes, short
 
     import fedlas
@@ -84,7 +84,7 @@ def training(folder: Path) -> dict[str, Any]:
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    """Draw the table, with its names."""
+    """Draw figures of the table with its class names."""
     import fedlas
 
     given = {"köttur": fedlas.read_predictions(folder / named("from Excel – ü.csv"))}
@@ -93,7 +93,7 @@ def figures(folder: Path) -> dict[str, Any]:
 
 
 def images(folder: Path) -> dict[str, Any]:
-    """Read images with a process of their own, in folders whose names nobody foresaw."""
+    """Load images in a worker process from folders with unusual names."""
     from runs_of import large, natural_images
 
     import fedlas
@@ -105,7 +105,7 @@ def images(folder: Path) -> dict[str, Any]:
 
 
 def command_line(folder: Path) -> dict[str, Any]:
-    """Ask the command line for an answer about a file, and for what it refuses."""
+    """Run commands that succeed and commands that fail."""
     from fedlas import cli
 
     found: dict[str, Any] = {}
@@ -116,7 +116,7 @@ def command_line(folder: Path) -> dict[str, Any]:
     }
     for name, words in asked.items():
         sys.argv = ["fedlas", *words]
-        encoding = getattr(sys.stdout, "encoding", "utf-8")  # there is none where the stream is closed
+        encoding = getattr(sys.stdout, "encoding", "utf-8")  # a closed stream has none
         out, code = io.TextIOWrapper(io.BytesIO(), encoding, getattr(sys.stdout, "errors", "strict")), 0
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             try:

@@ -3,11 +3,11 @@
     python tests/faults/untrusted_files.py        every hostile file, and 40 damaged copies of each sound one
     python tests/faults/untrusted_files.py --copies 5   a short one
 
-Files are made from a seed and opened one after the other in a process of their own, which may not take more than
-`ROOM` beyond what the libraries need, nor more than `PATIENCE` seconds of a processor for one; memory that runs out is
-no refusal. An audit hook of Python reports every class that a pickle names, every program that is started and every
-file that is opened for writing; a payload in each pickle would leave a file behind, and what links lead to must stay as
-it is. What is refused must be an error that a caller expects, and name the file.
+Files are generated from a seed and opened one after the other in a separate process, which may not use more than `ROOM`
+bytes of memory beyond the libraries, nor more than `PATIENCE` CPU seconds per file; running out of memory is a failure.
+A Python audit hook reports every class that a pickle refers to, every subprocess and every file opened for writing. The
+payload of each pickle would create a file, and targets of links must not change. A rejected file must raise an expected
+error that names the file.
 """
 
 import argparse
@@ -36,30 +36,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOM = 2 * 2**30  # bytes of address space beyond what imports took
-MOST = 1500  # MiB that one file may take
-PATIENCE, WAIT = 60, 600  # seconds of a processor for one file, and on the clock, on however busy a machine
+ROOM = 2 * 2**30  # bytes of address space beyond that of the imports
+MOST = 1500  # MiB of memory per file
+PATIENCE, WAIT = 60, 600  # CPU seconds per file, and wall-clock seconds
 CLEAR = (ValueError, TypeError, OSError)
 BIG = 2**31  # bytes that a bomb unpacks to
 MANY = 1_000_000  # columns, or names
 PICTURES = (".png", ".bmp", ".tiff", ".gif", ".jpg", ".webp")
-# The kinds that are no predictions or images, and how their files end.
+# Kinds of files other than predictions and images, and their suffixes.
 OTHERS = {
     "calibrator": ".safetensors", "checkpoint": ".pt", "weights": ".pth", "official": ".pth", "report": ".json",
     "recipe": ".json", "log": ".jsonl", "ledger": ".jsonl", "idx": ".gz", "kept": ".npz", "program": ".pt2",
     "cifar": "", "archive.tar.gz": ".tar.gz", "archive.zip": ".zip",
 }  # fmt: skip
-# Files inside of a run folder or a ledger: links there are refused, whatever they lead to.
+# Files inside a run folder or ledger, where all links are rejected.
 OWN = ("recipe", "log", "ledger", "kept", "run", "results")
 LINK = "a link to somebody's file"
 RUN_FILES = ("recipe.json", "environment.json", "log.jsonl", "checkpoint.pt", "checkpoint-before.pt", ".lock")
 RUN_FILES += ("predictions/best-test.safetensors", "predictions/last-val.safetensors")
-# What Python reports when a file makes something happen; the unpickler of CIFAR looks its few classes up by itself.
+# Audit events that indicate side effects of a file; the CIFAR unpickler resolves its few classes itself.
 FORBIDDEN = {"pickle.find_class", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "socket.connect"}
 
 
 class Payload:
-    """Makes a file when it is unpickled."""
+    """Create a file when unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,11 +68,11 @@ class Payload:
         return os.system, (f"touch '{self.path}'",)
 
 
-# Sound files, of which damaged copies are made
+# Valid files, from which damaged copies are made
 
 
 def sound(folder: Path) -> dict[str, Path]:
-    """Write one good file of every kind that is read."""
+    """Write one valid file of every kind."""
     import numpy as np
     import torch
 
@@ -116,7 +116,7 @@ def sound(folder: Path) -> dict[str, Path]:
 
 
 def sound_files(folder: Path) -> dict[str, Path]:
-    """Where `sound` writes all but predictions."""
+    """Return where `sound` writes the files other than predictions."""
     return {
         "calibrator": folder / "calibrator.safetensors", "checkpoint": folder / "trained" / "checkpoint.pt",
         "weights": folder / "weights.pth", "official": folder / "weights.pth", "report": folder / "report.json",
@@ -128,7 +128,7 @@ def sound_files(folder: Path) -> dict[str, Path]:
 
 
 def picture(ending: str, size: tuple[int, int] = (40, 30)) -> bytes:
-    """Make an image file of a few colours."""
+    """Return an image file with a few colours."""
     from PIL import Image
 
     made, content = Image.radial_gradient("L").resize(size), io.BytesIO()
@@ -137,7 +137,7 @@ def picture(ending: str, size: tuple[int, int] = (40, 30)) -> bytes:
 
 
 def _train(folder: Path) -> None:
-    """Train a small run to its end, for its checkpoint."""
+    """Train a small run, for its checkpoint."""
     import fedlas
 
     options: dict[str, Any] = {"batch_size": 50, "data_options": {"train_samples": 100}}
@@ -145,7 +145,7 @@ def _train(folder: Path) -> None:
 
 
 def _copied(trained: Path, folder: Path) -> Path:
-    """Copy a finished run without its predictions, which are made again when it goes on."""
+    """Copy a finished run without its predictions, so that resuming computes them again."""
     return Path(shutil.copytree(trained, folder, ignore=lambda *_: ["predictions", ".lock"]))
 
 
@@ -165,7 +165,7 @@ def _kept(given: Any) -> bytes:
 
 
 def tar_of(files: dict[str, bytes | tuple[str, str]]) -> bytes:
-    """Pack files; a pair is a link of some kind to somewhere."""
+    """Pack files into an archive; a pair is a link type and its target."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w:gz") as packed:
         for name, held in files.items():
@@ -191,7 +191,7 @@ def zip_of(files: dict[str, bytes], how: int = zipfile.ZIP_DEFLATED) -> bytes:
 
 
 def hostile(folder: Path, canary: Path, big: int = BIG, many: int = MANY) -> list[tuple[str, str, Path]]:
-    """Write files that no honest program writes: what reads them, what is wrong with them, where they are."""
+    """Write hostile files; return their kinds, faults and paths."""
     folder.mkdir(parents=True, exist_ok=True)
     found: list[tuple[str, str, Path]] = []
 
@@ -235,7 +235,7 @@ def hostile(folder: Path, canary: Path, big: int = BIG, many: int = MANY) -> lis
 
 
 def _no_files(good: Path | None) -> dict[str, Callable[[Path], None]]:
-    """What may stand in the place of any file, and how it is made."""
+    """Return faults that apply to any file, with functions that create them."""
     return {
         "a link to a device without end": lambda path: path.symlink_to("/dev/zero"),
         "a pipe that nobody writes to": os.mkfifo,
@@ -245,7 +245,7 @@ def _no_files(good: Path | None) -> dict[str, Callable[[Path], None]]:
 
 
 def _folders(sound: Path, victims: Path) -> list[tuple[str, str, Callable[[Path], None]]]:
-    """Run folders and ledgers in which something is a link to a victim's file or folder, or a pipe."""
+    """Write run folders and ledgers that contain links to other files or folders, or pipes."""
     victims.mkdir()
 
     def victim(name: str, copy: Path | None) -> Path:
@@ -429,7 +429,7 @@ def _tensors(add: Callable[..., Path], canary: Path, many: int) -> None:
 
 
 def _checkpoints(add: Callable[..., Path], file: Path) -> None:
-    """Checkpoints that torch reads without a word, and that no run of ours has written."""
+    """Write checkpoints that torch reads but that no run has written."""
     import torch
 
     good: dict[str, Any] = torch.load(file, weights_only=True)
@@ -577,7 +577,7 @@ def _images(add: Callable[..., Path]) -> None:
 
 
 def png_of(side: int) -> bytes:
-    """Make a small PNG of very many black pixels."""
+    """Return a small PNG file with a huge number of black pixels."""
 
     def part(name: bytes, held: bytes) -> bytes:
         return struct.pack(">I", len(held)) + name + held + struct.pack(">I", zlib.crc32(name + held))
@@ -588,7 +588,7 @@ def png_of(side: int) -> bytes:
 
 
 def damaged(kind: str, path: Path, folder: Path, copies: int) -> list[tuple[str, str, Path]]:
-    """Make copies of a sound file that are cut short, or in which some bytes are others."""
+    """Make truncated copies of a valid file, and copies with changed bytes."""
     content, source = path.read_bytes(), random.Random(f"{kind}")
     found = []
     for number in range(copies):
@@ -610,7 +610,7 @@ def damaged(kind: str, path: Path, folder: Path, copies: int) -> list[tuple[str,
 
 
 def readers() -> dict[str, Callable[[Path], Any]]:
-    """What opens a file of each kind, as a user's program would."""
+    """Return the function that opens each kind of file, as a user would."""
     import fedlas
     from fedlas.data.base.fetching import Source, checked_bytes, md5_of, unpack
     from fedlas.data.base.formats import plain_unpickled, read_idx
@@ -635,7 +635,7 @@ def readers() -> dict[str, Callable[[Path], Any]]:
         return found
 
     def stood(path: Path) -> Any:
-        """Go on from a checkpoint, and predict with it, in a copy of the run that the sound one is from."""
+        """Resume and predict with a checkpoint in a copy of its run."""
         trained = path.parents[2] / "sound" / "trained"
         found = checkpoint.load(path)
         for use in (
@@ -650,7 +650,7 @@ def readers() -> dict[str, Callable[[Path], Any]]:
         return found
 
     def logged(path: Path) -> Any:
-        """Read a log, and go on with a copy of the sound run that has it."""
+        """Read a log, and resume a copy of the valid run with it."""
         run, trained = Path(tempfile.mkdtemp(dir=path.parent)), path.parents[2] / "sound" / "trained"
         for name in ("recipe.json", "environment.json", "checkpoint.pt"):
             shutil.copyfile(trained / name, run / name)
@@ -692,19 +692,19 @@ def readers() -> dict[str, Callable[[Path], Any]]:
 
 
 def peak() -> int:
-    """The most memory that this process has held since `forget_peak`, in bytes."""
+    """Return the peak memory of this process since `forget_peak`, in bytes."""
     text = Path("/proc/self/status").read_text()
     return 1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith("VmHWM")))
 
 
 def forget_peak() -> int:
-    """Forget it, and give what is held now."""
+    """Reset the peak, and return the current memory in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return peak()
 
 
 def open_all(cases: list[list[str]], canary: Path, own: Path) -> None:
-    """Open files one after the other and print a record for each; runs in a process of its own."""
+    """Open files one after the other and print a record for each; called in a separate process."""
     import warnings
 
     import torch
@@ -714,8 +714,8 @@ def open_all(cases: list[list[str]], canary: Path, own: Path) -> None:
     for kind, path in ((kind, path) for kind, what, path in cases if what == "sound"):
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            known[kind](Path(path))  # what is imported on first use is no fault of a hostile file
-    tempfile.gettempdir()  # which tries out once where it may write
+            known[kind](Path(path))  # import lazily loaded modules before measuring
+    tempfile.gettempdir()  # writes a test file at its first call
     seen: list[str] = []
     here = {"folder": own}
 
@@ -741,7 +741,7 @@ def open_all(cases: list[list[str]], canary: Path, own: Path) -> None:
         seen.clear()
         before = forget_peak()
         signal.alarm(WAIT)
-        faulthandler.dump_traceback_later(WAIT + PATIENCE, exit=True)  # where no handler of Python is asked
+        faulthandler.dump_traceback_later(WAIT + PATIENCE, exit=True)  # also works if Python signal handlers cannot run
         signal.setitimer(signal.ITIMER_PROF, PATIENCE)
         record: dict[str, Any] = {"kind": kind, "what": what}
         with warnings.catch_warnings():
@@ -776,7 +776,7 @@ def _too_long(*_: object) -> None:
 
 
 def campaign(folder: Path, copies: int, big: int = BIG, many: int = MANY) -> list[dict[str, Any]]:
-    """Make all files, have them opened, and give what came of each."""
+    """Make all files, open them, and return the outcome of each."""
     canary = folder / "the-payload-ran"
     good = sound(folder / "sound")
     cases = [(kind, "sound", path) for kind, path in good.items()]
@@ -789,7 +789,7 @@ def campaign(folder: Path, copies: int, big: int = BIG, many: int = MANY) -> lis
     listed = folder / "cases.json"
     listed.write_text(json.dumps([[kind, what, str(path)] for kind, what, path in cases]))
     command = [sys.executable, __file__, "--open", str(listed)]
-    about = os.environ | {"FEDLAS_COMMIT": "none"}  # nobody need ask git
+    about = os.environ | {"FEDLAS_COMMIT": "none"}  # avoids calls of git
     ran = subprocess.run(command, capture_output=True, text=True, check=False, env=about)
     records = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     if len(records) < len(cases):
@@ -809,7 +809,7 @@ def campaign(folder: Path, copies: int, big: int = BIG, many: int = MANY) -> lis
 
 
 def check_record(record: dict[str, Any]) -> dict[str, Any]:
-    """Say what is bad about a case besides its error: too much memory or time, or a link that was followed."""
+    """Return a failure for too much memory or time or a followed link, or an empty dictionary."""
     if record["mib"] >= MOST:
         return {"outcome": "BAD", "message": f"took {record['mib']:.0f} MiB; {record['message']}"}
     if record["seconds"] >= PATIENCE:
@@ -825,7 +825,7 @@ def _content(folder: Path) -> set[tuple[Path, bytes]]:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Lay the results out for the page, a row for each kind of file."""
+    """Return a Markdown table of the results with a row for each kind of file."""
     rows = ["| kind | files | refused | read | bad | slowest, s | most memory, MiB |", "|---|--:|--:|--:|--:|--:|--:|"]
     for kind in sorted({one["kind"] for one in records}):
         own = [one for one in records if one["kind"] == kind and one["what"] != "sound"]

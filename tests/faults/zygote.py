@@ -1,8 +1,8 @@
-"""Children of a warm process: each trains, can be killed at any moment, and leaves behind what it was doing then.
+"""Fork training processes from a warm parent and record the phase in which each was killed.
 
-Importing torch takes seconds, so the campaigns fork a child for each attempt from a process that has imported
-everything and trained nothing. What the child does is written to memory that both share: after a kill it still says in
-which phase the child was. The hooks live here and wrap functions of the product, which knows nothing of them.
+Importing torch takes seconds, so the campaigns fork a child for each trial from a process that has imported everything
+but trained nothing. The child writes its phase to shared memory, which survives a kill. The hooks in this module wrap
+functions of fedlas, which does not know them.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from typing import Any
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(path) for path in (TESTS, TESTS / "training") if str(path) not in sys.path]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads do not survive a fork
-os.environ.setdefault("FEDLAS_COMMIT", "campaign")  # else every attempt asks git
+os.environ.setdefault("FEDLAS_COMMIT", "campaign")  # avoids a call of git in each trial
 
 import torch  # noqa: E402
 from runs_of import assert_same, log_without_times, prediction_bytes  # noqa: E402
@@ -36,12 +36,12 @@ from fedlas.training.session import Session  # noqa: E402
 PHASES = ("start-up", "step", "validation", "checkpoint writing", "between", "predictions", "ledger")
 PROTOCOL = "small"
 STATE = struct.Struct("<bbqq")  # phase, whether a checkpoint is being written, steps begun, checkpoints begun
-PATIENCE = 120.0  # seconds for an attempt
+PATIENCE = 120.0  # seconds per trial
 WARM: list[bool] = []
 
 
 class Shown:
-    """What a child is doing, in memory that outlives it."""
+    """The progress of a child process, in shared memory that survives it."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, STATE.size)
@@ -50,7 +50,7 @@ class Shown:
         return list(STATE.unpack(self._memory[:]))
 
     def put(self, place: int, value: int) -> None:
-        """Write one number; threads of a child write different ones."""
+        """Write one number; different threads of a child write different ones."""
         offset = struct.calcsize("<bbqq"[: place + 1])
         one = struct.Struct("<" + "bbqq"[place])
         self._memory[offset : offset + one.size] = one.pack(value)
@@ -60,7 +60,7 @@ class Shown:
 
     @property
     def phase(self) -> str:
-        """Where a child is, or was when it died; checkpoints are written while steps go on."""
+        """Return the phase of a child, or its last phase; checkpoints are written during steps."""
         phase, writing, _, _ = self._read()
         return "checkpoint writing" if writing else PHASES[phase]
 
@@ -73,11 +73,11 @@ class Shown:
         return self._read()[3]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Reset the state."""
         self._memory[:] = bytes(STATE.size)
 
     def begin_again(self) -> None:
-        """Forget what a child was doing, and not how much it had done."""
+        """Reset the phase but keep the counts."""
         self.put(0, 0)
         self.put(1, 0)
 
@@ -87,7 +87,7 @@ SHOWN = Shown()
 
 @contextlib.contextmanager
 def phase(name: str, then: str | None = None) -> Iterator[None]:
-    """Say what is being done."""
+    """Record the phase during a block."""
     before = SHOWN._read()[0]
     SHOWN.put(0, PHASES.index(name))
     yield
@@ -95,7 +95,7 @@ def phase(name: str, then: str | None = None) -> Iterator[None]:
 
 
 def _watched() -> None:
-    """Wrap the functions of the product between which the phases change."""
+    """Wrap the functions of fedlas at which the phase changes."""
     epoch, predict, everything = loop._Training._epoch, loop._Training._predict, loop._Training._write_predictions
     write, batches = checkpoint._write, Session.batches
 
@@ -130,7 +130,7 @@ def _watched() -> None:
 
 
 def train_and_record(recipe: Recipe, folder: Path, ledger: Path) -> None:
-    """What every child does: train, or go on, and write the run into a ledger."""
+    """Train or resume a run and record it in a ledger, as every child does."""
     run = fit(recipe, out=folder, resume=True, progress=False)
     with phase("ledger"):
         stored_predictions.record(run, PROTOCOL, Ledger(ledger))
@@ -158,7 +158,7 @@ def fork(job: Callable[[], Any], words: Path) -> int:
 
 
 def ended(child: int, seconds: float = PATIENCE) -> int | None:
-    """Wait for a child, and give its exit code, negative for a signal; None where it takes too long."""
+    """Wait for a child; return its exit code (negative for a signal), or None after a timeout."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -169,7 +169,7 @@ def ended(child: int, seconds: float = PATIENCE) -> int | None:
 
 
 def finish(child: int) -> int:
-    """Wait for a child that nobody disturbs; one that hangs is killed, which no campaign takes for an end."""
+    """Wait for a child that is not to be killed; kill it if it hangs, which campaigns report."""
     code = ended(child)
     if code is None:
         os.kill(child, signal.SIGKILL)
@@ -179,12 +179,12 @@ def finish(child: int) -> int:
 
 
 def warm(recipe: Recipe, folder: Path) -> None:
-    """Import here whatever a training imports on its way, and watch what children do; once."""
+    """Import everything that training needs and install the hooks, once."""
     if WARM:
         return
     WARM.append(True)
     torch.set_num_threads(1)
-    stored_predictions.Resampling = lambda: Resampling(resamples=20)  # as many as usual take longer than the run
+    stored_predictions.Resampling = lambda: Resampling(resamples=20)  # the default number takes longer than the run
     names = folder / "modules.json"
 
     def job() -> None:
@@ -201,18 +201,18 @@ def warm(recipe: Recipe, folder: Path) -> None:
 
 
 def parts(folder: Path) -> list[str]:
-    """Temporary files in a folder, and a checkpoint that nobody needs any more."""
+    """Return temporary files in a folder, and obsolete checkpoints."""
     return sorted(str(path) for pattern in (".*.part", "checkpoint-before.pt") for path in folder.rglob(pattern))
 
 
 def lines(ledger: Path, name: str) -> int:
-    """How often a run stands in a ledger, counted in its files and not by who reads them."""
+    """Count the lines of a run in the files of a ledger."""
     texts = [text for path in ledger.glob("*.jsonl") for text in path.read_text(encoding="utf-8").splitlines()]
     return sum(json.loads(text)["id"] == name for text in texts)
 
 
 def differences(run: Run, unbroken: Run) -> list[str]:
-    """Say what differs between a run that was killed and one that was not."""
+    """Return the differences between a killed and an uninterrupted run."""
     wrong = []
     if not run.finished:
         wrong.append("it is not finished")
@@ -228,7 +228,7 @@ def differences(run: Run, unbroken: Run) -> list[str]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Lay out rows as Markdown."""
+    """Return rows as a Markdown table."""
     names = list(rows[0])
     head = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
     return "\n".join([*head, *(f"| {' | '.join(str(row[name]) for name in names)} |" for row in rows)])

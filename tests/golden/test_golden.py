@@ -1,8 +1,8 @@
-"""Numbers that the original repositories gave on one small batch, against ours.
+"""Compare the losses with values that the official repositories computed on one small batch.
 
-`values.json` holds an 8 x 5 batch and what the published code of each method made of it: value, terms, gradients and
-state. That code ran in float64, except where SINGLE says float32. A test reads its part of the file through `Reader`,
-which complains about numbers that nobody looked at, and the last test complains about parts that no test reads.
+`values.json` has an 8 x 5 batch and the value, terms, gradients and state that the official code of each method
+computed for it, in float64 except for the losses in SINGLE (float32). A test reads its section of the file through
+`Reader`, which fails if a number was not read; the last test fails if a section has no test.
 """
 
 import json
@@ -24,7 +24,7 @@ LOGITS = torch.tensor(VALUES["inputs"]["logits"], dtype=torch.float64)
 LABELS = torch.tensor(VALUES["inputs"]["target"])
 FEATURES = torch.tensor(VALUES["inputs"]["features"], dtype=torch.float64)
 
-# The loss behind each entry; TERMS turns our weighted terms into the published ones that stand behind the total.
+# The loss of each entry; TERMS converts weighted terms to the terms of the official code, which follow the total.
 LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "CE_mean": ("ce", {}),
     "LS_0.05": ("ls", {}),
@@ -60,7 +60,7 @@ FEDLAS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Reader:
-    """Gives out a part of the file and remembers which numbers were asked for."""
+    """Return values of one section and record which were read."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         self.content = content
@@ -74,17 +74,17 @@ class Reader:
         return name in self.content
 
     def finish(self) -> None:
-        assert not self.unread, f"values that no test looked at: {sorted(self.unread)}"
+        assert not self.unread, f"values that no test read: {sorted(self.unread)}"
 
 
 def section(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Say which part of the file a test answers for."""
+    """Declare the section of the file that a test reads."""
     SECTIONS.add(name)
     return lambda test: test
 
 
 def close(ours: Tensor | float, theirs: Any, rel: float = 1e-9) -> None:
-    """Compare, with deviations measured against the largest number of the row."""
+    """Compare with a tolerance relative to the largest absolute value."""
     ours = torch.as_tensor(ours, dtype=torch.float64)
     theirs = torch.as_tensor(theirs, dtype=torch.float64)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=rel * float(theirs.abs().max()))
@@ -99,7 +99,7 @@ def gradient(loss: torch.nn.Module, **extra: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @section("inputs")
-def test_inputs() -> None:
+def test_inputs_equal_golden_values() -> None:
     reader = Reader(VALUES["inputs"])
     i, j = torch.arange(8.0, dtype=torch.float64)[:, None], torch.arange(6.0, dtype=torch.float64)
     close(6 * torch.sin(1.3 * i + 0.7 * j[:5] + 0.4 * i * j[:5]), reader("logits"), rel=1e-5)
@@ -112,7 +112,7 @@ def test_inputs() -> None:
 
 @section("losses")
 @pytest.mark.parametrize("entry", VALUES["losses"])
-def test_loss(entry: str) -> None:
+def test_losses_equal_golden_values(entry: str) -> None:
     name, options = LOSSES[entry]
     reader, rel = Reader(VALUES["losses"][entry]), 1e-6 if name in SINGLE else 1e-9
     loss = fedlas.build_loss(name, num_classes=5, **options).double()
@@ -136,7 +136,7 @@ def test_loss(entry: str) -> None:
 
 
 @section("adafocal")
-def test_adafocal_updates() -> None:
+def test_adafocal_updates_equal_golden_values() -> None:
     reader = Reader(VALUES["adafocal"])
     loss = fedlas.build_loss("adafocal", num_classes=5)
     gaps = torch.tensor(reader("gaps"), dtype=torch.float64)
@@ -149,7 +149,7 @@ def test_adafocal_updates() -> None:
 
 
 @section("crl")
-def test_crl() -> None:
+def test_crl_equals_golden_values() -> None:
     reader = Reader(VALUES["crl"])
     counts = torch.tensor(reader("correctness_counts"))
     loss = fedlas.build_loss("crl", num_classes=5, num_samples=8).double()
@@ -182,7 +182,7 @@ def build_fedlas(entry: str) -> Any:
 
 @section("fedlas")
 @pytest.mark.parametrize("entry", VALUES["fedlas"])
-def test_fedlas(entry: str) -> None:
+def test_fedlas_equals_golden_values(entry: str) -> None:
     reader, loss = Reader(VALUES["fedlas"][entry]), build_fedlas(entry)
     norms = FEATURES.abs().sum(1)
     close(norms, reader("l1_norms"))
@@ -212,7 +212,7 @@ def test_fedlas(entry: str) -> None:
 
 
 @section("gate")
-def test_gate() -> None:
+def test_gate_equals_golden_values() -> None:
     """Feed the gate's two outputs directly: the first layer passes one number on, the second makes +-x/2 of it."""
     reader = Reader(VALUES["gate"])
     state = build_fedlas(next(iter(FEDLAS))).smoothing.bcg.state_dict()
@@ -240,7 +240,7 @@ def leaves(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{path}/{key}", value
 
 
-def test_every_value_has_a_test() -> None:
+def test_every_golden_value_is_tested() -> None:
     assert set(VALUES) == SECTIONS
     assert set(VALUES["losses"]) == set(LOSSES)
     assert set(VALUES["fedlas"]) == set(FEDLAS)

@@ -42,7 +42,7 @@ def accuracy(net: nn.Module) -> float:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_mixed_precision_with_a_scaler(name):
-    """Both learn in bfloat16 behind a scaler, and the scaled gradients are those without one."""
+    """Network and gate learn in bfloat16 with a scaler, and unscaled gradients equal those without one."""
     net, loss = parts(name)
     optimizer, scaler = optimizer_of(net, loss), torch.amp.GradScaler("cpu", init_scale=1024.0)
     gate = copy.deepcopy(loss.smoothing.bcg.state_dict())
@@ -146,7 +146,7 @@ def shard(rank: int, folder: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_sharded_parameters_give_what_one_process_gives(tmp_path: Path):
+def test_sharded_parameters_equal_one_process(tmp_path: Path):
     """FSDP2 averages the gradients of what it shards; those of a loss that it does not know, the loss averages."""
     mp.start_processes(shard, args=(str(tmp_path),), nprocs=2, start_method=START_METHOD)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))

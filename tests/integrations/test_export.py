@@ -1,4 +1,4 @@
-"""A calibrated network says the same as a file: in torch's own format and in ONNX, for every calibrator that can."""
+"""Exported calibrated networks equal the originals, in torch.export and ONNX format, for all calibrators."""
 
 import json
 
@@ -175,20 +175,20 @@ def test_a_calibrator_outside_of_torch_raises_with_its_name(name, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-class Deciding(nn.Module):
-    """Looks at its numbers, as no graph can."""
+class DataDependent(nn.Module):
+    """A network whose control flow depends on its input, which cannot be exported."""
 
     def forward(self, images):
         return images if float(images.sum()) > 0 else -images
 
 
 def test_a_network_that_cannot_be_traced_raises():
-    with pytest.raises(ValueError, match=r"torch\.export.*Deciding"):
-        program(CalibratedModel(Deciding(), fitted("temperature")), torch.ones(1, 3))
+    with pytest.raises(ValueError, match=r"torch\.export.*DataDependent"):
+        program(CalibratedModel(DataDependent(), fitted("temperature")), torch.ones(1, 3))
 
 
-class Drifting(AbstractCalibrator):
-    """Gives another answer in a file than in the network: it takes one whose graph was made before."""
+class DiffersWhenExported(AbstractCalibrator):
+    """Has other outputs after export."""
 
     name = "drifting"
     citation = "No paper."
@@ -203,7 +203,7 @@ class Drifting(AbstractCalibrator):
 
 
 def test_an_onnx_file_with_other_outputs_is_not_written(tmp_path):
-    model = CalibratedModel(linear(), Drifting().fit(torch.randn(10, 3), torch.randint(3, (10,))))
+    model = CalibratedModel(linear(), DiffersWhenExported().fit(torch.randn(10, 3), torch.randint(3, (10,))))
     with pytest.raises(ValueError, match=r"probs.*0\.\d+.*tolerance=0\.0001"):
         save_onnx(model, torch.randn(4, 8), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())

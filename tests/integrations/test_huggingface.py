@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face trains images, sentences and tokens with our losses, gates included, and resumes."""
+"""The Hugging Face Trainer trains image, text and token classifiers with fedlas losses and gates, and resumes."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A LightningModule learns digits with our losses; the callback logs what our functions say, also after a stop."""
+"""A LightningModule trains with fedlas losses; the callback logs fedlas metrics, also after resuming."""
 
 import csv
 from collections.abc import Iterator

@@ -56,7 +56,7 @@ def test_a_cifar_network_reproduces_the_official_logits(prefix, wrapped, tmp_pat
     assert (found.epoch, found.accuracy) == (283, 0.9566)
 
 
-def test_a_tiny_network_has_the_same_names(tmp_path):
+def test_tiny_network_loads_official_weights(tmp_path):
     theirs = fedlas.build_model("resnet18_tiny", 5)
     net = fedlas.build_model("resnet18_tiny", 5)
     load_official(write(tmp_path / "last.pth", theirs, theirs.state_dict()), net)
@@ -93,7 +93,7 @@ def test_prefixes_of_vision_transformers_are_removed(build, tmp_path):
         read_official(write(tmp_path / "odd.pth", theirs, weights))
 
 
-def test_a_bare_state_dict_and_a_nested_one_are_read(tmp_path):
+def test_bare_and_nested_state_dicts_are_read(tmp_path):
     net = nn.ModuleDict({"layer1": nn.ModuleDict({"downsample": nn.Linear(2, 3)}), "fc": nn.Linear(3, 3)})
     weights = published_names(net)
     assert list(weights) != list(net.state_dict())
@@ -107,7 +107,7 @@ def test_a_bare_state_dict_and_a_nested_one_are_read(tmp_path):
 
 @pytest.mark.parametrize("kind", [np.float64, np.float32])
 @pytest.mark.parametrize("home", ["numpy._core.multiarray", "numpy.core.multiarray"])
-def test_the_score_is_read_whichever_numpy_wrote_it(kind, home, tmp_path):
+def test_score_written_by_any_numpy_version_is_read(kind, home, tmp_path):
     net = nn.Linear(2, 2)
     path = write(tmp_path / "best.pth", net, net.state_dict(), val_score=kind(0.75))
     with zipfile.ZipFile(path) as file:

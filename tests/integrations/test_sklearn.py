@@ -1,4 +1,4 @@
-"""Calibrators in scikit-learn do what its own parts would, and what its own checks ask of every estimator."""
+"""Calibrators work as scikit-learn estimators and pass its estimator checks."""
 
 import pickle
 
@@ -44,7 +44,7 @@ def sampled(classes: int = 3, n: int = 240):
 @pytest.mark.parametrize(
     "response_method", ["predict_proba", pytest.param("decision_function", marks=pytest.mark.campaign)]
 )
-def test_it_passes_the_checks_of_scikit_learn(response_method):
+def test_calibrated_classifier_passes_the_sklearn_estimator_checks(response_method):
     tried = CalibratedClassifier(LinearDiscriminantAnalysis(), response_method=response_method, cv=3)
     found = check_estimator(tried, on_skip=None, on_fail=None)
     assert len(found) > 40
@@ -117,7 +117,7 @@ def test_every_calibrator_gives_probabilities(name):
 
 
 @pytest.mark.parametrize("classes", [2, 3])
-def test_a_decision_function_is_taken_as_logits(classes):
+def test_decision_function_values_are_used_as_logits(classes):
     features, labels = sampled(classes)
     svm = LinearSVC().fit(features, labels)
     model = CalibratedClassifier(svm, response_method="decision_function", cv="prefit").fit(features, labels)
@@ -136,7 +136,7 @@ def test_zero_probabilities_do_not_break_the_temperature(digits):
     assert gentle.calibrator_.temperature < 10 < strict.calibrator_.temperature
 
 
-def test_it_works_in_pipelines_searches_and_validations():
+def test_calibrated_classifier_works_in_pipelines_and_searches():
     features, labels = sampled()
     inner = make_pipeline(StandardScaler(), LogisticRegression())
     model = make_pipeline(StandardScaler(), CalibratedClassifier(inner, cv=3))
@@ -154,7 +154,7 @@ def test_it_works_in_pipelines_searches_and_validations():
     assert search.predict_proba(features).shape == (len(labels), 3)
 
 
-def test_it_is_cloned_set_and_pickled():
+def test_calibrated_classifier_can_be_cloned_set_and_pickled():
     features, labels = sampled()
     model = CalibratedClassifier(LogisticRegression(C=2.0), HistogramBinning(bins=4), cv=3).fit(features, labels)
     again = clone(model)

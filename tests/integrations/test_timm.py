@@ -1,4 +1,4 @@
-"""A timm network learns digits with our losses in timm's own tasks, and its checkpoints hold the loss too."""
+"""A timm network trains with fedlas losses in the tasks of timm, and its checkpoints include the loss."""
 
 import copy
 from typing import Any
@@ -95,7 +95,7 @@ def test_network_and_gate_train(loss, mixed):
         assert not torch.equal(parameter, gate[name]), f"{name} has not moved"
 
 
-def test_the_loss_of_a_step_is_that_of_the_parts():
+def test_step_loss_equals_loss_of_network_outputs():
     task, loss = made(), fedlas.build_loss("fedlas_ls", num_classes=10)
     loss.load_state_dict(task.joined.loss.state_dict())
     x, labels, _ = digit_batches.batches(0)[0]
@@ -194,7 +194,7 @@ def steps(task: Any, rank: int = 0, world: int = 1) -> list[Tensor]:
     return values
 
 
-def one_of_two(rank: int, folder: str) -> None:
+def train_as_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     task = task_without_batch_norm().prepare_distributed()
@@ -208,8 +208,8 @@ def one_of_two(rank: int, folder: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_two_processes_give_what_one_gives(tmp_path):
-    mp.start_processes(one_of_two, args=(str(tmp_path),), nprocs=2, start_method=START_METHOD)
+def test_two_processes_equal_one(tmp_path):
+    mp.start_processes(train_as_rank, args=(str(tmp_path),), nprocs=2, start_method=START_METHOD)
     first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))
     alone = task_without_batch_norm()
     start = {name: value.clone() for name, value in alone.get_task_state()["loss"].items()}

@@ -1,4 +1,4 @@
-"""Metrics for torchmetrics are ours: after one update, many, in groups, after training, and over two processes."""
+"""Metrics in torchmetrics equal fedlas metrics: over several updates, in collections and over two processes."""
 
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def work(rank: int, folder: str) -> None:
 
 @pytest.mark.parametrize("given", ["logits", "probs"])
 @pytest.mark.parametrize("name", METRICS)
-def test_one_update_gives_the_number_of_the_metric(name, given):
+def test_one_update_equals_the_metric(name, given):
     function = METRICS[name]
     logits, labels = samples()
     probs = logits.softmax(1)
@@ -121,7 +121,7 @@ def test_copies_and_saved_states_continue(name):
     assert float(restored.compute()) == float(metric.compute())
 
 
-def test_a_collection_keeps_one_set_of_sums_for_metrics_of_the_same_bins():
+def test_metrics_of_the_same_bins_share_sums_in_a_collection():
     grouped, alone = collect(), collect(compute_groups=False)
     for logits, labels in pieces():
         grouped.update(logits, labels)
@@ -162,7 +162,7 @@ def test_a_metric_without_samples_raises(name):
 
 
 def test_metrics_work_in_a_training_loop():
-    """Training falls into sight: accuracy rises, and what the collection says is what our functions say."""
+    """Accuracy rises in a training loop, and the collection equals the fedlas functions."""
     torch.manual_seed(0)
     net, loss = fedlas.WithFeatures(digit_batches.network()), fedlas.build_loss("fedlas_ls", num_classes=10)
     optimizer = torch.optim.SGD([*net.parameters(), *loss.parameters()], lr=0.1, momentum=0.9)

@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases and MLflow get the same numbers of a real run, each read back with its own reader."""
+"""TensorBoard, Weights & Biases and MLflow log the values of a real run, read back with their own readers."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def pixels(report) -> tuple[int, int]:
 
 
 def send(tracker: AbstractTracker, run, report) -> None:
-    """Everything there is to send."""
+    """Return everything that can be logged."""
     with tracker:
         tracker.settings(run.recipe.to_dict())
         tracker.log_all(run.log)
@@ -52,7 +52,7 @@ def send(tracker: AbstractTracker, run, report) -> None:
         tracker.figure("reliability", diagram(report), 2)
 
 
-def test_names_of_logged_results(run, report):
+def test_logged_results_have_slash_separated_names(run, report):
     found = numbers_of(report)
     assert found["test/ece"] == report["ece"]
     assert found["test/ece_low"] == report["ece"].interval.low
@@ -126,7 +126,7 @@ def items(entries):
     return {"/".join(one.nested_key) or one.key: json.loads(one.value_json) for one in entries}
 
 
-def test_weights_and_biases_get_the_run(run, report, tmp_path, monkeypatch):
+def test_wandb_logs_the_run(run, report, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     tracker = WeightsAndBiases(project="fedlas", dir=str(tmp_path), mode="offline")
     send(tracker, run, report)
@@ -153,8 +153,8 @@ def test_weights_and_biases_get_the_run(run, report, tmp_path, monkeypatch):
     assert ended.exit_code == 0
 
 
-def test_every_page_tells_wandb_where_to_write():
-    """It keeps the folder of its first run, so that a page in a folder of its own would write into the checkout."""
+def test_docs_pass_a_folder_to_every_wandb_run():
+    """wandb keeps the folder of its first run, so later examples would write into the checkout."""
     docs = Path(__file__).parents[2] / "docs"
     pages = [page.read_text(encoding="utf-8") for page in docs.rglob("*.md")]
     calls = [call for page in pages for call in re.findall(r"WeightsAndBiases\((\w+=.*)\)", page)]
@@ -163,7 +163,7 @@ def test_every_page_tells_wandb_where_to_write():
 
 
 class Pretended:
-    """A run that somebody else began."""
+    """Use a run that was started elsewhere."""
 
     def __init__(self) -> None:
         self.logged: list[dict] = []
@@ -189,7 +189,7 @@ def store(tmp_path, monkeypatch) -> str:
     return (tmp_path / "mlruns").as_uri()
 
 
-def test_mlflow_gets_the_run(run, report, store):
+def test_mlflow_logs_the_run(run, report, store):
     from mlflow import MlflowClient
 
     tracker = MLflow(store, experiment="digits", run_name="first")
@@ -236,5 +236,5 @@ def missing(name: str):
     raise ImportError(name)
 
 
-def test_a_histogram_has_room_on_both_sides():
+def test_histogram_has_open_bins_on_both_sides():
     assert Histogram([0.0, 0.5, 1.0], [1, 2, 3, 4]).limits == [-0.5, 0.0, 0.5, 1.0, 1.5]

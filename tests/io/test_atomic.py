@@ -30,7 +30,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["p.safetensors"]
 
 
-def test_files_are_on_disk_before_they_have_their_name(tmp_path, monkeypatch):
+def test_file_is_fsynced_before_it_is_renamed(tmp_path, monkeypatch):
     steps = []
     original_fsync, original_replace = os.fsync, Path.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (steps.append("fsync"), original_fsync(fd))[1])
@@ -40,8 +40,8 @@ def test_files_are_on_disk_before_they_have_their_name(tmp_path, monkeypatch):
     assert (tmp_path / "x").read_bytes() == b"abc"
 
 
-def test_a_file_that_has_both_names_already_leaves_no_third_one(tmp_path):
-    """As a kill between two renames leaves it; then the spare name stayed for ever beside a finished run."""
+def test_hard_link_left_by_a_killed_write_is_removed(tmp_path):
+    """Regression: a kill between two renames left a second name of the file forever."""
     path, before = tmp_path / "x", tmp_path / "before"
     path.write_bytes(b"old")
     before.hardlink_to(path)
@@ -49,8 +49,8 @@ def test_a_file_that_has_both_names_already_leaves_no_third_one(tmp_path):
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"x": b"new", "before": b"old"}
 
 
-def test_links_pipes_and_rights_stay_what_they_are(tmp_path):
-    """Writing to /dev/null as root made a plain file of it."""
+def test_atomic_write_preserves_symlinks_pipes_and_permissions(tmp_path):
+    """Regression: writing to /dev/null as root replaced it by a regular file."""
     (tmp_path / "real").write_bytes(b"old")
     (tmp_path / "real").chmod(0o600)
     (tmp_path / "link").symlink_to(tmp_path / "real")

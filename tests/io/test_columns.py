@@ -3,6 +3,7 @@
 import gzip
 import json
 import tracemalloc
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from fedlas.cli.commands import app
-from fedlas.io import read_predictions, require_labels
+from fedlas.io import as_predictions, read_predictions, require_labels
 from fedlas.io.columns import LABEL_NAMES, UNDECLARED
 from fedlas.predictions import Predictions, TopLabelPredictions
 
@@ -49,16 +50,16 @@ def family(prefix: str, values: np.ndarray = PROBS, names: tuple = NAMES) -> dic
     return {f"{prefix}{name}": values[:, place] for place, name in enumerate(names)}
 
 
-def is_read(found: Predictions, *, logits: bool = False) -> None:
+def assert_predictions(found: Predictions, *, logits: bool = False) -> None:
     assert torch.allclose(found.logits if logits else found.probs, torch.from_numpy(LOGITS if logits else PROBS))
     assert (found.given_logits is not None) is logits
     assert found.labels.tolist() == LABELS.tolist()
 
 
 @pytest.mark.parametrize("name", [*sorted(LABEL_NAMES), "Label", "Y", "Y_True"])
-def test_labels_under_the_names_of_other_tools(tmp_path, name):
+def test_label_columns_of_other_tools_are_recognised(tmp_path, name):
     found = read_predictions(write_table(tmp_path / "p.csv", family("prob_") | {name: WORDS}))
-    is_read(found)
+    assert_predictions(found)
     assert f"labels from {name}" in str(found.columns)
 
 
@@ -66,31 +67,34 @@ def test_labels_under_the_names_of_other_tools(tmp_path, name):
 @pytest.mark.parametrize(
     "prefix", ["prob_", "Prob_", "probs_", "proba_", "P_", "probability_", ".pred_", "", "logits_"]
 )
-def test_class_columns_under_the_names_of_other_tools(tmp_path, prefix, kind):
+def test_class_columns_of_other_tools_are_recognised(tmp_path, prefix, kind):
     logits = prefix == "logits_"
-    columns = {"unknown": range(12)} | family(prefix, LOGITS if logits else PROBS) | {"y_true": WORDS, "note": WORDS}
+    columns = (
+        {"unknown": range(12)} | family(prefix, LOGITS if logits else PROBS) | {"y_true": WORDS, "note": WORDS[::-1]}
+    )
     path = write_columns(tmp_path / f"p.{kind}", columns)
     found = read_predictions(path)
-    is_read(found, logits=logits)
+    assert_predictions(found, logits=logits)
     assert found.class_names == NAMES
-    assert found.columns.unread == ["unknown", "note"]
+    assert found.columns.unread == ["unknown"]
+    assert dict(found.metadata) == {"note": tuple(WORDS[::-1])}
 
 
-def test_class_columns_that_are_numbers(tmp_path):
+def test_numeric_class_columns_are_recognised(tmp_path):
     path = write_table(tmp_path / "p.csv", {"": range(12)} | family("", names=("0", "1", "2")) | {"target": LABELS})
-    is_read(read_predictions(path))
+    assert_predictions(read_predictions(path))
     path = write_table(
-        tmp_path / "q.csv", {"p_value": LABELS} | family("p_", names=("1", "2", "3")) | {"y": LABELS + 1}
+        tmp_path / "q.csv", {"p_value": LABELS[::-1]} | family("p_", names=("1", "2", "3")) | {"y": LABELS + 1}
     )
     found = read_predictions(path)
-    is_read(found)
-    assert found.columns.unread == ["p_value"]
+    assert_predictions(found)
+    assert found.columns.metadata == ("p_value",)
     path = write_table(tmp_path / "r.csv", {"p_value": LABELS, "p_adjusted": LABELS, "y": WORDS})
     with pytest.raises(ValueError, match=r"r\.csv.*--prob-columns.*p_value"):
         read_predictions(path)
 
 
-def test_a_class_without_samples_is_a_class(tmp_path):
+def test_class_without_samples_is_read(tmp_path):
     columns = family("") | {"truth": ["cat", "eel"] * 6}
     found = read_predictions(write_table(tmp_path / "p.csv", columns))
     assert found.class_names == NAMES
@@ -98,11 +102,11 @@ def test_a_class_without_samples_is_a_class(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["predictions", "Probs", "softmax", "outputs", "probabilities", "y_score", "y_pred"])
-def test_arrays_under_the_names_of_other_tools(tmp_path, key):
+def test_arrays_of_other_tools_are_recognised(tmp_path, key):
     np.savez(tmp_path / "p.npz", **{key: PROBS, "ground_truth": LABELS})
-    is_read(read_predictions(tmp_path / "p.npz"))
+    assert_predictions(read_predictions(tmp_path / "p.npz"))
     torch.save({key: torch.from_numpy(PROBS), "targets": torch.from_numpy(LABELS)}, tmp_path / "p.pt")
-    is_read(read_predictions(tmp_path / "p.pt"))
+    assert_predictions(read_predictions(tmp_path / "p.pt"))
     np.savez(tmp_path / "q.npz", **{key: LOGITS, "ground_truth": LABELS})
     with pytest.raises(ValueError, match=r"q\.npz.*--logits"):  # never guessed from values
         read_predictions(tmp_path / "q.npz")
@@ -110,7 +114,7 @@ def test_arrays_under_the_names_of_other_tools(tmp_path, key):
         with pytest.raises(ValueError, match=rf"q\.npz.*--logits.*{key}.*--prob-columns"):
             read_predictions(tmp_path / "q.npz", logits=True)
     chosen = {} if key.casefold() in UNDECLARED else {"prob_columns": key}
-    is_read(read_predictions(tmp_path / "q.npz", logits=True, **chosen), logits=True)
+    assert_predictions(read_predictions(tmp_path / "q.npz", logits=True, **chosen), logits=True)
 
 
 def test_class_columns_of_probabilities_are_not_read_as_logits(tmp_path):
@@ -121,21 +125,21 @@ def test_class_columns_of_probabilities_are_not_read_as_logits(tmp_path):
 
 def test_arrays_of_hugging_face_are_logits(tmp_path):
     np.savez(tmp_path / "p.npz", predictions=LOGITS, label_ids=LABELS, metrics={"accuracy": 0.5})
-    is_read(read_predictions(tmp_path / "p.npz"), logits=True)
+    assert_predictions(read_predictions(tmp_path / "p.npz"), logits=True)
 
 
-def test_numbers_and_settings_beside_arrays_are_not_read(tmp_path):
+def test_scalars_and_settings_next_to_arrays_are_ignored(tmp_path):
     torch.save(
         {"epoch": 3, "config": {}, "logits": torch.from_numpy(LOGITS), "y": torch.from_numpy(LABELS)}, tmp_path / "p.pt"
     )
-    is_read(read_predictions(tmp_path / "p.pt"), logits=True)
+    assert_predictions(read_predictions(tmp_path / "p.pt"), logits=True)
 
 
 @pytest.mark.parametrize("confidence", ["confidence", "Conf", "max_prob", "prob"])
 @pytest.mark.parametrize(
     "predicted", ["pred", "Prediction", "predicted", "y_pred", "pred_label", "correct", "hit", "is_correct"]
 )
-def test_the_top_class_under_the_names_of_other_tools(tmp_path, confidence, predicted):
+def test_top_label_columns_of_other_tools_are_recognised(tmp_path, confidence, predicted):
     said = PROBS.argmax(1)
     known = predicted in {"correct", "hit", "is_correct"}
     columns = {confidence: PROBS.max(1), predicted: (said == LABELS) if known else said}
@@ -149,18 +153,18 @@ def test_ambiguous_columns_raise_an_error_with_candidates_and_option(tmp_path):
     two_labels = write_table(tmp_path / "a.csv", family("prob_") | {"target": WORDS, "gt": WORDS})
     with pytest.raises(ValueError, match=r"a\.csv.*target, gt.*--label-column"):
         read_predictions(two_labels)
-    is_read(read_predictions(two_labels, label_column="gt"))
+    assert_predictions(read_predictions(two_labels, label_column="gt"))
     two_tables = write_table(tmp_path / "b.csv", family("probs_") | family("logits_", LOGITS) | {"y": WORDS})
     with pytest.raises(ValueError, match=r"b\.csv.*logits_cat.*probs_cat.*--prob-columns"):
         read_predictions(two_tables)
-    is_read(read_predictions(two_tables, prob_columns="probs_*"))
-    is_read(read_predictions(two_tables, prob_columns="logits_*", logits=True), logits=True)
+    assert_predictions(read_predictions(two_tables, prob_columns="probs_*"))
+    assert_predictions(read_predictions(two_tables, prob_columns="logits_*", logits=True), logits=True)
     columns = {"conf": PROBS.max(1), "max_prob": PROBS.max(1), "pred": LABELS, "y": LABELS}
     with pytest.raises(ValueError, match=r"c\.csv.*conf, max_prob.*--confidence-column"):
         read_predictions(write_table(tmp_path / "c.csv", columns))
 
 
-def test_options_name_columns_of_any_name(tmp_path):
+def test_options_select_columns_of_any_name(tmp_path):
     columns = family("s.", names=("1", "2", "3")) | {
         "species": LABELS + 1,
         "sure": PROBS.max(1),
@@ -168,7 +172,7 @@ def test_options_name_columns_of_any_name(tmp_path):
         "ok": [1] * 12,
     }
     path = write_table(tmp_path / "p.csv", columns)
-    is_read(read_predictions(path, prob_columns="s.*", label_column="species"))
+    assert_predictions(read_predictions(path, prob_columns="s.*", label_column="species"))
     found = read_predictions(path, confidence_column="sure", prediction_column="said", label_column="species")
     assert isinstance(found, TopLabelPredictions)
     assert not found.correct.any()
@@ -177,7 +181,7 @@ def test_options_name_columns_of_any_name(tmp_path):
         read_predictions(path, label_column="truth", prob_columns="s.*")
 
 
-def test_a_class_without_samples_at_the_end_is_named_with_the_option(tmp_path):
+def test_error_about_a_last_class_without_samples_names_the_option(tmp_path):
     path = write_table(tmp_path / "p.csv", {"note": WORDS} | family("") | {"label": ["cat", "dog"] * 6})
     with pytest.raises(ValueError, match=r"p\.csv.*line 2.*eel.*--prob-columns") as raised:
         read_predictions(path)
@@ -185,7 +189,7 @@ def test_a_class_without_samples_at_the_end_is_named_with_the_option(tmp_path):
     assert read_predictions(path, prob_columns="cat, dog,eel").class_names == NAMES
 
 
-def test_labels_under_an_unknown_name_beside_class_names_or_confidences(tmp_path):
+def test_error_about_an_unknown_label_column_names_the_option(tmp_path):
     with pytest.raises(ValueError, match=r"p\.csv.*--label-column.*art"):
         read_predictions(write_table(tmp_path / "p.csv", family("") | {"art": WORDS}))
     columns = {"confidence": PROBS.max(1), "prediction": WORDS, "wahrheit": WORDS}
@@ -204,10 +208,10 @@ def test_missing_columns_raise_an_error_that_lists_the_columns(tmp_path):
 
 
 @pytest.mark.parametrize("ending", [".tsv", ".txt", ".csv.gz", ".tsv.gz"])
-def test_further_suffixes_of_tables(tmp_path, ending):
+def test_tables_with_other_suffixes_are_read(tmp_path, ending):
     mark = {".tsv": "\t", ".txt": " ", ".tsv.gz": "\t"}.get(ending, ",")
     path = write_table(tmp_path / f"p{ending}", family("prob_") | {"label": WORDS}, mark)
-    is_read(read_predictions(path, progress=lambda _: None))
+    assert_predictions(read_predictions(path, progress=lambda _: None))
 
 
 def test_a_compressed_file_with_an_extreme_ratio_raises(tmp_path):
@@ -219,16 +223,16 @@ def test_a_compressed_file_with_an_extreme_ratio_raises(tmp_path):
         read_predictions(tmp_path / "q.jsonl.gz")
 
 
-def test_compressed_jsonl(tmp_path):
+def test_compressed_jsonl_is_read(tmp_path):
     lines = [
         json.dumps({"probabilities": dict(zip(NAMES, row, strict=True)), "y_true": word})
         for row, word in zip(PROBS.tolist(), WORDS, strict=True)
     ]
     (tmp_path / "p.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
-    is_read(read_predictions(tmp_path / "p.jsonl.gz"))
+    assert_predictions(read_predictions(tmp_path / "p.jsonl.gz"))
 
 
-def test_arrays_and_labels_in_files_of_their_own(tmp_path):
+def test_arrays_and_labels_in_separate_files_are_read(tmp_path):
     np.save(tmp_path / "probs.npy", PROBS)
     np.save(tmp_path / "logits.npy", LOGITS)
     np.savetxt(tmp_path / "probs.txt", PROBS)
@@ -236,11 +240,11 @@ def test_arrays_and_labels_in_files_of_their_own(tmp_path):
     np.save(tmp_path / "labels.npy", LABELS)
     (tmp_path / "labels.csv").write_text("\n".join(["name,target", *(f"x,{label}" for label in LABELS)]))
     (tmp_path / "named.csv").write_text("\n".join(["species,size", *(f"{label},9" for label in LABELS)]))
-    is_read(read_predictions(tmp_path / "probs.npy", labels=tmp_path / "named.csv", label_column="species"))
+    assert_predictions(read_predictions(tmp_path / "probs.npy", labels=tmp_path / "named.csv", label_column="species"))
     for labels in (LABELS, *(tmp_path / f"labels.{kind}" for kind in ("npy", "txt", "csv"))):
-        is_read(read_predictions(tmp_path / "probs.npy", labels=labels))
-    is_read(read_predictions(tmp_path / "logits.npy", labels=LABELS, logits=True), logits=True)
-    is_read(read_predictions(tmp_path / "probs.txt", labels=tmp_path / "labels.txt", header=False))
+        assert_predictions(read_predictions(tmp_path / "probs.npy", labels=labels))
+    assert_predictions(read_predictions(tmp_path / "logits.npy", labels=LABELS, logits=True), logits=True)
+    assert_predictions(read_predictions(tmp_path / "probs.txt", labels=tmp_path / "labels.txt", header=False))
     with pytest.raises(ValueError, match=r"probs\.npy.*--labels"):
         require_labels(read_predictions(tmp_path / "probs.npy"), tmp_path / "probs.npy")
     np.save(tmp_path / "objects.npy", np.array([{}], dtype=object))
@@ -253,20 +257,20 @@ def test_class_names_alone_are_found_by_labels_from_another_file(tmp_path):
     (tmp_path / "y.txt").write_text("\n".join(WORDS))
     for labels in (tmp_path / "y.txt", np.array(WORDS)):
         found = read_predictions(path, labels=labels)
-        is_read(found)
+        assert_predictions(found)
         assert found.columns.unread == ["size"]
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table(family("")), tmp_path / "p.parquet")
-    is_read(read_predictions(tmp_path / "p.parquet", labels=tmp_path / "y.txt"))
+    assert_predictions(read_predictions(tmp_path / "p.parquet", labels=tmp_path / "y.txt"))
 
 
 @pytest.mark.parametrize("labels", [LABELS, WORDS, [f"{label:.3e}" for label in LABELS]])
 @pytest.mark.parametrize("header", ["", "0\n", "species\n", ",0\n"])
-def test_header_of_a_label_file_is_detected_by_the_number_of_lines(tmp_path, labels, header):
+def test_header_of_a_label_file_is_detected_by_its_line_count(tmp_path, labels, header):
     path = write_table(tmp_path / "p.csv", family("prob_"))
     rows = [f"{row},{label}" if "," in header else str(label) for row, label in enumerate(labels)]
     (tmp_path / "y.csv").write_text(header + "\n".join(rows))
-    is_read(read_predictions(path, labels=tmp_path / "y.csv"))
+    assert_predictions(read_predictions(path, labels=tmp_path / "y.csv"))
     (tmp_path / "y.csv").write_text(header + "\n".join(rows[:-2]))
     with pytest.raises(ValueError, match=r"y\.csv.*1[01] labels.*12 samples"):
         read_predictions(path, labels=tmp_path / "y.csv")
@@ -293,20 +297,22 @@ def test_errors_about_labels_from_another_file_name_that_file(tmp_path):
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "json"])
 @pytest.mark.parametrize("names", [("0", "1"), ("1",), ("cat", "dog"), ("True", "False")])
-def test_labels_that_are_true_or_false(tmp_path, kind, names):
+def test_boolean_labels_are_read(tmp_path, kind, names):
     columns = family("prob_", np.array([[0.7, 0.3], [0.2, 0.8]]), names) | {"label": [False, True]}
     path = write_columns(tmp_path / f"p.{kind}", columns)
     assert read_predictions(path).labels.tolist() == ([1, 0] if names[0] == "True" else [0, 1])
 
 
-def test_labels_in_scientific_notation(tmp_path):
+def test_labels_in_scientific_notation_are_read(tmp_path):
     labels = [f"{label + 1:.3e}" if place % 2 else f"{label + 1}e+00" for place, label in enumerate(LABELS)]
-    is_read(read_predictions(write_table(tmp_path / "p.csv", family("prob_", names=("1", "2", "3")) | {"y": labels})))
+    assert_predictions(
+        read_predictions(write_table(tmp_path / "p.csv", family("prob_", names=("1", "2", "3")) | {"y": labels}))
+    )
     columns = {"conf": PROBS.max(1), "pred": LABELS, "y": [f"{label:.18e}" for label in LABELS]}
     assert read_predictions(write_table(tmp_path / "q.csv", columns)).correct.all()
 
 
-def test_scores_of_the_most_likely_classes_are_not_those_of_classes(tmp_path):
+def test_top_k_columns_of_timm_are_not_read_as_class_columns(tmp_path):
     """The layout of timm: prob_0 is the largest probability, and its class is in index_0."""
     order = (-PROBS).argsort(1)
     columns = {f"index_{k}": order[:, k] for k in range(3)} | {f"prob_{k}": -np.sort(-PROBS)[:, k] for k in range(3)}
@@ -323,7 +329,7 @@ def test_a_confidence_without_a_prediction_raises(tmp_path):
         read_predictions(path)
 
 
-def test_large_class_numbers_are_numbers(tmp_path):
+def test_class_numbers_are_sorted_numerically(tmp_path):
     """Classes are in the order of numbers, also those of ImageNet-21k."""
     columns = {"conf": [0.5, 0.6, 0.7], "pred": [21_840, 5_000, 3], "y": [21_840, 12, 3]}
     found = read_predictions(write_table(tmp_path / "p.csv", columns))
@@ -340,21 +346,21 @@ def test_an_array_that_claims_more_than_its_file_holds_raises_without_allocation
 
 
 @pytest.mark.parametrize("place", [0, 3])
-def test_a_file_without_header(tmp_path, place):
+def test_csv_without_a_header_is_read(tmp_path, place):
     columns = list(PROBS.T)
     columns.insert(place, LABELS)
     rows = zip(*(map(str, column) for column in columns), strict=True)
     (tmp_path / "p.csv").write_text("\n".join(map(",".join, rows)))
-    is_read(read_predictions(tmp_path / "p.csv", header=False, label_column=str(place)))
+    assert_predictions(read_predictions(tmp_path / "p.csv", header=False, label_column=str(place)))
 
 
-def test_names_of_rows_that_r_writes_without_a_header(tmp_path):
+def test_row_names_written_by_r_are_read(tmp_path):
     rows = [
         f'"{i}" ' + " ".join(map(str, row)) + f' "{word}"'
         for i, (row, word) in enumerate(zip(PROBS, WORDS, strict=True))
     ]
     (tmp_path / "p.txt").write_text("\n".join(['"cat" "dog" "eel" "obs"', *rows]))
-    is_read(read_predictions(tmp_path / "p.txt"))
+    assert_predictions(read_predictions(tmp_path / "p.txt"))
     (tmp_path / "q.csv").write_text("logit_a,logit_b,label\n1,2,1,\n")  # a comma too many is no name of a row
     with pytest.raises(ValueError, match=r"q\.csv.*line 2.*4.*3"):
         read_predictions(tmp_path / "q.csv")
@@ -372,7 +378,7 @@ def test_a_long_label_among_many_does_not_fill_the_memory(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["u1", "u2", "u4", "u8", "f4", "?", "column", *ONE_HOT])
-def test_labels_of_every_type(kind):
+def test_labels_of_every_dtype_are_accepted(kind):
     labels = LABELS if kind != "?" else LABELS % 2
     given = {"column": labels[:, None]} | {name: np.eye(3, dtype=dtype)[labels] for name, dtype in ONE_HOT.items()}
     found = Predictions.from_probs(PROBS, given[kind] if kind in given else labels.astype(kind))
@@ -396,7 +402,7 @@ def test_soft_labels_stay_soft_and_one_hot_labels_have_a_column_for_each_class()
             Predictions.from_probs(PROBS, np.eye(4, dtype=dtype)[LABELS])
 
 
-def test_models_with_one_hot_labels_and_class_numbers_are_compared(tmp_path):
+def test_models_with_one_hot_and_integer_labels_can_be_compared(tmp_path):
     write_table(tmp_path / "a.csv", family("prob_") | family("label_", np.eye(3)[LABELS]))
     write_table(tmp_path / "b.csv", family("prob_") | {"label": WORDS})
     command = ["compare", f"{tmp_path}/a.csv", f"{tmp_path}/b.csv", "--metrics", "accuracy", "--resamples", "50"]
@@ -404,7 +410,7 @@ def test_models_with_one_hot_labels_and_class_numbers_are_compared(tmp_path):
     assert done.exit_code == 0, done.output
 
 
-def test_the_command_line_has_the_options_and_says_what_was_read(tmp_path):
+def test_evaluate_has_column_options_and_prints_what_was_read(tmp_path):
     np.save(tmp_path / "scores.npy", LOGITS)
     np.save(tmp_path / "y.npy", LABELS)
     command = ["evaluate", f"{tmp_path}/scores.npy", "--labels", f"{tmp_path}/y.npy", "--logits", "--resamples", "20"]
@@ -423,14 +429,14 @@ def test_the_command_line_has_the_options_and_says_what_was_read(tmp_path):
     assert out.exists()
 
 
-def test_compare_has_the_options_about_columns(tmp_path):
+def test_compare_has_column_options(tmp_path):
     paths = [write_table(tmp_path / f"{name}.csv", family("s") | {"species": WORDS}) for name in "ab"]
     command = ["compare", *map(str, paths), "--metrics", "accuracy", "--resamples", "50", "--prob-columns", "s*"]
     done = CliRunner().invoke(app, [*command, "--label-column", "species"])
     assert done.exit_code == 0, done.output
 
 
-def test_a_label_column_that_one_of_two_files_lacks_names_the_option_for_labels(tmp_path):
+def test_error_about_a_label_column_missing_in_one_file_names_the_option(tmp_path):
     paths = [write_table(tmp_path / f"{name}.csv", family("prob_") | {name: WORDS}) for name in ("species", "kind")]
     command = ["compare", *map(str, paths), "--metrics", "accuracy", "--resamples", "50"]
     refused = CliRunner().invoke(app, [*command, "--label-column", "species"])
@@ -450,7 +456,7 @@ def test_a_label_column_that_one_of_two_files_lacks_names_the_option_for_labels(
         ("0,7;0,2;0,1;0", {}),
     ],
 )
-def test_a_file_without_a_header_names_the_option(tmp_path, row, options):
+def test_error_about_a_missing_header_names_the_option(tmp_path, row, options):
     (tmp_path / "p.csv").write_text(f"{row}\n{row}\n")
     with pytest.raises(ValueError, match=r"p\.csv.*--no-header"):
         read_predictions(tmp_path / "p.csv", **options)
@@ -484,16 +490,16 @@ def test_listed_columns_are_classes_in_the_order_of_the_list(tmp_path):
 def test_listed_columns_lose_the_prefix_of_class_columns(tmp_path, listed):
     path = write_table(tmp_path / "p.csv", family("Prob_") | {"Prob_mean": LABELS, "label": WORDS})
     found = read_predictions(path, prob_columns=listed)
-    is_read(found)
+    assert_predictions(found)
     assert found.class_names == NAMES
 
 
-def test_a_chosen_confidence_is_joined_by_the_prediction(tmp_path):
+def test_confidence_column_option_also_finds_the_prediction_column(tmp_path):
     path = write_table(tmp_path / "p.csv", {"sc": [0.9, 0.6], "pred": [1, 0], "y": [1, 1]})
     assert read_predictions(path, confidence_column="sc").correct.tolist() == [True, False]
 
 
-def test_correctness_replaces_the_label_and_is_compared_with_it(tmp_path):
+def test_correct_column_replaces_the_label_or_must_agree_with_it(tmp_path):
     columns = {"confidence": [0.9, 0.6], "prediction": ["cat", "dog"], "correct": [1, 0]}
     assert read_predictions(write_table(tmp_path / "p.csv", columns)).correct.tolist() == [True, False]
     path = write_table(tmp_path / "q.csv", columns | {"label": ["cat", "dog"]})
@@ -502,3 +508,44 @@ def test_correctness_replaces_the_label_and_is_compared_with_it(tmp_path):
     lines = [json.dumps({"confidence": 0.9, "is_correct": True}), json.dumps({"confidence": 0.6, "is_correct": False})]
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
     assert read_predictions(tmp_path / "p.jsonl").correct.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "json"])
+def test_columns_without_a_role_that_group_the_samples_are_metadata(tmp_path, kind):
+    """They were dropped, so that a page had no slices by country; a Parquet file dropped floats and dates."""
+    columns = family("prob_") | {"label": WORDS, "country": ["no", "de", "no"] * 4, "year": [2019, 2020] * 6}
+    days = [date(2020, 1, 1 + row % 3) for row in range(12)]
+    if kind == "json":
+        days = list(map(str, days))
+    columns |= {"dose": [0.5, 0.5, 1.5] * 4, "day": days}
+    columns |= {"note": [f"text {row}" for row in range(12)], "unit": ["kg"] * 12, "weight": np.arange(12) / 10}
+    found = read_predictions(write_columns(tmp_path / f"p.{kind}", columns))
+    expected = {"country": ("no", "de", "no") * 4, "year": ("2019", "2020") * 6, "dose": ("0.5", "0.5", "1.5") * 4}
+    assert dict(found.metadata) == expected | {"day": ("2020-01-01", "2020-01-02", "2020-01-03") * 4}
+    assert found.columns.metadata == ("country", "year", "dose", "day")
+    assert found.columns.unread == ["note", "unit", "weight"]
+    assert "metadata from country, year, dose, day; not read: note, unit, weight" in str(found.columns)
+
+
+def test_columns_that_repeat_label_or_prediction_are_no_metadata(tmp_path):
+    """Regression: they became slices whose accuracy is 0 or 1."""
+    correct = PROBS.argmax(1) == LABELS
+    outcome = {"correct": correct, "pred": PROBS.argmax(1), "confidence": [0.5, 0.7] * 6, "species": WORDS}
+    outcome |= {"number": LABELS, "passed": np.where(correct, "yes", "no"), "country": ["no", "de", "nan"] * 4}
+    columns = family("prob_") | {"label": WORDS} | outcome
+    found = read_predictions(write_table(tmp_path / "p.csv", columns))
+    assert dict(found.metadata) == {"country": ("no", "de", "nan") * 4}
+    assert found.columns.unread == list(outcome)[:-1]
+    frame = as_predictions({**columns, "size": np.array([1.5, np.nan] * 6)})
+    assert dict(frame.metadata) == {"country": ("no", "de", "nan") * 4, "size": ("1.5", "") * 6}
+
+
+def test_metadata_of_a_million_rows_is_small(tmp_path):
+    site = np.array(["north", "south"], dtype=object)[np.arange(200_000) % 2]
+    table = {"confidence": np.full(200_000, 0.5), "correct": np.ones(200_000, dtype=bool), "site": site}
+    tracemalloc.start()
+    found = as_predictions(table)
+    kept = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert found.metadata["site"][:2] == ("north", "south")
+    assert kept < 200_000 * 20

@@ -1,4 +1,4 @@
-"""Predictions in files of every kind: what goes in comes out, and what is ambiguous or damaged is named."""
+"""Prediction files of every format: round trips, and errors about ambiguous or damaged files."""
 
 import io
 import json
@@ -20,7 +20,7 @@ from fedlas.report.evaluation_result import evaluate_files
 NAMES = ("cat", 'd"o,g', "ω\nemu")
 
 
-def some(n: int = 7, **rest) -> Predictions:
+def make_predictions(n: int = 7, **rest) -> Predictions:
     make = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(n, 3, generator=make), torch.randint(3, (n,), generator=make)
     known = {"class_names": NAMES, "ids": [f"s{i}" for i in range(n)], "paths": [f"img/{i}.png" for i in range(n)]}
@@ -37,7 +37,7 @@ def same(one: Predictions, other: Predictions) -> None:
 
 @pytest.mark.parametrize("ending", WRITERS)
 def test_written_predictions_round_trip(tmp_path, ending):
-    given = some()
+    given = make_predictions()
     path = write_predictions(given, tmp_path / f"p{ending}")
     found = read_predictions(path)
     same(given, found)
@@ -46,8 +46,20 @@ def test_written_predictions_round_trip(tmp_path, ending):
 
 
 @pytest.mark.parametrize("ending", WRITERS)
-def test_probabilities_are_written_as_such(tmp_path, ending):
-    given = some().probs
+def test_metadata_round_trips(tmp_path, ending):
+    """Regression: only .safetensors kept it. A name that would make a column the labels is not written to tables."""
+    metadata = {"site": ("north, 1", "south") * 6, "year": ("2019", "2020", "") * 4}
+    logits = torch.randn(12, 3)
+    for labels in ([0, 1, 2] * 4, None):
+        made = Predictions(logits, labels, class_names=NAMES, metadata=metadata | {"y": ("a", "b") * 6})
+        found = read_predictions(write_predictions(made, tmp_path / f"p{ending}"))
+        assert {name: found.metadata[name] for name in metadata} == metadata
+        assert found.given_labels is None if labels is None else found.labels.tolist() == labels
+
+
+@pytest.mark.parametrize("ending", WRITERS)
+def test_probs_option_writes_probabilities(tmp_path, ending):
+    given = make_predictions().probs
     found = read_predictions(write_predictions(Predictions(given.log(), [0] * 7), tmp_path / f"p{ending}", probs=True))
     assert found.given_probs is not None
     assert torch.allclose(found.probs.double(), given.double(), atol=1e-7)
@@ -55,26 +67,26 @@ def test_probabilities_are_written_as_such(tmp_path, ending):
 
 
 @pytest.mark.parametrize("ending", [ending for ending in WRITERS if ending != ".jsonl"])
-def test_soft_labels_and_no_labels(tmp_path, ending):
-    soft = some().probs
+def test_soft_labels_and_missing_labels_round_trip(tmp_path, ending):
+    soft = make_predictions().probs
     found = read_predictions(
-        write_predictions(Predictions(some().logits, soft, class_names=NAMES), tmp_path / f"p{ending}")
+        write_predictions(Predictions(make_predictions().logits, soft, class_names=NAMES), tmp_path / f"p{ending}")
     )
     assert torch.allclose(found.labels.double(), soft.double())
-    found = read_predictions(write_predictions(Predictions(some().logits), tmp_path / f"q{ending}"))
+    found = read_predictions(write_predictions(Predictions(make_predictions().logits), tmp_path / f"q{ending}"))
     assert found.given_labels is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("ending", WRITERS)
-def test_every_type_keeps_its_numbers(tmp_path, dtype, ending):
-    given = Predictions(some().logits.to(dtype), [0] * 7)
+def test_every_dtype_round_trips(tmp_path, dtype, ending):
+    given = Predictions(make_predictions().logits.to(dtype), [0] * 7)
     found = read_predictions(write_predictions(given, tmp_path / f"p{ending}"))
     assert torch.equal(given.logits.double(), found.logits.double())
 
 
-def test_json_holds_columns_or_records(tmp_path):
-    given = some()
+def test_json_columns_and_records_are_read(tmp_path):
+    given = make_predictions()
     columns = {"logits": given.logits.tolist(), "labels": given.labels.tolist(), "class_names": list(NAMES)}
     (tmp_path / "c.json").write_text(json.dumps(columns | {"split": "test"}))
     found = read_predictions(tmp_path / "c.json")
@@ -90,7 +102,7 @@ def test_json_holds_columns_or_records(tmp_path):
     assert (found.labels.tolist(), found.class_names, found.ids) == ([1, 1], ("a", "b"), ("0", "1"))
 
 
-def test_lines_of_json(tmp_path):
+def test_jsonl_is_read(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text('\ufeff{"logits": [1, 2.5], "label": 1}\n\n{"logits": [0, 0], "label": 0}\r\n', encoding="utf-8")
     found = read_predictions(path, "val")
@@ -99,22 +111,22 @@ def test_lines_of_json(tmp_path):
     assert isinstance(read_predictions(path), TopLabelPredictions)
 
 
-def test_tensors(tmp_path):
-    given = some()
+def test_torch_files_are_read(tmp_path):
+    given = make_predictions()
     torch.save({"logits": given.logits, "labels": given.labels, "class_names": list(NAMES)}, tmp_path / "p.pt")
     found = read_predictions(tmp_path / "p.pt")
     assert torch.equal(found.logits, given.logits)
     assert found.class_names == NAMES
 
 
-class Harm:
+class Payload:
     def __reduce__(self):
         return (exec, ("raise SystemExit('this ran')",))
 
 
 @pytest.mark.parametrize("content", ["text", "a pickle"])
 def test_errors_never_advise_to_unpickle(tmp_path, content):
-    """numpy calls all of these pickles, and says how to load them nevertheless."""
+    """numpy reports all of these as pickles and suggests `allow_pickle=True`."""
     path = tmp_path / "given.npz"
     path.write_bytes(b"hello" if content == "text" else pickle.dumps([1, 2]))
     with pytest.raises(ValueError, match=r"given\.npz") as error:
@@ -139,10 +151,10 @@ def test_an_array_of_python_objects_raises_a_specific_error(tmp_path, name, way,
     assert "pickle" not in str(error.value)
 
 
-def test_nothing_is_unpickled(tmp_path):
-    (tmp_path / "p.pt").write_bytes(pickle.dumps({"logits": Harm()}, protocol=2))
-    torch.save({"logits": Harm()}, tmp_path / "q.pt")
-    np.savez(tmp_path / "r.npz", logits=np.array([Harm()], dtype=object), labels=[0])
+def test_reading_never_unpickles(tmp_path):
+    (tmp_path / "p.pt").write_bytes(pickle.dumps({"logits": Payload()}, protocol=2))
+    torch.save({"logits": Payload()}, tmp_path / "q.pt")
+    np.savez(tmp_path / "r.npz", logits=np.array([Payload()], dtype=object), labels=[0])
     for name in ("p.pt", "q.pt"):
         with pytest.raises(ValueError, match=rf"{name}.*tensors.*torch\.save") as error:
             read_predictions(tmp_path / name)
@@ -151,7 +163,7 @@ def test_nothing_is_unpickled(tmp_path):
         read_predictions(tmp_path / "r.npz")
 
 
-def test_numpy_arrays_in_a_file_of_torch_are_named(tmp_path):
+def test_numpy_arrays_in_a_torch_file_raise(tmp_path):
     torch.save({"logits": np.zeros((2, 3)), "labels": [0, 1]}, tmp_path / "p.pt")
     with pytest.raises(ValueError, match=r"p\.pt: .*NumPy.*torch\.from_numpy.*\.npz") as error:
         read_predictions(tmp_path / "p.pt")
@@ -193,7 +205,7 @@ def test_unreadable_files_raise_an_error_that_names_them(tmp_path, name, text, m
     assert error.value.__cause__ is not error.value  # who follows causes comes to an end
 
 
-def test_folders_missing_files_and_other_encodings(tmp_path):
+def test_folders_missing_files_and_other_encodings_raise(tmp_path):
     with pytest.raises(IsADirectoryError, match=r"\.safetensors.*\.csv"):
         read_predictions(tmp_path)
     for ending in READERS:
@@ -206,20 +218,20 @@ def test_folders_missing_files_and_other_encodings(tmp_path):
 
 def test_a_run_folder_is_read_by_split(tmp_path):
     (tmp_path / "predictions").mkdir()
-    write_predictions(some(), tmp_path / "predictions" / "best-val.safetensors")
+    write_predictions(make_predictions(), tmp_path / "predictions" / "best-val.safetensors")
     for split in (None, "test"):
         with pytest.raises(IsADirectoryError, match=r"predictions/best-val\.safetensors"):
             read_predictions(tmp_path, split)
-    assert torch.equal(read_predictions(tmp_path, "val").logits, some().logits)
+    assert torch.equal(read_predictions(tmp_path, "val").logits, make_predictions().logits)
     with pytest.raises(ValueError, match="outside"):
         read_predictions(tmp_path, "x/../../best-val")
 
 
 def test_unwritable_formats_raise(tmp_path):
     with pytest.raises(ValueError, match=r"\.safetensors.*\.csv.*\.xlsx$"):
-        write_predictions(some(), tmp_path / "p.xlsx")
+        write_predictions(make_predictions(), tmp_path / "p.xlsx")
     with pytest.raises(ValueError, match="name"):
-        write_predictions(some(class_names=["a ", "a", "b"]), tmp_path / "p.csv")
+        write_predictions(make_predictions(class_names=["a ", "a", "b"]), tmp_path / "p.csv")
     (tmp_path / "top.csv").write_text("confidence,prediction,label\n0.9,a,b\n")
     with pytest.raises(ValueError, match=r"p\.npz.*\btop\b.*\.safetensors"):
         write_predictions(read_predictions(tmp_path / "top.csv"), tmp_path / "p.npz")
@@ -229,20 +241,20 @@ def test_unwritable_formats_raise(tmp_path):
     assert (again.class_names, again.prediction.tolist(), again.labels.tolist()) == (("a", "b"), [0], [1])
 
 
-def test_ids_and_paths_are_selected_with_their_samples():
-    given = some()
+def test_ids_and_paths_are_indexed_with_their_samples():
+    given = make_predictions()
     for rows, left in [(slice(2, 4), (2, 3)), (slice(None, None, -3), (6, 3, 0))]:
         assert given[rows].ids == tuple(f"s{i}" for i in left)
     mask = torch.tensor([i in {1, 5} for i in range(7)])
     assert given[mask].paths == ("img/1.png", "img/5.png")
     assert given[[6, 0]].ids == ("s6", "s0")
     with pytest.raises(ValueError, match=r"ids.*2.*7"):
-        some(ids=["a", "b"])
+        make_predictions(ids=["a", "b"])
 
 
 def test_split_option_is_used_if_the_file_has_none(tmp_path):
-    write_predictions(some(split="val"), tmp_path / "p.safetensors")
-    write_predictions(some(), tmp_path / "q.safetensors")
+    write_predictions(make_predictions(split="val"), tmp_path / "p.safetensors")
+    write_predictions(make_predictions(), tmp_path / "q.safetensors")
     assert read_predictions(tmp_path / "p.safetensors", "test").split == "val"
     assert read_predictions(tmp_path / "q.safetensors", "test").split == "test"
 
@@ -275,7 +287,7 @@ def test_a_truncated_archive_raises(tmp_path):
         read_predictions(tmp_path / "p.npz")
 
 
-def test_columns_of_a_parquet_file_may_have_dots_in_their_names_and_no_companions(tmp_path):
+def test_parquet_column_names_may_contain_dots(tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = {"prob_a": [0.5, 0.25], "label": ["a", "a.b"], "prob_a.b": [0.25, 0.5], "prob_a.b.c": [0.25, 0.25]}
     parquet.write_table(arrow.table(rows), tmp_path / "p.parquet")
@@ -287,8 +299,8 @@ def test_columns_of_a_parquet_file_may_have_dots_in_their_names_and_no_companion
 
 
 @pytest.mark.parametrize("ending", [".csv", ".parquet", ".json", ".jsonl"])
-def test_a_label_is_a_class_name_whatever_its_type(tmp_path, ending):
-    """Columns in another order than their numbers gave an accuracy of 0.52 as parquet, and 1.00 as csv."""
+def test_labels_of_any_type_are_matched_to_class_names(tmp_path, ending):
+    """Regression: unsorted class columns gave an accuracy of 0.52 in parquet and 1.00 in csv."""
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = {"prob_1": [0.9, 0.1, 0.0], "prob_0": [0.1, 0.7, 0.3], "prob_10": [0.0, 0.2, 0.7], "label": [1, 0, 10]}
     path = tmp_path / f"p{ending}"
@@ -314,7 +326,7 @@ def test_an_ambiguous_class_number_raises(tmp_path):
 
 
 def test_class_names_that_are_positions_of_others_round_trip(tmp_path):
-    given = Predictions(some().logits, some().labels, class_names=("2", "0", "1"))
+    given = Predictions(make_predictions().logits, make_predictions().labels, class_names=("2", "0", "1"))
     for ending in WRITERS:
         assert (
             read_predictions(write_predictions(given, tmp_path / f"p{ending}")).labels.tolist() == given.labels.tolist()
@@ -324,13 +336,13 @@ def test_class_names_that_are_positions_of_others_round_trip(tmp_path):
 @pytest.mark.parametrize("ending", [".csv", ".parquet", ".jsonl"])
 def test_class_names_that_collide_in_a_table_raise(tmp_path, ending):
     with pytest.raises(ValueError, match="name"):
-        write_predictions(some(class_names=[" a", "a", "b"]), tmp_path / f"p{ending}")
-    given = some(class_names=[" a", "c", "b "])
+        write_predictions(make_predictions(class_names=[" a", "a", "b"]), tmp_path / f"p{ending}")
+    given = make_predictions(class_names=[" a", "c", "b "])
     assert read_predictions(write_predictions(given, tmp_path / f"p{ending}")).labels.tolist() == given.labels.tolist()
 
 
 def test_integers_of_another_dtype_are_the_same_class(tmp_path):
-    """A column with an empty cell becomes 1.0, and nothing agreed with 1: an accuracy of zero."""
+    """Regression: an empty cell turns 1 into 1.0, which matched no class, giving an accuracy of 0."""
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = {"confidence": [0.9, 0.8], "prediction": [1, 2], "label": [1.0, 3.0]}
     parquet.write_table(arrow.table(rows), tmp_path / "p.parquet")
@@ -339,7 +351,7 @@ def test_integers_of_another_dtype_are_the_same_class(tmp_path):
     assert read_predictions(tmp_path / "p.csv").correct.tolist() == [True, False]
 
 
-def test_unnamed_classes_are_not_counted(tmp_path):
+def test_unnamed_classes_of_top_label_files_are_not_counted(tmp_path):
     (tmp_path / "p.csv").write_text("confidence,prediction,label\n0.9,a,b\n0.02,b,b\n")
     found = read_predictions(tmp_path / "p.csv")
     assert found.num_classes == 2
@@ -347,7 +359,7 @@ def test_unnamed_classes_are_not_counted(tmp_path):
 
 
 @pytest.mark.parametrize("comma", [",", "."])
-def test_semicolons_and_decimal_commas(tmp_path, comma):
+def test_semicolons_and_decimal_commas_are_read(tmp_path, comma):
     text = "prob_a;prob_b;label;id\n0.25;0.75;b;x,y\n1;0;a;z\n".replace(".", comma)
     (tmp_path / "p.csv").write_text("\ufeff" + text.replace("\n", "\r\n"), encoding="utf-8")
     found = read_predictions(tmp_path / "p.csv")
@@ -355,13 +367,13 @@ def test_semicolons_and_decimal_commas(tmp_path, comma):
     assert found.ids == ("x,y", "z")
 
 
-def test_many_columns_are_not_all_listed(tmp_path):
+def test_errors_about_many_columns_list_only_some(tmp_path):
     (tmp_path / "p.csv").write_text(",".join(f"c{i}" for i in range(1_000)) + "\n")
     with pytest.raises(ValueError, match=r"c0, c1, .*, c18, .*c999.*1,000"):
         read_predictions(tmp_path / "p.csv")
 
 
-def test_lines_of_json_take_little_more_memory_than_their_numbers(tmp_path):
+def test_reading_jsonl_takes_little_more_memory_than_its_numbers(tmp_path):
     path = write_predictions(Predictions(torch.randn(3_000, 100), [0] * 3_000), tmp_path / "p.jsonl")
     tracemalloc.start()
     read_predictions(path)
@@ -402,7 +414,7 @@ def test_errors_about_records_name_the_line_too(tmp_path):
 
 
 def test_a_number_that_matches_no_class_name_raises(tmp_path):
-    """The label 1 was the second column, although the first class is called 01."""
+    """Regression: label 1 was taken as the second column, although the first class is called 01."""
     for names in (("01", "02"), ("1.0", "2.0")):
         (tmp_path / "p.csv").write_text(f"prob_{names[0]},prob_{names[1]},label\n0.9,0.1,1\n0.2,0.8,0\n")
         with pytest.raises(ValueError, match=f"label.*'1'.*'{names[0]}'"):
@@ -427,9 +439,9 @@ def test_class_names_that_differ_only_in_case_warn(tmp_path, text):
         read_predictions(tmp_path / "q.csv")
 
 
-def test_two_classes_of_one_name_in_older_files_are_numbered_with_a_warning(tmp_path):
-    """They could be written once, and were refused at reading then."""
-    made, names = some(class_names=["a", "b", "c"]), ["a", "a", "a (2)"]
+def test_duplicate_class_names_in_older_files_are_numbered_with_a_warning(tmp_path):
+    """Regression: such files could be written but not read."""
+    made, names = make_predictions(class_names=["a", "b", "c"]), ["a", "a", "a (2)"]
     np.savez(tmp_path / "p.npz", logits=made.logits.numpy(), labels=made.labels.numpy(), class_names=names)
     words = {"format": json.dumps(FORMAT), "class_names": json.dumps(names)}
     save_file({"logits": made.logits, "labels": made.labels}, tmp_path / "p.safetensors", metadata=words)
@@ -456,8 +468,8 @@ def test_many_duplicate_class_names_are_read_fast(tmp_path):
 
 @pytest.mark.parametrize(("word", "row"), [("+-3", 3), ("9" * 25, 3), ("9" * 5000, 3)])
 @pytest.mark.parametrize("column", ["index", "label"])
-def test_what_only_looks_like_a_whole_number_is_named_with_its_line(tmp_path, column, word, row):
-    """The error was Python's own, about int(), and did not name the line."""
+def test_label_that_is_not_an_integer_raises_with_its_line(tmp_path, column, word, row):
+    """Regression: the error came from int() and did not name the line."""
     other = "label" if column == "index" else "index"
     (tmp_path / "p.csv").write_text(f"prob_a,prob_b,{column},{other}\n0.5,0.5,1,0\n0.5,0.5,{word},1\n")
     with pytest.raises(ValueError, match=rf"p\.csv.*line {row}.*{column}"):
@@ -465,7 +477,7 @@ def test_what_only_looks_like_a_whole_number_is_named_with_its_line(tmp_path, co
 
 
 def test_class_numbers_of_top_label_predictions_are_read(tmp_path):
-    """Without them, rows in another order could not be paired."""
+    """Without ids, reordered rows could not be paired."""
     (tmp_path / "p.csv").write_text("confidence,prediction,label,index\n0.9,a,b,7\n0.9,b,b,3\n")
     assert read_predictions(tmp_path / "p.csv").index.tolist() == [7, 3]
 
@@ -489,7 +501,7 @@ def test_percentages_are_detected(tmp_path):
 
 
 def test_labels_and_soft_labels_together_raise(tmp_path):
-    """One of the two was ignored, also where they contradicted each other."""
+    """Regression: one of the two was ignored, even if they contradicted each other."""
     (tmp_path / "p.csv").write_text("prob_a,prob_b,label,label_a,label_b\n0.9,0.1,b,1,0\n0.2,0.8,a,0,1\n")
     with pytest.raises(ValueError, match=r"p\.csv.*label_NAME"):
         read_predictions(tmp_path / "p.csv")
@@ -520,7 +532,7 @@ def test_a_file_without_labels_raises_an_error_that_names_it(tmp_path):
         (("zebu", "ape"), "line 2.*'zebu'.*cat, dog, eel$"),
     ],
 )
-def test_the_first_label_that_no_class_has_is_named_with_what_may_be_meant(tmp_path, labels, facts):
+def test_unknown_label_raises_with_a_suggestion(tmp_path, labels, facts):
     """The line was that of the word that comes first in the alphabet, and the classes were not listed."""
     lines = "".join(f"0.5,0.3,0.2,{label}\n" for label in labels)
     (tmp_path / "upper.csv").write_text(f"prob_cat,prob_dog,prob_eel,label\n{lines}")
@@ -537,7 +549,7 @@ def test_the_first_label_that_no_class_has_is_named_with_what_may_be_meant(tmp_p
         ([0.5, 0.25], r"row 0.*label.*'0\.5'"),
     ],
 )
-def test_names_beside_a_table_without_class_names_say_that_those_are_missing(tmp_path, labels, facts):
+def test_named_labels_without_class_names_raise(tmp_path, labels, facts):
     """A class name or a whole number was expected, and cat is a class name."""
     np.savez(tmp_path / "p.npz", probs=np.full((2, 2), 0.5), labels=np.array(labels))
     with pytest.raises(ValueError, match=rf"p\.npz.*{facts}"):

@@ -19,7 +19,7 @@ LOGITS = torch.tensor([[2.0, 0.0, -1.0], [0.0, 0.0, 3.0]])
 LABELS = torch.tensor([0, 1])
 
 
-def test_npz(tmp_path):
+def test_npz_is_read(tmp_path):
     np.savez(tmp_path / "a.npz", logits=LOGITS, labels=LABELS, class_names=["x", "y", "z"], split="test")
     known = read_predictions(tmp_path / "a.npz")
     assert (known.class_names, known.split) == (("x", "y", "z"), "test")
@@ -49,7 +49,7 @@ def table(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_csv_with_probabilities_and_names(tmp_path):
+def test_csv_with_probabilities_and_class_names_is_read(tmp_path):
     text = "\ufeffprob_cat,prob_dog,label,index\n0.7,0.3,dog,10\n0.25,0.75,dog,11\n"
     known = read_predictions(table(tmp_path, text), split="test")
     assert known.class_names == ("cat", "dog")
@@ -59,7 +59,7 @@ def test_csv_with_probabilities_and_names(tmp_path):
     assert known.split == "test"
 
 
-def test_csv_with_logits_numbers_and_features(tmp_path):
+def test_csv_with_logits_class_numbers_and_features_is_read(tmp_path):
     text = "label,logit_a,logit_b,feature_0,feature_1\n0,1.5,-2,1,2\n1,0,3e1,3,4\n"
     known = read_predictions(table(tmp_path, text))
     assert known.labels.tolist() == [0, 1]
@@ -67,12 +67,12 @@ def test_csv_with_logits_numbers_and_features(tmp_path):
     assert known.features.tolist() == [[1.0, 2.0], [3.0, 4.0]]
 
 
-def test_csv_with_soft_labels(tmp_path):
+def test_csv_with_soft_labels_is_read(tmp_path):
     text = "prob_a,prob_b,label_b,label_a\n0.5,0.5,0.25,0.75\n"
     assert read_predictions(table(tmp_path, text)).labels.tolist() == [[0.75, 0.25]]
 
 
-def test_class_names_that_are_numbers_are_names(tmp_path):
+def test_numeric_class_names_are_treated_as_names(tmp_path):
     text = "prob_1,prob_2\u002clabel\n0.9,0.1,1\n0.2,0.8,2\n"
     assert read_predictions(table(tmp_path, text)).labels.tolist() == [0, 1]
 
@@ -99,12 +99,12 @@ def test_columns_are_recognised_by_name_never_by_value(tmp_path):
         ("", r"t\.csv.*empty"),
     ],
 )
-def test_csv_errors(tmp_path, text, named):
+def test_invalid_csv_raises(tmp_path, text, named):
     with pytest.raises(ValueError, match=named):
         read_predictions(table(tmp_path, text))
 
 
-def test_a_small_file_cannot_claim_any_number_of_classes(tmp_path):
+def test_more_than_a_million_classes_raise(tmp_path):
     wide = np.zeros((1, 2**20 + 1), np.float16)
     np.savez_compressed(tmp_path / "wide.npz", logits=wide, labels=np.zeros(1, np.int64))
     with pytest.raises(ValueError, match=r"wide\.npz.*1,048,577.*1,048,576"):
@@ -112,7 +112,7 @@ def test_a_small_file_cannot_claim_any_number_of_classes(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
-def test_rounded_numbers_of_other_files_may_miss_one_as_those_of_text_may(tmp_path, kind):
+def test_rounded_probabilities_are_accepted_in_binary_files_as_in_csv(tmp_path, kind):
     rounded = np.array([[0.33, 0.33, 0.33], [0.5, 0.25, 0.25]], dtype=kind)
     finer = np.array([[0.331, 0.331, 0.331], [0.5, 0.25, 0.25]], dtype=kind)
     for name, probs in {"rounded": rounded, "finer": finer, "no number": rounded * np.nan}.items():
@@ -147,7 +147,7 @@ def write_kind(folder: Path, kind: str, probs: np.ndarray) -> Path:
     ("row", "shown"),
     [([1.5, *[0.0] * 9], r"sums to 1\.5"), ([0.2] * 10, r"sums to 2"), ([0.251, 0.149, *[0.0] * 8], r"sums to 0\.4")],
 )
-def test_a_row_is_no_distribution_however_many_classes_there_are(tmp_path, kind, row, shown):
+def test_rounding_tolerance_of_many_classes_is_bounded(tmp_path, kind, row, shown):
     """The allowance was half a unit for each class without a limit, and an entry of 1.5 was a confidence of 150 %."""
     filler = np.zeros((3, 990))
     probs = np.hstack([np.array([[*[0.1] * 10], row, [0.5, 0.5, *[0.0] * 8]]), filler])
@@ -169,7 +169,7 @@ def test_many_classes_with_few_decimals_are_completed_with_a_warning(tmp_path, k
     assert found.zeros is None
 
 
-def test_sums_beyond_rounding_are_an_error_that_names_the_remedy():
+def test_row_sums_beyond_rounding_raise_with_a_remedy():
     """Sums of 1.2 and more of 1,000 classes with 3 decimals passed."""
     probs = rounded_softmax(1000, 3)
     probs[1] = np.round(1.3 * probs[1], 3)
@@ -181,7 +181,7 @@ def test_sums_beyond_rounding_are_an_error_that_names_the_remedy():
         Predictions.from_probs([[1.5, -0.5]], [0], normalize=True)
 
 
-def test_rounded_columns_of_a_parquet_file_are_taken(tmp_path):
+def test_rounded_parquet_columns_are_accepted(tmp_path):
     pa = pytest.importorskip("pyarrow")
     columns = {"prob_a": [0.3333, 0.5], "prob_b": [0.3333, 0.25], "prob_c": [0.3333, 0.25], "label": ["a", "b"]}
     pytest.importorskip("pyarrow.parquet").write_table(pa.table(columns), tmp_path / "p.parquet")
@@ -208,7 +208,7 @@ def test_a_cell_that_is_not_a_number_raises_an_error_that_names_the_line(tmp_pat
         ("33e-2,0.330,0.330", False),
     ],
 )
-def test_each_number_of_a_row_adds_half_of_its_last_digit(tmp_path, row, allowed):
+def test_row_sum_tolerance_is_half_a_unit_of_the_last_digit_per_class(tmp_path, row, allowed):
     path = table(
         tmp_path,
         f"label,prob_a,feature_0,prob_b,prob_c\na,{','.join([row.split(',')[0], '7.5', *row.split(',')[1:]])}\n",
@@ -220,7 +220,7 @@ def test_each_number_of_a_row_adds_half_of_its_last_digit(tmp_path, row, allowed
             read_predictions(path)
 
 
-def test_a_large_csv_takes_little_more_than_its_numbers(tmp_path):
+def test_reading_a_large_csv_takes_little_more_memory_than_its_numbers(tmp_path):
     """Cells kept as text took 300 bytes each; a number takes 8, and a copy or two of it on the way."""
     rows = "\n".join(["0.1250,0.1250,0.1250,0.1250,0.1250,0.1250,0.1250,0.1250,3"] * 5_000)
     path = table(tmp_path, ",".join(f"prob_{i}" for i in range(8)) + f",label\n{rows}\n")
@@ -232,7 +232,7 @@ def test_a_large_csv_takes_little_more_than_its_numbers(tmp_path):
     assert most < 60 * 8 * 5_000
 
 
-def test_csv_of_top_label_predictions(tmp_path):
+def test_csv_of_top_label_predictions_is_read(tmp_path):
     text = "confidence,prediction,label\n0.5,dog,dog\n0.9,cat,dog\n0.12,7,cat\n"
     known = read_predictions(table(tmp_path, text))
     assert isinstance(known, TopLabelPredictions)
@@ -254,7 +254,7 @@ def test_a_binary_confidence_of_one_half_keeps_its_prediction(tmp_path):
     assert known.correct.tolist() == [True, False]
 
 
-def test_parquet(tmp_path):
+def test_parquet_is_read(tmp_path):
     lists = pa.table({"probs": LOGITS.softmax(1).double().tolist(), "label": [0, 1], "index": [3, 4]})
     pq.write_table(lists, tmp_path / "a.parquet")
     known = read_predictions(tmp_path / "a.parquet")
@@ -267,7 +267,7 @@ def test_parquet(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.float32()), pa.large_list(pa.float32()), pa.list_(pa.float32(), 3)])
-def test_lists_of_parquet_keep_their_type(tmp_path, kind):
+def test_parquet_lists_keep_their_dtype(tmp_path, kind):
     """As Python numbers float32 became float64, which allows less rounding than a softmax in float32 has."""
     rows = LOGITS.softmax(1)
     table = pa.table({"probs": pa.array(rows.tolist(), kind), "label": ["1", "2"]})
@@ -280,7 +280,7 @@ def test_lists_of_parquet_keep_their_type(tmp_path, kind):
     assert read_predictions(tmp_path / "b.parquet").probs.dtype == torch.float32
 
 
-def test_lists_of_parquet_that_are_not_rows(tmp_path):
+def test_parquet_lists_of_different_lengths_raise(tmp_path):
     pq.write_table(pa.table({"logits": [[1.0, 2.0], [1.0]], "label": [0, 1]}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"row 1.*logits.*1.*row 0.*2"):
         read_predictions(tmp_path / "a.parquet")
@@ -289,7 +289,7 @@ def test_lists_of_parquet_that_are_not_rows(tmp_path):
         read_predictions(tmp_path / "b.parquet")
 
 
-def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
+def test_missing_package_error_names_its_extra(tmp_path, monkeypatch):
     original = builtins.__import__
 
     def without(name: str, *args: object) -> object:
@@ -304,7 +304,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
         optional_module("safetensors.torch")
 
 
-def test_labels_may_be_unknown(tmp_path):
+def test_predictions_without_labels_are_read_and_written(tmp_path):
     """OOD data has none of the classes; accessing its labels raises."""
     plain = Predictions(logits=LOGITS, split="svhn")
     write_predictions(plain, tmp_path / "a.safetensors")
@@ -324,12 +324,12 @@ def test_labels_may_be_unknown(tmp_path):
                 ask(predictions)
 
 
-def test_two_columns_of_one_name_are_an_error(tmp_path):
+def test_duplicate_column_names_raise(tmp_path):
     with pytest.raises(ValueError, match=r"2.*'logit_a'"):
         read_predictions(table(tmp_path, "logit_a,logit_b,logit_a,label\n1,2,3,0\n"))
 
 
-def test_one_column_is_a_binary_classifier(tmp_path):
+def test_one_probability_column_is_a_binary_classifier(tmp_path):
     found = read_predictions(table(tmp_path, "prob_cat,label\n0.25,cat\n0.75,not cat\n"))
     assert found.class_names == ("not cat", "cat")
     assert found.labels.tolist() == [1, 0]

@@ -25,7 +25,7 @@ def everything(probs: bool) -> Predictions:
 
 
 @pytest.mark.parametrize("probs", [False, True])
-def test_save_and_load(tmp_path, probs):
+def test_predictions_round_trip_through_safetensors(tmp_path, probs):
     known = everything(probs)
     write_predictions(known, tmp_path / "deep" / "p.safetensors")
     back = read_predictions(tmp_path / "deep" / "p.safetensors")
@@ -47,7 +47,7 @@ def test_files_of_other_programs_are_read_or_raise(tmp_path):
     assert read_predictions(tmp_path / "p.safetensors").logits.tolist() == LOGITS.tolist()
 
 
-def test_equal_predictions_are_equal_bytes(tmp_path):
+def test_equal_predictions_give_equal_bytes(tmp_path):
     given = Predictions(torch.eye(3), [0, 1, 2], class_names=("a", "b", "ä"), split="test", index=[5, 6, 7])
     written = set()
     for number in range(8):  # the order of words in the file is drawn anew each time that one is made
@@ -63,7 +63,7 @@ def head_of(content: bytes) -> int:
 
 @pytest.mark.parametrize("probs", [False, True])
 def test_every_flipped_bit_is_detected(tmp_path, probs):
-    """Logits with a flipped bit were read without a word; so were the names of classes."""
+    """Regression: flipped bits in logits or class names were not detected."""
     given, path = everything(probs), tmp_path / "p.safetensors"
     write_predictions(given, path)
     whole = path.read_bytes()

@@ -26,7 +26,7 @@ def same(ours: Tensor, theirs: list[float]) -> None:
     assert ours.tolist() == pytest.approx(theirs, rel=1e-12, abs=1e-15)
 
 
-def test_start() -> None:
+def test_initial_gammas_and_edges() -> None:
     loss = build()
     gammas, edges = plain.adafocal_start()
     same(loss.gammas, gammas)
@@ -35,7 +35,7 @@ def test_start() -> None:
 
 
 @pytest.mark.parametrize("bins", [1, 4, 15])
-def test_epochs_equal_the_plain_version(bins: int) -> None:
+def test_three_epochs_equal_plain_loops(bins: int) -> None:
     """Three epochs of gammas and edges, fewer samples than bins included."""
     for n in (1, 2, 14, 15, 40, 75):
         loss, gammas = build(bins=bins), [1.0] * bins
@@ -50,7 +50,7 @@ def test_epochs_equal_the_plain_version(bins: int) -> None:
             assert value == pytest.approx(plain.adafocal(train_logits.tolist(), train_labels.tolist(), gammas, edges))
 
 
-def test_ties_and_saturation() -> None:
+def test_tied_confidences_share_a_bin() -> None:
     """Equal confidences stay together, in the first bin that reaches them; the bins after it are empty."""
     rows = [[0.0, 0.0, 0.0, 0.0]] * 10 + [[40.0, 0.0, 0.0, 0.0]] * 50 + [[1.0, 0.0, 0.0, 0.0]] * 15
     labels = [0, 1] * 30 + [0] * 15
@@ -66,7 +66,7 @@ def test_ties_and_saturation() -> None:
     same(loss.gammas, [math.exp(middle - 1), math.exp(0.5), 1.0, 1.0, 1.0])
 
 
-def test_bins_come_from_confidence_and_samples_enter_by_their_true_class() -> None:
+def test_bins_use_confidence_and_samples_the_probability_of_their_label() -> None:
     loss = build(bins=2)
     loss.edges.copy_(torch.tensor([0.0, 0.5, 1.0]))
     loss.gammas.copy_(torch.tensor([2.0, -1.0]))
@@ -106,14 +106,14 @@ def test_update_of_one_bin(gamma: float, gap: float, expected: float) -> None:
     assert plain.adafocal_next([gamma], [gap]) == pytest.approx([expected], rel=1e-14)
 
 
-def test_the_switch_is_exact() -> None:
+def test_switch_is_applied_in_float64() -> None:
     """A switch of 0.2 once became the float32 nearest to it, in gammas that are kept in float64."""
     loss = build(bins=2)
     loss.update(torch.tensor([-3.0, -3.0]).double())
     assert loss.gammas.tolist() == [-0.2, -0.2]
 
 
-def test_step_limits_and_switch_are_options() -> None:
+def test_step_limits_and_switch_are_configurable() -> None:
     options = {"step": 0.5, "switch": 0.7, "gamma_min": -1.0, "gamma_max": 1.5}
     loss = build(bins=15, **options)
     logits, labels = validation(60)

@@ -23,7 +23,7 @@ def rows(*right: bool) -> Tensor:
     return torch.where(torch.tensor(right)[:, None], RIGHT, WRONG)
 
 
-def test_counts_by_index() -> None:
+def test_correct_counts_are_stored_by_index() -> None:
     loss = build(num_samples=6)
     loss(rows(True, False, True, False), LABELS, index=torch.tensor([5, 0, 2, 3]))
     assert loss.correct_epochs.tolist() == [0, 0, 1, 0, 0, 1]
@@ -31,7 +31,7 @@ def test_counts_by_index() -> None:
     assert loss.correct_epochs.tolist() == [1, 1, 2, 1, 0, 1]
 
 
-def test_ignored_samples_have_no_history_and_no_partner() -> None:
+def test_ignored_samples_are_neither_counted_nor_ranked() -> None:
     loss = build(num_samples=5)
     loss.correct_epochs.copy_(torch.tensor([0, 2, 1, 2, 0]))
     loss.finished_epochs.fill_(2)
@@ -46,7 +46,7 @@ def test_ignored_samples_have_no_history_and_no_partner() -> None:
     assert loss.correct_epochs.tolist() == [1, 2, 2, 3, 0]
 
 
-def test_the_counter_is_one_in_the_first_two_epochs() -> None:
+def test_normaliser_is_one_in_the_first_two_epochs() -> None:
     """During epoch e the normaliser K is max(1, e - 1)."""
     loss = build()
     history = [0.0, 0.0, 0.0, 0.0]
@@ -72,7 +72,7 @@ def test_first_epoch_is_cross_entropy() -> None:
     assert loss.last_terms["ranking"] == 0
 
 
-def test_history_of_the_batch_enters_after_its_ranking() -> None:
+def test_correct_counts_are_updated_after_the_ranking_term() -> None:
     loss = build()
     loss.finished_epochs.fill_(1)
     loss(rows(True, False, True, False), LABELS, index=torch.arange(4))
@@ -81,7 +81,7 @@ def test_history_of_the_batch_enters_after_its_ranking() -> None:
     assert loss.last_terms["ranking"] > 0
 
 
-def test_all_samples_correct_in_all_epochs() -> None:
+def test_ranking_is_zero_if_all_samples_are_always_correct() -> None:
     """k = K everywhere, where the published code divides 0 by 0."""
     loss = build()
     for _ in range(3):
@@ -90,7 +90,7 @@ def test_all_samples_correct_in_all_epochs() -> None:
         loss.end_epoch()
 
 
-def test_the_smallest_count_is_that_of_the_whole_table() -> None:
+def test_normalisation_uses_the_smallest_count_of_all_samples() -> None:
     counts = [5, 3, 4, 5, 2, 1]
     loss = build(num_samples=6)
     loss.correct_epochs.copy_(torch.tensor(counts))
@@ -111,7 +111,7 @@ def test_both_samples_of_a_pair_get_a_gradient() -> None:
     assert logits.grad[0, 0] < 0 < logits.grad[1, 0]  # the one with the better history gets surer, the other less sure
 
 
-def test_a_batch_of_one_is_its_own_partner() -> None:
+def test_single_sample_is_ranked_against_itself() -> None:
     loss = build()
     loss.correct_epochs.copy_(torch.tensor([3, 0, 1, 2]))
     loss.finished_epochs.fill_(3)
@@ -120,7 +120,7 @@ def test_a_batch_of_one_is_its_own_partner() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_an_evaluation_has_no_ranking(training: bool) -> None:
+def test_eval_mode_has_no_ranking_term(training: bool) -> None:
     """A validation sample has no history; its position in the validation split must not find one."""
     loss = build(rank_weight=100.0).train(training)
     loss.correct_epochs.copy_(torch.tensor([3, 0, 1, 2]))

@@ -1,4 +1,4 @@
-"""The method in depth: indicator, gate, adaptive smoothing, the two losses, and batches that break other code."""
+"""FeDLaS: indicator, gate, adaptive smoothing, both losses, and edge-case batches."""
 
 import math
 from typing import Any
@@ -45,7 +45,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("norm", [1, 2, 1.5, math.inf])
-def test_norm(norm: float) -> None:
+def test_source_norm_equals_plain_loops(norm: float) -> None:
     nci = NCI(norm=norm, normalise="none")
     expected = plain.confidences_of([], FEATURES.tolist(), "features", norm)
     assert nci(LOGITS, FEATURES, ALL).tolist() == pytest.approx(expected)
@@ -63,12 +63,12 @@ def test_the_default_norm_is_the_sum_of_absolute_values() -> None:
         ("max_logit", LOGITS.amax(1)),
     ],
 )
-def test_source(source: Any, expected: Tensor) -> None:
+def test_each_source_gives_its_confidence(source: Any, expected: Tensor) -> None:
     torch.testing.assert_close(NCI(source=source, normalise="none")(LOGITS, FEATURES, ALL), expected)
 
 
 @pytest.mark.parametrize("source", ["max_prob", "max_logit"])
-def test_sources_that_need_no_features(source: str) -> None:
+def test_logit_sources_need_no_features(source: str) -> None:
     loss = build(source=source)
     assert not loss.needs_features
     with_features = build(source=source)
@@ -93,7 +93,7 @@ def test_theta_is_the_weight_of_the_current_batch(theta: float) -> None:
     assert statistics(nci) == pytest.approx(second)
 
 
-def test_the_batch_counts_in_its_own_normalisation() -> None:
+def test_statistics_are_updated_before_normalisation() -> None:
     nci = NCI(theta=1.0)
     norms = torch.tensor(NORMS, dtype=torch.float64)
     torch.testing.assert_close(nci(LOGITS, FEATURES, ALL), (norms - norms.mean()) / (norms.std() + 1e-3))
@@ -103,7 +103,7 @@ def test_the_batch_counts_in_its_own_normalisation() -> None:
     "options", [{}, {"start": "first_batch"}, {"theta": 0.0}, {"source": "max_prob"}, {"norm": 2.0}]
 )
 @pytest.mark.parametrize("scale", [1.0, 1e7, 0.0, 1e300, math.nan])
-def test_the_path_for_eager_code_on_a_cpu_gives_the_same_numbers(options: Any, scale: float) -> None:
+def test_eager_cpu_path_equals_the_general_path(options: Any, scale: float) -> None:
     """Without a mask all samples count, and on a CPU the statistics are numbers of Python."""
     plain_path, masked = NCI(**options), NCI(**options)
     for factor in (1.0, scale, 2.0):
@@ -123,11 +123,11 @@ def test_eps_is_added_to_the_deviation(eps: float) -> None:
     torch.testing.assert_close(gamma, (torch.tensor(NORMS, dtype=torch.float64) - 20) / (100 + eps))
 
 
-def test_published_start() -> None:
+def test_initial_statistics_are_the_published_ones() -> None:
     assert statistics(NCI()) == (20.0, 100.0)
 
 
-def test_first_batch_start() -> None:
+def test_first_batch_start_takes_statistics_from_the_first_batch() -> None:
     """The first batch with two usable norms is taken whole, whatever theta; before it, gamma is 0."""
     nci = NCI(start="first_batch", theta=0.001)
     assert nci.eval()(LOGITS, FEATURES, ALL).tolist() == [0.0] * 4
@@ -143,7 +143,7 @@ def test_first_batch_start() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_normalise_by_the_batch_alone(training: bool) -> None:
+def test_normalise_batch_uses_only_the_batch(training: bool) -> None:
     nci = NCI(normalise="batch").train(training)
     norms = torch.tensor(NORMS, dtype=torch.float64)
     torch.testing.assert_close(nci(LOGITS, FEATURES, ALL), (norms - norms.mean()) / (norms.std() + 1e-3))
@@ -151,7 +151,7 @@ def test_normalise_by_the_batch_alone(training: bool) -> None:
     assert statistics(nci) == (20.0, 100.0)
 
 
-def test_gamma_has_a_limit() -> None:
+def test_gamma_is_clamped() -> None:
     features = torch.tensor([[1e30], [1.0]], dtype=torch.float64)
     gamma = NCI(normalise="none")(LOGITS[:2], features, ALL[:2])
     assert gamma.tolist() == [GAMMA_LIMIT, 1.0]
@@ -185,7 +185,7 @@ def test_norms_of_low_precision_features_are_computed_in_float32(dtype: torch.dt
     ],
     ids=str,
 )
-def test_options_are_checked(options: dict[str, Any], word: str) -> None:
+def test_invalid_options_raise(options: dict[str, Any], word: str) -> None:
     with pytest.raises((ValueError, TypeError), match=word):  # TypeError: the shape checks of the tests come first
         build(**options)
 
@@ -199,7 +199,7 @@ def linears(module: nn.Module) -> list[nn.Linear]:
 
 @pytest.mark.parametrize(("classes", "size"), [(10, 67), (100, 5_152), (200, 20_302)])
 @pytest.mark.parametrize("name", NAMES)
-def test_gate_sizes(name: str, classes: int, size: int) -> None:
+def test_gate_has_the_published_parameter_count(name: str, classes: int, size: int) -> None:
     loss = build(name, classes)
     assert sum(p.numel() for p in loss.parameters()) == size
     first, second = linears(loss)
@@ -208,13 +208,13 @@ def test_gate_sizes(name: str, classes: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(("classes", "width", "expected"), [(10, 3, 3), (3, None, 1), (2, None, 1)])
-def test_gate_width(classes: int, width: int | None, expected: int) -> None:
+def test_gate_width_sets_the_hidden_width(classes: int, width: int | None, expected: int) -> None:
     first, second = linears(build(classes=classes, gate_width=width))
     assert (first.out_features, second.in_features) == (expected, expected)
 
 
 @pytest.mark.parametrize("kind", ["learned", "soft", "shuffled", "positive", "negative"])
-def test_kinds_and_their_parameters(kind: Any) -> None:
+def test_gate_kinds_have_expected_parameters(kind: Any) -> None:
     gate = BCG(3, kind=kind).double()
     assert len(linears(gate)) == (0 if kind in ("positive", "negative") else 2)
     psi = gate(LOGITS, ALL)
@@ -242,12 +242,12 @@ def silent_gate(**options: Any) -> BCG:
 
 @pytest.mark.parametrize("zero", [-1, 0])
 @pytest.mark.parametrize("positive_index", [0, 1])
-def test_zero_rule(zero: Any, positive_index: Any) -> None:
+def test_gate_zero_sets_psi_for_a_tie(zero: Any, positive_index: Any) -> None:
     assert silent_gate(zero=zero, positive_index=positive_index)(LOGITS, ALL).tolist() == [float(zero)] * 4
 
 
 @pytest.mark.parametrize("positive_index", [0, 1])
-def test_positive_index(positive_index: Any) -> None:
+def test_positive_index_selects_the_positive_output(positive_index: Any) -> None:
     gate = silent_gate(positive_index=positive_index)
     with torch.no_grad():
         gate.fc_out.bias[positive_index] = 1e-9
@@ -309,7 +309,7 @@ def test_shuffled_gate_learns() -> None:
 # --- adaptive smoothing ---
 
 
-def test_alpha_i() -> None:
+def test_alpha_i_equals_its_formula() -> None:
     smoothing = AdaptiveSmoothing(num_classes=3, alpha=0.2, beta=1.5).double()
     alpha_i = smoothing(LOGITS, FEATURES)
     assert smoothing.psi is not None
@@ -320,7 +320,7 @@ def test_alpha_i() -> None:
 
 
 @pytest.mark.parametrize("gate", ["positive", "negative"])
-def test_direction(gate: Any) -> None:
+def test_positive_psi_increases_smoothing_with_the_norm(gate: Any) -> None:
     """In positive mode a larger norm means more smoothing, in negative mode less."""
     smoothing = AdaptiveSmoothing(num_classes=3, gate=gate, start="first_batch").double()
     by_norm = smoothing(LOGITS, FEATURES)[torch.tensor(NORMS).argsort()]
@@ -329,7 +329,7 @@ def test_direction(gate: Any) -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.04, None), (None, 0.06), (0.04, 0.06)])
-def test_clamp(low: float | None, high: float | None) -> None:
+def test_alpha_i_is_clamped_to_its_limits(low: float | None, high: float | None) -> None:
     options: dict[str, Any] = {"num_classes": 3, "gate": "positive", "start": "first_batch"}
     free = AdaptiveSmoothing(**options).double()(LOGITS, FEATURES)
     held = AdaptiveSmoothing(alpha_min=low, alpha_max=high, **options).double()(LOGITS, FEATURES)
@@ -344,7 +344,7 @@ def test_clamped_samples_give_the_gate_no_gradient() -> None:
     assert all(p.grad is not None and not p.grad.any() for p in smoothing.parameters())
 
 
-def test_with_a_custom_base_loss() -> None:
+def test_adaptive_smoothing_works_with_a_custom_base_loss() -> None:
     """FeDLaS on ACLS: its parts in a convex combination with alpha_i."""
     logits = (3 * LOGITS).requires_grad_()
     acls = fedlas.build_loss("acls", num_classes=3, margin=2.0, lambda_=1.0)
@@ -372,7 +372,9 @@ def test_with_a_custom_base_loss() -> None:
     ("preset", "margin_reduction", "positive_index", "zero", "eps"),
     [("default", "mean", 1, -1, 1e-3), ("official", "mean", 1, 0, 1e-3), ("paper", "sum", 0, -1, 0.0)],
 )
-def test_presets_item_by_item(preset: str, margin_reduction: str, positive_index: int, zero: int, eps: float) -> None:
+def test_presets_set_each_option(
+    preset: str, margin_reduction: str, positive_index: int, zero: int, eps: float
+) -> None:
     for name in NAMES:
         loss = build(name, preset=preset)
         gate, nci = loss.smoothing.bcg, loss.smoothing.nci
@@ -410,7 +412,7 @@ def test_a_keyword_overrides_the_preset(preset: str) -> None:
     assert (gate.zero, gate.positive_index) == (chosen["gate_zero"], chosen["gate_positive_index"])
 
 
-def test_presets_change_the_value_as_they_say() -> None:
+def test_presets_change_the_loss_as_documented() -> None:
     """The margin term of the paper's text is C times the one of its code."""
     mean, summed = (build("fedlas_mbls", beta=0.0, margin=1.0, margin_reduction=r) for r in ("mean", "sum"))
     for loss in (mean, summed):
@@ -475,8 +477,8 @@ def test_gate_learns_through_alpha_i_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_two_forward_passes_before_one_backward(name: str) -> None:
-    """Gradient accumulation: the statistics move in place between the passes, and no gradient minds."""
+def test_statistics_updates_between_passes_do_not_break_backward(name: str) -> None:
+    """In gradient accumulation, in-place updates of statistics between passes must not break the gradients."""
     together, apart = build(name), build(name)
     apart.load_state_dict(together.state_dict())
     batches = [(LOGITS, FEATURES), (-LOGITS, 3 * FEATURES)]
@@ -490,7 +492,7 @@ def test_two_forward_passes_before_one_backward(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_diagnostics(name: str, reduction: str) -> None:
+def test_diagnostics_are_detached_values_of_the_last_call(name: str, reduction: str) -> None:
     loss = build(name, reduction=reduction)
     assert (loss.psi, loss.gamma, loss.alpha_i) == (None, None, None)
     loss(LOGITS.clone().requires_grad_(), LABELS, FEATURES)
@@ -506,7 +508,7 @@ def test_diagnostics(name: str, reduction: str) -> None:
     assert not any("psi" in key or "alpha" in key or "gamma" in key for key in loss.state_dict())
 
 
-# --- batches that break other code ---
+# --- edge-case batches ---
 
 
 def features_with(row: float | list[float]) -> Tensor:
@@ -572,7 +574,7 @@ def test_extreme_features_give_no_nan(name: str, options: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("start", ["published", "first_batch"])
-def test_an_unusable_norm_is_left_out(start: str) -> None:
+def test_nonfinite_norm_is_excluded_from_the_statistics(start: str) -> None:
     """That sample gets gamma 0 and alpha_i = alpha; the others get what they would have got without it."""
     for kind, features in UNUSABLE.items():
         loss, without = (fedlas.build_loss("fedlas_ls", num_classes=3, start=start) for _ in range(2))
@@ -588,7 +590,7 @@ def test_an_unusable_norm_is_left_out(start: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_batch_of_one(name: str) -> None:
+def test_batch_of_one_does_not_update_statistics(name: str) -> None:
     """One sample has no deviation: the statistics stay, and gamma comes from what is known already."""
     loss = build(name)
     loss(LOGITS[:1], LABELS[:1], FEATURES[:1]).backward()
@@ -604,7 +606,7 @@ def test_a_batch_of_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_sample_that_counts_is_a_batch_of_one(name: str) -> None:
+def test_single_valid_sample_does_not_update_statistics(name: str) -> None:
     loss = build(name)
     loss(LOGITS, torch.tensor([-100, 1, -100, -100]), FEATURES)
     assert statistics(loss) == (20.0, 100.0)
@@ -612,7 +614,7 @@ def test_one_sample_that_counts_is_a_batch_of_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("features", [FEATURES, torch.full_like(FEATURES, math.nan)])
-def test_an_all_ignored_batch(name: str, features: Tensor) -> None:
+def test_batch_of_ignored_samples_has_zero_loss(name: str, features: Tensor) -> None:
     loss = build(name)
     logits = torch.full_like(LOGITS, math.nan).requires_grad_()
     value = loss(logits, torch.full((4,), -100), features)
@@ -625,7 +627,7 @@ def test_an_all_ignored_batch(name: str, features: Tensor) -> None:
 
 
 @pytest.mark.parametrize("preset", list(PRESETS))
-def test_constant_norms(preset: str) -> None:
+def test_constant_norms_give_gamma_zero(preset: str) -> None:
     """No deviation at all: gamma is 0 where mu is the norm itself, and never NaN while sigma shrinks to 0."""
     loss = build(preset=preset, start="first_batch")
     loss(LOGITS, LABELS, torch.ones_like(FEATURES))
@@ -640,14 +642,14 @@ def test_constant_norms(preset: str) -> None:
     assert statistics(loss) == pytest.approx((2.0, 0.0))
 
 
-def test_features_of_zeros_are_a_norm_like_any_other() -> None:
+def test_zero_features_update_statistics() -> None:
     loss = build(theta=0.5)
     loss(LOGITS, LABELS, torch.zeros_like(FEATURES))
     assert statistics(loss) == (10.0, 50.0)
     assert loss.gamma.tolist() == pytest.approx([-10 / 50.001] * 4)
 
 
-def test_an_outlier_of_1e30_is_forgotten() -> None:
+def test_statistics_recover_from_an_outlier_of_1e30() -> None:
     loss: Any = fedlas.build_loss("fedlas_ls", num_classes=3)
     loss(LOGITS.float(), LABELS, HARD["1e30"])
     assert statistics(loss)[1] > 1e29

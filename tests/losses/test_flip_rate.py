@@ -1,4 +1,4 @@
-"""Proportions and flip rate of the gate, by cases small enough to count on one's fingers."""
+"""Gate fractions and flip rate, in cases that can be counted by hand."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ def note(history: GateHistory, states: dict[int, float]) -> None:
     history.update(torch.tensor(list(states), dtype=torch.int64), torch.tensor(list(states.values())))
 
 
-def test_fractions_of_one_epoch() -> None:
+def test_epoch_statistics_have_gate_fractions() -> None:
     history = GateHistory(10)
     note(history, {0: 1.0, 3: -1.0})
     note(history, {9: 1.0, 1: 1.0})
@@ -39,7 +39,7 @@ def test_flip_rate_counts_samples_seen_in_both_epochs() -> None:
     assert epoch.seen == 5
 
 
-def test_a_sample_skipped_for_one_epoch_has_nothing_to_flip_from() -> None:
+def test_flip_rate_excludes_samples_skipped_in_the_previous_epoch() -> None:
     history = GateHistory(2)
     for states in ({0: 1.0, 1: 1.0}, {0: 1.0}, {0: -1.0, 1: -1.0}):
         note(history, states)
@@ -56,7 +56,7 @@ def test_the_latest_state_of_an_epoch_counts() -> None:
     assert (epoch.positive, epoch.negative, epoch.seen) == (0.0, 1.0, 1)
 
 
-def test_an_epoch_without_samples() -> None:
+def test_epoch_without_samples_gives_nan() -> None:
     history = GateHistory(3)
     note(history, {1: 1.0})
     history.end_epoch()
@@ -67,7 +67,7 @@ def test_an_epoch_without_samples() -> None:
     assert math.isnan(history.end_epoch().flip_rate)
 
 
-def test_only_plus_is_positive() -> None:
+def test_only_psi_above_zero_counts_as_positive() -> None:
     """psi can be 0 under preset="official" and anything between -1 and 1 in the soft gate; the state is a sign."""
     history = GateHistory(4)
     note(history, {0: 0.0, 1: 0.3, 2: -0.3, 3: 1.0})
@@ -90,7 +90,7 @@ def test_random_epochs_equal_the_plain_count() -> None:
         previous = current
 
 
-def test_it_accepts_psi_of_the_loss() -> None:
+def test_update_accepts_psi_of_the_loss() -> None:
     loss: Any = fedlas.build_loss("fedlas_ls", num_classes=3)
     history = GateHistory(8)
     loss(torch.randn(8, 3), torch.randint(3, (8,)), torch.randn(8, 4))
@@ -113,7 +113,7 @@ def test_state_dict_round_trip_in_the_middle_of_an_epoch() -> None:
     assert (ours.flip_rate, ours.seen) == (0.5, 3)
 
 
-def test_errors() -> None:
+def test_invalid_arguments_raise() -> None:
     with pytest.raises(ValueError, match=r"num_samples.*0"):
         GateHistory(0)
     history = GateHistory(4)

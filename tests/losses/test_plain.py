@@ -76,7 +76,7 @@ def gradient_of(value: Tensor, logits: Tensor) -> Tensor:
     return torch.autograd.grad(value, logits)[0]
 
 
-def test_every_published_loss_is_here() -> None:
+def test_every_published_loss_has_a_plain_version() -> None:
     """All fifteen have a second implementation; those with state are compared in files of their own."""
     here = {name for name, _, _ in STATELESS} | {"crl", "adafocal", "fedlas_ls", "fedlas_mbls"}
     assert len(here) == 15
@@ -84,7 +84,7 @@ def test_every_published_loss_is_here() -> None:
 
 
 @pytest.mark.parametrize(("name", "options", "function"), STATELESS, ids=IDS)
-def test_value(name: str, options: dict[str, Any], function: Plain) -> None:
+def test_value_equals_plain_loops(name: str, options: dict[str, Any], function: Plain) -> None:
     for seed, n, classes in BATCHES:
         loss = fedlas.build_loss(name, num_classes=classes, **options)
         logits, labels = batch(seed, n, classes)
@@ -92,7 +92,7 @@ def test_value(name: str, options: dict[str, Any], function: Plain) -> None:
 
 
 @pytest.mark.parametrize(("name", "options", "function"), STATELESS, ids=IDS)
-def test_gradient(name: str, options: dict[str, Any], function: Plain) -> None:
+def test_gradient_equals_plain_loops(name: str, options: dict[str, Any], function: Plain) -> None:
     logits, labels = batch(7, 6, 4)
     logits.requires_grad_()
     loss = fedlas.build_loss(name, num_classes=4, **options)
@@ -102,7 +102,7 @@ def test_gradient(name: str, options: dict[str, Any], function: Plain) -> None:
     same_gradient(ours, differences(lambda rows: function(rows, labels.tolist(), **options), logits.tolist()))
 
 
-def test_equal_logits_are_ties_everywhere() -> None:
+def test_tied_logits_equal_plain_loops() -> None:
     """Rows with equal entries: several largest logits, no probability strictly below, kernel distances of 0."""
     logits = torch.tensor([[2.0, 2.0, 2.0], [9.0, 9.0, 0.0], [9.0, 9.0, 0.0], [0.0, 1.0, 1.0]], dtype=torch.float64)
     labels = torch.tensor([0, 1, 0, 2])
@@ -118,7 +118,7 @@ def test_equal_logits_are_ties_everywhere() -> None:
 
 
 @pytest.mark.parametrize("p", [0.01, 0.199, 0.201, 0.24, 0.4, 0.6])
-def test_flsd_threshold(p: float) -> None:
+def test_flsd_switches_gamma_at_its_threshold(p: float) -> None:
     logits = torch.tensor([[math.log(p), math.log(1 - p)]], dtype=torch.float64)
     expected = (1 - p) ** (5 if p < 0.2 else 3) * -math.log(p)
     same(fedlas.build_loss("flsd")(logits, torch.tensor([0])), expected)
@@ -146,7 +146,7 @@ def test_mmce_gradient_between_equal_confidences(variant: str) -> None:
 
 
 @pytest.mark.parametrize("score", ["softmax", "margin", "entropy"])
-def test_crl_value(score: str) -> None:
+def test_crl_value_equals_plain_loops(score: str) -> None:
     for seed, n, classes in BATCHES:
         logits, labels = batch(seed, n, classes)
         source = torch.Generator().manual_seed(seed)
@@ -168,7 +168,7 @@ def test_crl_value(score: str) -> None:
 
 
 @pytest.mark.parametrize("score", ["softmax", "margin", "entropy"])
-def test_crl_gradient(score: str) -> None:
+def test_crl_gradient_equals_plain_loops(score: str) -> None:
     logits, labels = batch(3, 6, 4)
     logits.requires_grad_()
     loss = fedlas.build_loss("crl", num_classes=4, num_samples=6, rank_weight=2.0, score=score)
@@ -186,7 +186,7 @@ def test_crl_gradient(score: str) -> None:
 GAMMAS = [-2.0, -0.7, 0.2, 1.0, 3.5, 20.0, 1.0, -0.2]
 
 
-def test_adafocal_value() -> None:
+def test_adafocal_value_equals_plain_loops() -> None:
     for seed, n, classes in BATCHES:
         logits, labels = batch(seed, n, classes)
         edges = [0.1, 0.2, 0.2, 0.3, 0.55, 0.55, 0.7, 0.9, 0.95]
@@ -202,7 +202,7 @@ def test_adafocal_value() -> None:
         same(loss(logits, labels), plain.adafocal(logits.tolist(), labels.tolist(), gammas, limits), 1e-10)
 
 
-def test_adafocal_gradient() -> None:
+def test_adafocal_gradient_equals_plain_loops() -> None:
     logits, labels = batch(5, 8, 4, spread=1.5)
     logits.requires_grad_()
     loss = fedlas.build_loss("adafocal", num_classes=4, bins=8)
@@ -250,7 +250,7 @@ FEDLAS_OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("name", ["fedlas_ls", "fedlas_mbls"])
 @pytest.mark.parametrize("options", FEDLAS_OPTIONS, ids=str)
-def test_fedlas_value_over_three_steps(name: str, options: dict[str, Any]) -> None:
+def test_fedlas_value_over_three_steps_equals_plain_loops(name: str, options: dict[str, Any]) -> None:
     """State before, value, state after, three times over; then once more in eval mode."""
     for seed, (n, classes) in enumerate([(2, 3), (7, 5), (40, 10)]):
         torch.manual_seed(seed)
@@ -289,7 +289,7 @@ def test_fedlas_value_over_three_steps(name: str, options: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("name", ["fedlas_ls", "fedlas_mbls"])
-def test_fedlas_gradient(name: str) -> None:
+def test_fedlas_gradient_equals_plain_loops(name: str) -> None:
     """The network's gradient is that of the loss with alpha_i held fixed."""
     logits, labels = batch(2, 6, 4)
     logits.requires_grad_()
@@ -300,7 +300,7 @@ def test_fedlas_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fedlas_ls", "fedlas_mbls"])
-def test_soft_gate_gradient(name: str) -> None:
+def test_soft_gate_gradient_equals_plain_loops(name: str) -> None:
     """Without the sign the gate's gradient is an ordinary one, so central differences can find it."""
     logits, labels = batch(2, 6, 4)
     loss: Any = fedlas.build_loss(name, num_classes=4, start="first_batch", gate="soft").double()

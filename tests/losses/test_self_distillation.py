@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fedlas
 from fedlas import Predictions
-from fedlas.losses import base
+from fedlas.losses.base import loss as base_loss
 from losses import plain
 
 LABELS = torch.tensor([0, 1, 2, 0])
@@ -109,8 +109,8 @@ def test_the_last_usable_prediction_of_a_repeated_sample_is_stored(name: str) ->
 
 @pytest.mark.parametrize("wrong", [-1, 6])
 @pytest.mark.parametrize("name", BOTH)
-def test_a_wrong_index_is_an_error_without_value_checks_too(name: str, wrong: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(base, "checked_index", lambda index, _: index)
+def test_out_of_range_index_raises_even_without_value_checks(name: str, wrong: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(base_loss, "checked_index", lambda index, _: index)
     loss = build(name)
     before = loss.past.clone()
     with pytest.raises((IndexError, RuntimeError), match=r"index"):
@@ -129,7 +129,7 @@ def test_a_class_with_a_logit_of_minus_infinity_gives_no_nan(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_an_evaluation_is_the_cross_entropy(name: str) -> None:
+def test_eval_mode_equals_cross_entropy(name: str) -> None:
     loss = build(name)
     loss(logits_of(0), LABELS, index=INDEX)
     value = loss.eval()(logits_of(1), LABELS)
@@ -165,7 +165,7 @@ def test_a_bfloat16_table_has_normalised_targets(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_cast_of_the_loss_leaves_the_table_as_it_is(dtype: torch.dtype) -> None:
+def test_casting_the_loss_does_not_cast_the_table(dtype: torch.dtype) -> None:
     loss = build("pskd", table_dtype=str(dtype).removeprefix("torch."))
     loss(logits_of(0), LABELS, index=INDEX)
     before = loss.past.clone()
@@ -177,13 +177,13 @@ def test_a_cast_of_the_loss_leaves_the_table_as_it_is(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_a_table_that_does_not_fit_is_named_with_its_size(name: str) -> None:
+def test_table_that_does_not_fit_in_memory_raises_with_its_size(name: str) -> None:
     options = {"epochs": 4} if name == "pskd" else {}
     with pytest.raises(MemoryError, match=rf"{name}.*400,000\.0 GB.*table_dtype='bfloat16'"):
         fedlas.build_loss(name, num_classes=10**5, num_samples=10**9, **options)
 
 
-def test_the_note_of_a_failed_move_names_the_table() -> None:
+def test_failed_move_to_a_device_has_a_note_about_the_table() -> None:
     def fail(_: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("no memory")
 
@@ -221,7 +221,7 @@ def test_an_empty_bin_keeps_its_strength() -> None:
     torch.testing.assert_close(loss.alphas.sort().values[:2], torch.tensor([0.2, 0.2], dtype=torch.float64))
 
 
-def test_without_an_indicator_there_is_one_strength() -> None:
+def test_without_an_indicator_all_samples_share_one_strength() -> None:
     loss = build("closed_loop", indicator="none", bins=7, step=1.0, start=0.2)
     loss.end_epoch(held_out([0.6, 0.7, 0.8, 0.9], [True, True, False, False]))
     torch.testing.assert_close(loss.alphas, torch.tensor([0.2 + 0.25], dtype=torch.float64))

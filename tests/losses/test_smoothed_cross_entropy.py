@@ -1,4 +1,4 @@
-"""The function for people with a smoothing rule of their own: torch's label smoothing, one alpha per sample."""
+"""`smoothed_cross_entropy`: torch's label smoothing with one alpha per sample."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ def batch(*extent: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("weight", [None, WEIGHT], ids=["", "weight"])
-def test_one_alpha_is_torchs_label_smoothing(reduction: str, weight: Tensor | None) -> None:
+def test_scalar_alpha_equals_torch_label_smoothing(reduction: str, weight: Tensor | None) -> None:
     for alpha, extent in itertools.product([0.0, 0.05, 0.3, 1.0], [(), (3,), (2, 4)]):
         logits, labels = batch(*extent)
         labels[3] = -100
@@ -35,7 +35,7 @@ def test_one_alpha_is_torchs_label_smoothing(reduction: str, weight: Tensor | No
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("weight", [None, WEIGHT], ids=["", "weight"])
-def test_soft_labels(reduction: str, weight: Tensor | None) -> None:
+def test_soft_labels_equal_torch_label_smoothing(reduction: str, weight: Tensor | None) -> None:
     logits, _ = batch()
     labels = torch.rand(12, 5, dtype=torch.float64).softmax(1)
     a = smoothed_cross_entropy(logits, labels, 0.2, weight=weight, reduction=reduction)
@@ -45,7 +45,7 @@ def test_soft_labels(reduction: str, weight: Tensor | None) -> None:
 
 @pytest.mark.parametrize("weight", [None, WEIGHT], ids=["", "weight"])
 @pytest.mark.parametrize("extent", [(), (3,)], ids=str)
-def test_one_alpha_per_label(weight: Tensor | None, extent: tuple[int, ...]) -> None:
+def test_tensor_alpha_is_applied_per_label(weight: Tensor | None, extent: tuple[int, ...]) -> None:
     logits, labels = batch(*extent)
     alpha = torch.rand(labels.shape, dtype=torch.float64)
     each = smoothed_cross_entropy(logits, labels, alpha, weight=weight, reduction="none")
@@ -64,7 +64,7 @@ def test_one_alpha_per_label(weight: Tensor | None, extent: tuple[int, ...]) -> 
     )
 
 
-def test_ignored_samples() -> None:
+def test_ignored_samples_are_excluded() -> None:
     logits, labels = batch()
     alpha = torch.rand(12, dtype=torch.float64)
     kept = torch.arange(12) % 3 > 0
@@ -80,7 +80,7 @@ def test_ignored_samples() -> None:
     assert not steering.grad[~kept].any()
 
 
-def test_all_samples_ignored() -> None:
+def test_loss_of_only_ignored_samples_is_zero() -> None:
     logits, labels = batch()
     logits.requires_grad_()
     value = smoothed_cross_entropy(logits, torch.full_like(labels, -100), 0.1)
@@ -104,7 +104,7 @@ def test_alpha_has_a_gradient() -> None:
     )
 
 
-def test_alpha_as_a_tensor_without_dimensions() -> None:
+def test_alpha_may_be_a_scalar_tensor() -> None:
     logits, labels = batch()
     alpha = torch.tensor(0.2, requires_grad=True)
     value = smoothed_cross_entropy(logits, labels, alpha)
@@ -123,7 +123,7 @@ def test_low_precision_logits_are_computed_in_float32(dtype: torch.dtype) -> Non
     assert value.item() == pytest.approx(smoothed_cross_entropy(narrow.double(), labels, 0.1).item(), rel=1e-2)
 
 
-def test_errors() -> None:
+def test_invalid_arguments_raise() -> None:
     logits, labels = batch()
     with pytest.raises(ValueError, match=r"alpha.*\(12,\).*\(5,\)"):
         smoothed_cross_entropy(logits, labels, torch.rand(5))

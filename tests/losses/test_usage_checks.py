@@ -1,4 +1,4 @@
-"""A training loop that leaves something out is warned once; a correct loop never is."""
+"""Incomplete training loops warn once; correct loops never warn."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fedlas
-from fedlas.losses import usage_checks
+from fedlas.losses.base import usage_checks
 
 CLASSES, WIDTH, SAMPLES = 3, 4, 8
 LOSSES = [record.name for record in fedlas.list_losses()]

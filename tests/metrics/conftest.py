@@ -1,4 +1,4 @@
-"""Predictions that several tests of the metrics share."""
+"""Provide predictions for the tests of metrics."""
 
 import pytest
 
@@ -13,6 +13,6 @@ def golden() -> Predictions:
 
 @pytest.fixture(scope="session")
 def cooled() -> Predictions:
-    """The golden samples at a temperature that nearly calibrates them."""
+    """Return the golden predictions, nearly calibrated by temperature scaling."""
     logits, labels = cases.golden_logits()
     return Predictions(logits / 2.4, labels)

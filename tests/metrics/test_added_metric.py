@@ -27,10 +27,12 @@ class Spherical(AbstractMean):
 
     name = "spherical"
     title = "spherical score"
+    explanation = "How well rows point at their labels."
     unit = ""
     higher_is_better = True
     in_summary = True
     is_compared = True
+    is_logged = True
     interval = MeanBootstrap()
     paired = PairedMeans(largest=1.0)
 
@@ -59,7 +61,8 @@ def predictions(scale: float = 2.0) -> fedlas.Predictions:
 def test_an_added_metric_appears_everywhere(spherical, tmp_path):
     pytest.importorskip("torchmetrics")
     from fedlas.comparison import compare_models
-    from fedlas.integrations.torchmetrics import CalibrationMetric
+    from fedlas.integrations.base import ValidationMetrics
+    from fedlas.integrations.torchmetrics import calibration_metrics
     from fedlas.report.html import save_page
 
     given = predictions()
@@ -78,8 +81,13 @@ def test_an_added_metric_appears_everywhere(spherical, tmp_path):
     for rows in torch.arange(400).split(150):
         stream.update_logits(given.logits[rows], given.labels[rows])
     assert float(stream.compute()) == pytest.approx(expected, abs=1e-6)
-    adapter = CalibrationMetric("spherical", "logits")
+    logged = ValidationMetrics()
+    logged.add(given.logits, given.labels)
+    assert logged.read()["spherical"] == pytest.approx(expected, abs=1e-6)
+    adapter = calibration_metrics("logits")["spherical"]
     adapter.update(given.logits, given.labels)
     assert float(adapter.compute()) == pytest.approx(expected, abs=1e-6)
     save_page({"model": report}, tmp_path / "page.html")
-    assert "spherical score" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "spherical score" in page
+    assert "How well rows point at their labels." in page

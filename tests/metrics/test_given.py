@@ -1,4 +1,4 @@
-"""What comes in: nothing that is given is ignored, nothing that is kept belongs to the caller, any layout will do."""
+"""Inputs of metrics: no argument is ignored, inputs are copied, and any memory layout is accepted."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def table(n: int = 300, classes: int = 4) -> tuple[Tensor, Tensor]:
     return torch.randn(n, classes, generator=random).softmax(1), torch.randint(classes, (n,), generator=random)
 
 
-def test_labels_beside_predictions_raise():
+def test_labels_next_to_predictions_raise():
     probs, labels = table()
     known = Predictions.from_probs(probs, labels)
     for metric in (metrics.ece, metrics.nll, metrics.classwise_ece, metrics.aurc, metrics.accuracy):
@@ -108,7 +108,7 @@ def test_binary_maps_are_pooled():
     assert metrics.ece(maps, truth, scope="positive") == pytest.approx(float(wanted))
 
 
-def test_areas_of_tied_confidences_have_the_interval_of_accuracy():
+def test_aurc_of_tied_confidences_has_the_interval_of_accuracy():
     """With one confidence for all, the AURC is the share of errors, and so is what is known about it."""
     hits = (torch.rand(2000, generator=torch.Generator().manual_seed(0)) < 0.8).long()
     area = metrics.bootstrap(metrics.aurc, torch.full((2000,), 0.8), hits, scope="confidence")
@@ -117,7 +117,7 @@ def test_areas_of_tied_confidences_have_the_interval_of_accuracy():
     assert area.interval.width == pytest.approx(share.interval.width, rel=0.1)
 
 
-def test_intervals_of_areas_lie_between_0_and_1():
+def test_aurc_intervals_lie_between_0_and_1():
     confidence = torch.linspace(0.5, 1, 200)
     wrong = metrics.bootstrap(metrics.aurc, confidence, (torch.arange(200) >= 180).long(), scope="confidence")
     assert wrong.interval.high <= 1

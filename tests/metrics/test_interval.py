@@ -292,7 +292,7 @@ def test_intervals_of_soft_labels_cover_the_true_value(metric, n, annotators):
     assert np.mean(covered) >= (0.82 if metric is aece and n == 20 else 0.9)
 
 
-def test_an_interval_that_needs_an_explanation_has_one():
+def test_intervals_with_caveats_have_an_explanation():
     probs, labels = torch.tensor([[0.9, 0.1]]).repeat(100, 1), torch.zeros(100, dtype=torch.long)
     assert "3.6 %" in bootstrap(nll, probs, labels).note
     assert bootstrap(brier, probs, labels).note == ""
@@ -303,7 +303,7 @@ def test_an_interval_that_needs_an_explanation_has_one():
 
 
 @pytest.mark.parametrize("metric", [brier, nll, signed_ece])
-def test_means_over_a_handful_of_samples_have_wide_intervals(metric):
+def test_means_over_few_samples_have_wide_intervals(metric):
     probs = torch.tensor([[0.9, 0.1]])
     for label in (0, 1):
         found = bootstrap(metric, probs, torch.tensor([label]), resamples=50)
@@ -319,14 +319,14 @@ def test_clopper_pearson_interval_of_small_counts_matches_scipy(count, n):
 
 
 @pytest.mark.parametrize(("n", "chance"), [(1, 0.3), (200, 0.01), (5_000, 0.999), (700, 0.5), (300, 0.0)])
-def test_ranked_errors_are_binomial(n, chance):
+def test_ranked_errors_equal_binomial_quantiles(n, chance):
     stats = cases.oracle("scipy.stats")
     expected = stats.binom.ppf((np.arange(1_001) + 0.5) / 1_001, n, chance)
     found = ranked_errors(np.array([float(n)]), np.array([chance]), 1_001)[0] + n * chance
     assert found == pytest.approx(expected, abs=1e-9)
 
 
-def test_the_interval_of_a_calibrated_model_starts_at_zero_itself():
+def test_interval_of_a_calibrated_model_starts_at_zero():
     """Rounding left 1e-19 of the last gap, and 0 was outside of one interval in fifteen."""
     for seed in range(20):
         confidence, hits = cases.binary(1_000, seed)
@@ -490,7 +490,7 @@ def test_bootstrap_of_metrics_without_known_coverage_raises(metric, golden):
         bootstrap(metric, golden)
 
 
-def test_an_area_over_a_handful_of_errors_has_no_interval(golden):
+def test_aurc_over_few_errors_has_no_interval(golden):
     """A bootstrap of few errors knows little more than those."""
     sure, number = torch.linspace(0.6, 1, 500), torch.arange(500)
     for metric in (aurc, e_aurc, augrc):
@@ -546,7 +546,7 @@ def test_samples_outside_of_all_bins_have_no_gap(golden):
     assert np.abs(gaps.weighted).sum() == pytest.approx(aece(golden, compat="official"), abs=1e-12)
 
 
-def test_a_bin_of_its_own_has_a_gap():
+def test_torchmetrics_bin_of_confidence_one_has_a_gap():
     """torchmetrics counts confidences of 1 apart; the interval left them out, and the value lay above it."""
     probs, labels = cases.saturated()
     found = bootstrap(ece, probs, labels, compat="torchmetrics", resamples=500)

@@ -9,9 +9,10 @@ import sys
 import pytest
 import torch
 
-from fedlas import metrics, predictions
+from fedlas import metrics
 from fedlas.metrics import inputs
-from fedlas.predictions import Predictions, top_of_logits
+from fedlas.predictions import Predictions, probabilities
+from fedlas.predictions.probabilities import top_of_logits
 
 INTERPRETED = """
 import math, torch
@@ -61,7 +62,7 @@ def test_torch_is_used_if_the_kernel_cannot_be_compiled(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(50, 4), (6, 3, 5, 2)])
 def test_parts_match_all_rows_at_once(monkeypatch, at_once, dtype, shape):
-    monkeypatch.setattr(predictions, "AT_ONCE", at_once)
+    monkeypatch.setattr(probabilities, "AT_ONCE", at_once)
     logits = (4 * torch.randn(shape)).to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
     expected = logits.softmax(1, dtype=wide).max(1)

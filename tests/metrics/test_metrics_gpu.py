@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 from fedlas import metrics
 from fedlas.metrics import inputs
 from fedlas.metrics.registry import all_metrics
-from fedlas.predictions import Predictions, top_of_logits
+from fedlas.predictions import Predictions
+from fedlas.predictions.probabilities import top_of_logits
 from metrics import cases
 
 pytestmark = [

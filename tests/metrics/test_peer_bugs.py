@@ -32,7 +32,8 @@ from fedlas.metrics import (
     rms_error,
     smooth_ece,
 )
-from fedlas.predictions import Predictions, as_tensor
+from fedlas.predictions import Predictions
+from fedlas.predictions.arrays import as_tensor
 from metrics import cases
 
 
@@ -40,14 +41,14 @@ def positive(confidence: list[float], hits: list[int], **options) -> float:
     return float(ece(torch.tensor(confidence, dtype=torch.float64), torch.tensor(hits), scope="positive", **options))
 
 
-def test_nan_raises():
+def test_nan_probabilities_raise():
     """torchmetrics returns 0.1888 for [nan, 0.5]."""
     for metric in (ece, aece, mce, smooth_ece, aurc):
         with pytest.raises(ValueError, match=r"probs.*row 0.*nan"):
             metric(torch.tensor([math.nan, 0.5]), torch.tensor([1, 0]), scope="positive")
 
 
-def test_a_row_of_too_much_probability_is_an_error():
+def test_row_sum_above_one_raises():
     """torchmetrics accepts [[0.9, 0.9, 0.2]]."""
     for metric in (ece, classwise_ece, metrics.nll, metrics.brier, aurc, metrics.top_k):
         with pytest.raises(ValueError, match=r"row 0.*\[0\.9, 0\.9, 0\.2\]"):
@@ -69,7 +70,7 @@ def test_logits_inside_zero_to_one_are_still_logits():
     assert abs(expected - float(ece(logits / logits.sum(1, keepdim=True), labels))) > 0.01
 
 
-def test_a_distribution_as_logits_is_not_taken_for_probabilities():
+def test_logits_that_sum_to_one_are_still_softmaxed():
     """Rows that sum to one, given as logits, are softened like any others."""
     rows = torch.tensor([[0.9, 0.1], [0.8, 0.2]])
     found = ece.accumulator().update_logits(rows, torch.tensor([0, 0])).compute()
@@ -91,7 +92,7 @@ def test_the_documented_edge_rule_and_the_other_one(dtype):
     assert "equal-width bins [lower, upper)" in theirs.about.edges
 
 
-def test_half_of_the_samples_at_one_and_zero_are_counted_once():
+def test_confidences_of_zero_and_one_are_counted_once():
     """A saturated binary model: nothing may be dropped at either end, nor counted twice."""
     assert positive([0.0, 1.0, 0.0, 1.0], [0, 1, 1, 0], bins=10) == 0.5
     assert positive([0.0, 1.0], [0, 1]) == 0.0
@@ -99,7 +100,7 @@ def test_half_of_the_samples_at_one_and_zero_are_counted_once():
     assert found.counts.tolist() == [2, 1]
 
 
-def test_half_precision_logits_saturate_without_harm():
+def test_saturated_half_precision_logits_give_finite_metrics():
     """12 % of bf16 probabilities are exactly 1 at modest logits; softened in float32 hardly any are."""
     source = torch.Generator().manual_seed(0)
     logits = 6 * torch.randn(5_000, 10, generator=source)
@@ -112,7 +113,7 @@ def test_half_precision_logits_saturate_without_harm():
 
 
 @pytest.mark.parametrize("metric", [ece, aece, classwise_ece, mce, rms_error, debiased_l2, smooth_ece, aurc, augrc])
-def test_no_error_is_a_float_in_every_norm(metric):
+def test_zero_error_is_a_float_in_every_norm(metric):
     """torchmetrics gives an int64 zero for its L2 norm."""
     found = metric(torch.eye(4), torch.arange(4))
     assert isinstance(found, float)
@@ -120,7 +121,7 @@ def test_no_error_is_a_float_in_every_norm(metric):
     assert found == pytest.approx(0.0, abs=1e-12)
 
 
-def test_debiasing_is_reachable_and_changes_the_value():
+def test_debiased_l2_differs_from_the_plain_error():
     """torchmetrics and torch-uncertainty have a `debias=` that nothing can turn on."""
     confidence, hits = cases.binary(1_000)
     plain = rms_error(confidence, hits, binning="mass", scope="positive")
@@ -144,7 +145,7 @@ def test_the_mean_over_bins_is_another_metric_than_aece():
     assert not hasattr(metrics, "ace"), "the name means three things"
 
 
-def test_edges_of_a_tied_model_leave_bins_empty_but_lose_no_sample():
+def test_equal_mass_bins_of_tied_confidences_lose_no_sample():
     """The published edges fill 11 of 15 bins of a saturated model; ours fill fewer than 15 too, with all samples."""
     probs, labels = cases.saturated()
     published = histogram(probs, labels, binning="mass", compat="official").bins
@@ -165,7 +166,7 @@ def test_a_constant_predictor_has_its_true_error(share, bins):
         assert metric(confidence, hits, bins, scope="positive") == pytest.approx(abs(0.6 - share), abs=1e-12)
 
 
-def test_rounded_scores_do_not_change_the_estimator():
+def test_rounded_scores_use_the_same_debiased_estimator():
     """uncertainty-calibration takes scores for discrete when fewer than a quarter of them are distinct."""
     confidence, hits = cases.binary(4_000, shift=0.1)
     rounded = (confidence * 100).round() / 100
@@ -187,7 +188,7 @@ def test_class_wise_ece_has_no_threshold():
     assert found.norm == "L1"
 
 
-def test_class_wise_is_a_mean_over_classes_not_a_sum():
+def test_classwise_ece_is_a_mean_over_classes_not_a_sum():
     probs, labels = cases.saturated(500, 4)
     found = classwise_ece(probs, labels)
     assert found == pytest.approx(sum(found.details["per_class"]) / 4, abs=1e-15)
@@ -205,7 +206,7 @@ def test_smooth_ece_names_its_kernel_and_accepts_every_dtype():
         assert smooth_ece(confidence.to(dtype), hits.long(), scope="positive") == pytest.approx(float(found), abs=3e-3)
 
 
-def test_arrays_of_other_packages_are_accepted():
+def test_arrays_of_other_libraries_are_accepted():
     """Keras and JAX users: whatever numpy can read."""
 
     class OtherArray:

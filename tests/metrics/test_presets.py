@@ -18,7 +18,7 @@ def problems() -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_torchmetrics(which):
+def test_torchmetrics_preset_equals_torchmetrics(which):
     oracle = cases.oracle("torchmetrics.functional.classification")
     probs, labels = (torch.from_numpy(part) for part in problems()[which])
     for norm, ours in (("l1", ece), ("l2", rms_error), ("max", mce)):
@@ -28,7 +28,7 @@ def test_torchmetrics(which):
         assert ours(probs, labels, compat="torchmetrics") == pytest.approx(float(theirs), abs=1e-6), norm
 
 
-def test_torchmetrics_binary_and_its_phantom_bin():
+def test_binary_torchmetrics_preset_equals_torchmetrics():
     oracle = cases.oracle("torchmetrics.functional.classification")
     confidence, hits = torch.tensor([0.95, 1.0]), torch.tensor([1, 0])
     theirs = oracle.binary_calibration_error(confidence, hits, n_bins=10)
@@ -38,14 +38,14 @@ def test_torchmetrics_binary_and_its_phantom_bin():
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_netcal_equal_width(which):
+def test_netcal_preset_equals_netcal_equal_width(which):
     oracle = cases.oracle("netcal.metrics")
     probs, labels = problems()[which]
     assert ece(probs, labels, compat="netcal") == pytest.approx(oracle.ECE(15).measure(probs, labels), abs=1e-7)
     assert mce(probs, labels, compat="netcal") == pytest.approx(oracle.MCE(15).measure(probs, labels), abs=1e-6)
 
 
-def test_netcal_edges():
+def test_netcal_preset_uses_the_edges_of_netcal():
     """[lower, upper): a confidence on an edge is in the bin above, where the published rule puts it below."""
     oracle = cases.oracle("netcal.metrics")
     confidence = np.array([0.5, 0.5, 0.55, 0.45, 1.0])
@@ -55,7 +55,7 @@ def test_netcal_edges():
     assert ece(confidence, hits, 10, scope="positive") != pytest.approx(theirs)
 
 
-def test_netcal_equal_mass():
+def test_netcal_preset_equals_netcal_equal_mass():
     oracle = cases.oracle("netcal.metrics")
     probs, labels = problems()[0]
     theirs = oracle.ECE(15, equal_intervals=False).measure(probs, labels)
@@ -63,7 +63,7 @@ def test_netcal_equal_mass():
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_uncertainty_calibration_equal_width(which):
+def test_uncertainty_calibration_preset_equals_the_package_equal_width(which):
     oracle = cases.oracle("calibration")
     probs, labels = problems()[which]
     compat = "uncertainty-calibration"
@@ -73,7 +73,7 @@ def test_uncertainty_calibration_equal_width(which):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_uncertainty_calibration_equal_mass(which):
+def test_uncertainty_calibration_preset_equals_the_package_equal_mass(which):
     oracle = cases.oracle("calibration")
     probs, labels = problems()[which]
     compat = "uncertainty-calibration"
@@ -85,7 +85,7 @@ def test_uncertainty_calibration_equal_mass(which):
     assert ours == pytest.approx(theirs, abs=1e-6)
 
 
-def test_uncertainty_calibration_debiased():
+def test_uncertainty_calibration_preset_equals_the_package_debiased():
     oracle = cases.oracle("calibration")
     probs, labels = problems()[0]
     probs = probs.astype(np.float64)

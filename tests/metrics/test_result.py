@@ -89,7 +89,7 @@ def test_json_has_null_for_nan():
     assert math.isnan(Result.from_dict(json.loads(text)))
 
 
-def test_latex(result):
+def test_latex_has_the_value_and_interval(result):
     assert result.to_latex() == r"$4.1$ {\scriptsize $[3.1, 5.2]$}"
     plain = Result(1.6474, Definition("NLL", unit="nats"))
     assert plain.to_latex() == "$1.647$"
@@ -108,7 +108,7 @@ def test_details_cannot_be_changed(result):
         result.details["noise_floor"] = 0
 
 
-def test_interval():
+def test_interval_has_containment_and_width():
     interval = Interval(0.1, 0.3)
     assert 0.2 in interval
     assert 0.31 not in interval

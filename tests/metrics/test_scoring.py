@@ -12,12 +12,12 @@ from fedlas.predictions import Predictions
 from metrics import cases
 
 
-def test_reference_values(golden):
+def test_scoring_rules_equal_reference_values(golden):
     assert accuracy(golden) == pytest.approx(0.424, abs=1e-12)
     assert nll(golden) == pytest.approx(1.6473982334136963, abs=1e-6)
 
 
-def test_against_scikit_learn(golden):
+def test_scoring_rules_equal_scikit_learn(golden):
     oracle = cases.oracle("sklearn.metrics")
     probs, labels = golden.probs.double().numpy(), golden.labels.numpy()
     probs = probs / probs.sum(1, keepdims=True)
@@ -96,7 +96,7 @@ def test_ignored_labels_are_left_out():
 
 
 @pytest.mark.parametrize("soft", [False, True])
-def test_brier_and_its_parts_by_hand(soft):
+def test_brier_decomposition_equals_a_manual_calculation(soft):
     source = torch.Generator().manual_seed(0)
     probs = torch.randn(400, 3, generator=source).softmax(1)
     hot = torch.randn(400, 3, generator=source).mul(2).softmax(1)

@@ -21,7 +21,7 @@ def by_hand(order: list[int]) -> tuple[float, float]:
     return risks / n, general / n
 
 
-def test_without_ties():
+def test_risk_coverage_without_ties_equals_plain_loops():
     confidence = torch.tensor([0.9, 0.8, 0.7, 0.6])
     hits = torch.tensor([1, 0, 1, 0])
     area, general = by_hand([1, 0, 1, 0])
@@ -59,7 +59,7 @@ def test_a_constant_confidence_has_the_error_rate_everywhere():
     assert curve.generalised.tolist() == pytest.approx([3 / 8 * k / 8 for k in range(1, 9)])
 
 
-def test_a_single_sample():
+def test_metrics_of_a_single_sample_are_defined():
     assert aurc(torch.tensor([0.3]), torch.tensor([0]), scope="confidence") == 1.0
     assert e_aurc(torch.tensor([0.3]), torch.tensor([0]), scope="confidence") == 0.0
 

@@ -15,7 +15,7 @@ MAPIE = {"ks": (1.3652637974082311, 0.3442561605495269), "kuiper": (1.7286560718
 MAPIE_SPIEGELHALTER = (-0.6364683434433089, 0.7377643960445939)
 
 
-def test_against_mapie(cooled):
+def test_tests_equal_mapie(cooled):
     for test, (statistic, p_value) in ((ks_test, MAPIE["ks"]), (kuiper_test, MAPIE["kuiper"])):
         found = test(cooled).details
         assert found["statistic"] == pytest.approx(statistic, abs=1e-6)
@@ -25,7 +25,7 @@ def test_against_mapie(cooled):
     assert found.details["p_value"] == pytest.approx(2 * (1 - MAPIE_SPIEGELHALTER[1]), abs=1e-6)
 
 
-def test_statistics_by_hand():
+def test_statistics_equal_a_manual_calculation():
     confidence = torch.tensor([0.2, 0.6, 0.9], dtype=torch.float64)
     hits = torch.tensor([1, 0, 1])
     scale = math.sqrt(0.2 * 0.8 + 0.6 * 0.4 + 0.9 * 0.1) / 3
@@ -40,7 +40,7 @@ def test_statistics_by_hand():
 
 
 @pytest.mark.parametrize(("test", "at", "p_value"), [(ks_test, 2.2414, 0.05), (kuiper_test, 2.4977, 0.05)])
-def test_five_percent_points_of_brownian_motion(test, at, p_value):
+def test_p_values_equal_published_critical_values(test, at, p_value):
     """Known 5 % points of the maximum and the range; the two series on either side of 1 meet there."""
     from fedlas.metrics import calibration_tests
 

@@ -1,4 +1,4 @@
-"""`build_model` and `list_models`: which network a name means, and what is said when it means none."""
+"""`build_model` and `list_models`: resolution of names, and errors for unknown names."""
 
 import importlib.util
 import re
@@ -137,18 +137,18 @@ def test_a_missing_library_raises_with_its_name(monkeypatch):
 
 def described(record):
     """What the documentation should say about a network."""
-    side = record.image_size or 28
+    side = record.cls.image_size or 28
     with torch.device("meta"):
         model = build_model(record.name, 10)
         channels = next(m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d))
         width = WithFeatures(model)(torch.empty(2, channels, side, side)).features.shape[1]
     size = sum(p.numel() for p in model.parameters())
-    return f"| `{record.name}` | {record.image_size or 'any'} | {width:,} | {size:,} |"
+    return f"| `{record.name}` | {record.cls.image_size or 'any'} | {width:,} | {size:,} |"
 
 
 @pytest.mark.campaign
 def test_documented_network_properties_are_correct():
-    """A row that has grown old fails here; a new network needs no row."""
+    """Fails if a documented property is outdated; new networks need no entry."""
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"^\| `\w+` \| \w+ \| [\d,]+ \| [\d,]+ \|", text, re.MULTILINE))
     assert shown, "the documentation shows no networks"

@@ -1,4 +1,4 @@
-"""The networks of the catalogue: sizes to the unit, how they are drawn, what their features are, and where they run."""
+"""Networks of the catalogue: parameter counts, initialisation, features and compilation."""
 
 import math
 
@@ -39,7 +39,9 @@ def small(name, **options):
         options |= VIT
     model = build_model(name, 7, **options)
     side = (
-        32 if name.startswith("vit") or name in {"resnet50", "resnet101"} else SIDE.get(name, RECORDS[name].image_size)
+        32
+        if name.startswith("vit") or name in {"resnet50", "resnet101"}
+        else SIDE.get(name, RECORDS[name].cls.image_size)
     )
     return model, torch.randn(2, options.get("in_channels", 1 if name == "small_cnn" else 3), side, side)
 
@@ -94,7 +96,7 @@ def test_options_do_not_change_sizes():
     ],
 )
 def test_features_have_the_published_width_at_full_size(name, width):
-    side = RECORDS[name].image_size
+    side = RECORDS[name].cls.image_size
     with torch.device("meta"):
         logits, features = WithFeatures(build_model(name, 7))(torch.empty(2, 3, side, side))
     assert logits.shape == (2, 7)

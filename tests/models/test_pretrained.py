@@ -1,4 +1,4 @@
-"""Weights from files: what fits is loaded, what does not is named, and what is not there is said where to put."""
+"""Pretrained weights: matching files are loaded; mismatched or missing files raise with a remedy."""
 
 import hashlib
 import re

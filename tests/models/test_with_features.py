@@ -1,4 +1,4 @@
-"""`WithFeatures` on small networks: which layer it takes, what it gives, what it refuses, and where it runs.
+"""`WithFeatures` on small networks: choice of the head, outputs, errors, and execution modes.
 
 The proof that features are right is the same everywhere: the head applied to them gives the logits.
 """
@@ -54,7 +54,7 @@ def images():
     return torch.randn(4, 3, 8, 8)
 
 
-def proven(net, *args, **kwargs):
+def assert_features_give_logits(net, *args, **kwargs):
     """Call the wrapper and prove that the head turns each row of features into that row of logits."""
     output = net(*args, **kwargs)
     layer = net.model.get_submodule(net.head_name)
@@ -146,11 +146,11 @@ FOUND = {
 
 
 @pytest.mark.parametrize("case", FOUND)
-def test_the_head_is_found(case):
+def test_head_is_found_automatically(case):
     model, name = copy.deepcopy(FOUND[case])
     net = WithFeatures(model)
     assert net.head_name == name
-    assert isinstance(proven(net, torch.randn(4, 6)), Output)
+    assert isinstance(assert_features_give_logits(net, torch.randn(4, 6)), Output)
     assert repr(name) in repr(net)
 
 
@@ -198,7 +198,7 @@ def test_an_ambiguous_head_raises_with_the_candidates(case):
 def test_one_of_two_heads_can_be_selected():
     x = torch.randn(4, 6)
     model = heads(lambda self, x: {"aux": self.head_b(2 * x), "logits": self.head_a(x)})
-    torch.testing.assert_close(proven(WithFeatures(model, head="head_a"), x).features, x)
+    torch.testing.assert_close(assert_features_give_logits(WithFeatures(model, head="head_a"), x).features, x)
 
 
 def plain_pair(self, x):
@@ -236,7 +236,7 @@ def test_logits_of_another_head_raise_without_gradients_and_compiled():
         compiled(torch.randn(4, 6))
 
 
-def test_a_hidden_layer_as_wide_as_the_logits_is_no_head():
+def test_hidden_layer_as_wide_as_the_logits_is_not_taken_for_the_head():
     model = Wired(lambda self, x: self.b(self.a(x)), a=nn.Linear(6, 5), b=nn.Linear(5, 5))
     with pytest.raises(ValueError, match=r"'a'.*head="):
         WithFeatures(model, head="a")(torch.randn(4, 6))
@@ -264,7 +264,7 @@ def segmentation(mode="bilinear", **more):
 @pytest.mark.parametrize(("mode", "more"), [("bilinear", {"align_corners": False}), ("nearest", {})])
 def test_features_of_resized_logits_are_resized_alike(mode, more):
     net = WithFeatures(segmentation(mode, **more).eval())
-    output = proven(net, torch.randn(2, 3, 16, 12))
+    output = assert_features_give_logits(net, torch.randn(2, 3, 16, 12))
     assert output.logits.shape == (2, 5, 16, 12)
     assert output.features.shape == (2, 8, 16, 12)
     small = WithFeatures(net.unwrap(), output="aux")(torch.randn(2, 3, 16, 12))
@@ -289,7 +289,7 @@ class Cosine(nn.Module):
 
 def test_a_custom_head_can_be_given():
     model = nn.Sequential(nn.Linear(6, 8), Cosine())
-    assert proven(WithFeatures(model, head="1"), torch.randn(4, 6)).features.shape == (4, 8)
+    assert assert_features_give_logits(WithFeatures(model, head="1"), torch.randn(4, 6)).features.shape == (4, 8)
     with pytest.raises(ValueError, match="'0'"):  # the linear layer is not the last one here
         WithFeatures(model)(torch.randn(4, 6))
 
@@ -387,7 +387,7 @@ def _write_into(x):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("case", NOT_DIRECT)
 def test_a_dropout_that_does_not_directly_precede_the_head_stays(case, training):
-    proven(WithFeatures(Dropping(NOT_DIRECT[case])).train(training), torch.randn(4, 6))
+    assert_features_give_logits(WithFeatures(Dropping(NOT_DIRECT[case])).train(training), torch.randn(4, 6))
 
 
 OUTPUTS = {
@@ -402,7 +402,7 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("case", OUTPUTS)
 def test_logits_are_extracted_from_network_outputs(case):
-    proven(WithFeatures(pair(lambda self, x: OUTPUTS[case](self.b(self.a(x))))), torch.randn(4, 6))
+    assert_features_give_logits(WithFeatures(pair(lambda self, x: OUTPUTS[case](self.b(self.a(x))))), torch.randn(4, 6))
 
 
 @pytest.mark.parametrize(
@@ -432,7 +432,9 @@ ROWS = {
 
 @pytest.mark.parametrize("case", ROWS)
 def test_rows_selected_after_the_head_are_selected_from_the_features(case):
-    output = proven(WithFeatures(pair(lambda self, x: ROWS[case](self.b(self.a(x))))), torch.randn(4, 3, 6))
+    output = assert_features_give_logits(
+        WithFeatures(pair(lambda self, x: ROWS[case](self.b(self.a(x))))), torch.randn(4, 3, 6)
+    )
     assert output.features.shape == (*output.logits.shape[:-1], 8)
 
 
@@ -491,7 +493,7 @@ def test_one_class_of_a_map_raises():
 def test_maps_keep_the_layout_of_their_logits():
     x = torch.randn(2, 3, 4, 4)
     convolutional = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 5, 1))
-    assert proven(WithFeatures(convolutional, head="1"), x).features.shape == (2, 8, 4, 4)
+    assert assert_features_give_logits(WithFeatures(convolutional, head="1"), x).features.shape == (2, 8, 4, 4)
 
     def channels_last(self, x):
         return self.b(self.a(x).movedim(1, -1)).movedim(-1, 1)
@@ -562,10 +564,10 @@ def test_a_copy_sees_its_own_features(copied):
     with torch.no_grad():
         twin.model.body[0].weight.add_(1.0)
     x = images()
-    first, second = proven(net, x), proven(twin, x)
+    first, second = assert_features_give_logits(net, x), assert_features_give_logits(twin, x)
     assert not torch.allclose(first.features, second.features)
-    torch.testing.assert_close(proven(net, x).features, first.features, rtol=0, atol=0)
-    proven(WithFeatures(copied(twin.model)), x)  # a model that carries the hook of another wrapper
+    torch.testing.assert_close(assert_features_give_logits(net, x).features, first.features, rtol=0, atol=0)
+    assert_features_give_logits(WithFeatures(copied(twin.model)), x)  # a model that carries the hook of another wrapper
 
 
 def test_two_wrappers_of_one_model_work_side_by_side():
@@ -579,10 +581,10 @@ def test_two_wrappers_of_one_model_work_side_by_side():
 def test_a_wrapper_of_a_wrapper_works():
     net = WithFeatures(WithFeatures(Classifier())).eval()
     assert net.head_name == "model.fc"
-    proven(net, images())
+    assert_features_give_logits(net, images())
 
 
-def test_no_tensors_are_kept_alive():
+def test_wrapper_keeps_no_tensors_alive():
     net = WithFeatures(Classifier())
     seen = []
     net.model.fc.register_forward_pre_hook(lambda _, args: seen.append(weakref.ref(args[0])))
@@ -631,23 +633,23 @@ def test_modes_devices_and_types_reach_the_model():
     assert output.features.device.type == output.logits.device.type == "meta"
 
 
-def test_inference_mode_and_no_grad():
+def test_wrapper_works_in_inference_mode_and_no_grad():
     net = WithFeatures(Classifier()).eval()
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
-            assert not proven(net, images()).features.requires_grad
+            assert not assert_features_give_logits(net, images()).features.requires_grad
 
 
-def test_autocast():
+def test_wrapper_works_under_autocast():
     net = WithFeatures(Classifier()).eval()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = proven(net, images())
+        output = assert_features_give_logits(net, images())
     assert output.logits.dtype == torch.bfloat16
     output.logits.sum().backward()
     assert net.model.body[0].weight.grad.dtype == torch.float32
 
 
-def test_channels_last():
+def test_wrapper_works_in_channels_last():
     net, x = WithFeatures(Classifier()).eval(), images()
     expected = net(x)
     output = net.to(memory_format=torch.channels_last)(x.contiguous(memory_format=torch.channels_last))
@@ -655,7 +657,7 @@ def test_channels_last():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_of_the_body(reentrant):
+def test_wrapper_works_with_gradient_checkpointing(reentrant):
     plain = WithFeatures(Classifier()).eval()
     net = WithFeatures(Classifier(reentrant)).eval()
     net.load_state_dict(plain.state_dict())
@@ -682,7 +684,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("case", COMPILED)
-def test_compiled_in_one_graph_without_recompilation(case, training):
+def test_wrapper_compiles_in_one_graph_without_recompilation(case, training):
     build, inputs = COMPILED[case]
     torch.compiler.reset()
     net = WithFeatures(build()).train(training)
@@ -715,17 +717,17 @@ def test_a_compiled_network_can_be_wrapped_too():
     net = WithFeatures(torch.compile(Classifier(), backend="aot_eager")).eval()
     assert net.head_name == "_orig_mod.fc"
     for _ in range(2):
-        proven(net, images())
+        assert_features_give_logits(net, images())
 
 
-def test_exported():
+def test_wrapper_can_be_exported():
     net, x = WithFeatures(Classifier()).eval(), images()
     torch.testing.assert_close(torch.export.export(net, (x,)).module()(x), net(x))
 
 
 @pytest.mark.parametrize("last", [nn.Softmax(dim=1), nn.LogSoftmax(dim=1), nn.Identity()])
 def test_a_network_that_returns_probabilities_warns(last):
-    """It trained without a word, and hardly learned."""
+    """Regression: such a network trained without a warning and hardly learned."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Softmax(dim=1), nn.Linear(8, 3), last)
     if not isinstance(last, nn.Softmax):
         WithFeatures(model)

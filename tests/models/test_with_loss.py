@@ -44,7 +44,7 @@ def batch():
     return torch.randn(4, 6), torch.tensor([0, 4, 2, 1])
 
 
-def test_value_and_output_are_those_of_the_parts():
+def test_value_and_output_equal_network_and_loss():
     net, loss = WithFeatures(Two()).eval(), Gated()
     x, labels = batch()
     task = WithLoss(net, copy.deepcopy(loss))
@@ -73,7 +73,7 @@ def test_inputs_are_unpacked(inputs):
 
 
 @pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.campaign)])
-def test_compiled_in_one_graph_without_recompilation(training):
+def test_with_loss_compiles_in_one_graph_without_recompilation(training):
     torch.compiler.reset()
     task = WithLoss(Two(), Gated()).train(training)
     twin = copy.deepcopy(task)

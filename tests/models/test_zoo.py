@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 CLASSES = 13
 
 
-def proven(net, *args, **kwargs):
+def assert_features_give_logits(net, *args, **kwargs):
     """Call the wrapper and prove that the head turns each row of features into that row of logits."""
     output = net(*args, **kwargs)
     layer = net.model.get_submodule(net.head_name)
@@ -32,7 +32,7 @@ def proven(net, *args, **kwargs):
     return output
 
 
-def shaped(net, size):
+def assert_shapes_on_meta_device(net, size):
     """Call the wrapper on the meta device and look at the shapes."""
     output = net(torch.empty(2, *size, device="meta"))
     layer = net.model.get_submodule(net.head_name)
@@ -72,15 +72,15 @@ def on_torchvision(name, monkeypatch):
     size = (3, 299, 299) if name == "inception_v3" else (3, 224, 224)
     if name in SQUEEZENETS:
         with pytest.raises(ValueError, match=r"\(2, 13, 13, 13\).*'classifier\.1'"):
-            shaped(net, size)
+            assert_shapes_on_meta_device(net, size)
     else:
-        shaped(net, size)
+        assert_shapes_on_meta_device(net, size)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.campaign) for name in TORCHVISION]
 )
-def test_all_of_torchvision(name, monkeypatch):
+def test_head_is_found_in_all_torchvision_classifiers(name, monkeypatch):
     on_torchvision(name, monkeypatch)
 
 
@@ -99,12 +99,12 @@ def test_all_of_torchvision(name, monkeypatch):
 def test_torchvision_features_reproduce_the_logits(name, head, width):
     net = WithFeatures(torchvision_model(name)).eval()
     assert net.head_name == head
-    assert proven(net, torch.randn(2, 3, 64, 64)).features.shape == (2, width)
+    assert assert_features_give_logits(net, torch.randn(2, 3, 64, 64)).features.shape == (2, width)
 
 
 def test_auxiliary_heads_of_torchvision_are_not_ambiguous():
     net = WithFeatures(torchvision_model("googlenet", dropout=0.0))
-    proven(net, torch.randn(2, 3, 64, 64))
+    assert_features_give_logits(net, torch.randn(2, 3, 64, 64))
 
 
 @pytest.mark.parametrize("name", ["mobilenet_v3_small", "mnasnet0_5"])  # both in place
@@ -149,9 +149,9 @@ def on_timm(name, refused):
     size = model.pretrained_cfg.get("input_size", (3, 224, 224))
     if refused:
         with pytest.raises(ValueError, match=refused):
-            shaped(WithFeatures(model), size)
+            assert_shapes_on_meta_device(WithFeatures(model), size)
     else:
-        shaped(WithFeatures(model), size)
+        assert_shapes_on_meta_device(WithFeatures(model), size)
 
 
 QUICK_FAMILIES = {"convnext", "crossvit", "efficientformer", "efficientnet", "repvit", "resnet", "vision_transformer"}
@@ -162,7 +162,7 @@ FAMILIES = TIMM_FAMILIES.keys() - {"gemma4_vit"}  # that one runs on the CPU bel
     "family",
     [pytest.param(name, marks=[] if name in QUICK_FAMILIES else pytest.mark.campaign) for name in sorted(FAMILIES)],
 )
-def test_every_family_of_timm(family):
+def test_head_is_found_in_every_timm_family(family):
     on_timm(TIMM_FAMILIES[family], TIMM_REFUSED.get(family))
 
 
@@ -179,7 +179,7 @@ def test_every_family_of_timm(family):
 def test_timm_features_reproduce_the_logits(name, options):
     net = WithFeatures(timm.create_model(name, num_classes=CLASSES, **options)).eval()
     size = 96 if "gemma" in name else 160
-    proven(net, torch.randn(2, 3, size, size))
+    assert_features_give_logits(net, torch.randn(2, 3, size, size))
 
 
 @pytest.mark.parametrize("name", ["test_efficientnet", "test_resnet", "test_vit", "test_convnext", "dla46_c"])
@@ -203,7 +203,7 @@ def test_one_of_several_heads_can_be_given():
         model = timm.create_model("deit_tiny_distilled_patch16_224", num_classes=CLASSES)
     with pytest.raises(ValueError, match="head, head_dist"):
         WithFeatures(model)
-    shaped(WithFeatures(model, head="head"), (3, 224, 224))
+    assert_shapes_on_meta_device(WithFeatures(model, head="head"), (3, 224, 224))
 
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -260,7 +260,7 @@ def padded(side):
 )
 def test_sequence_classifier_features_reproduce_the_logits(name, side):
     net = WithFeatures(hugging_face(name, "SequenceClassification", **TEXT, **SEQUENCES[name])).eval()
-    output = proven(net, **padded(side))
+    output = assert_features_give_logits(net, **padded(side))
     assert output.logits.shape == (2, CLASSES)
     assert output.features.shape[0] == 2
 
@@ -276,13 +276,13 @@ def test_a_decoder_compiles_in_one_graph():
 
 def test_token_features_reproduce_the_logits():
     net = WithFeatures(hugging_face("Bert", "TokenClassification", **TEXT, **SIZES)).eval()
-    assert proven(net, **padded("right")).features.shape == (2, 12, 16)
+    assert assert_features_give_logits(net, **padded("right")).features.shape == (2, 12, 16)
 
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_image_classifier_features_reproduce_the_logits(name):
     net = WithFeatures(hugging_face(name, "ImageClassification", **PICTURE, **PICTURES[name])).eval()
-    proven(net, torch.randn(2, 3, 32, 32))
+    assert_features_give_logits(net, torch.randn(2, 3, 32, 32))
 
 
 def test_hugging_face_features_are_taken_before_dropout():
@@ -319,7 +319,7 @@ HUGGING_FACE = {name for names in NAMES for each in names for name in ([each] if
 
 
 @pytest.mark.campaign
-def test_all_heads_of_hugging_face():
+def test_head_is_found_in_all_hugging_face_classifiers():
     found, refused, unbuilt = set(), set(), set()
     for name in sorted(
         HUGGING_FACE - {"ShieldGemma2ForImageClassification"}

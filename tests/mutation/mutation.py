@@ -30,12 +30,12 @@ STRATA = {
     "metrics": ["metrics"],
     "posthoc": ["posthoc"],
     "ood": ["ood"],
-    "io": ["predictions.py", "alignment.py", "io"],
+    "io": ["predictions", "alignment.py", "io"],
     "training": ["training"],
     "experiments": ["experiments"],
     "report": ["report"],
 }
-TESTS = {"io": ["tests/test_predictions.py", "tests/io"]}  # where it is not the folder of the same name
+TESTS = {"io": ["tests/test_predictions.py", "tests/io"]}  # strata whose tests are not in the folder of that name
 FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.GtE,
     ast.GtE: ast.Lt,
@@ -82,7 +82,7 @@ def mutations(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield "removed", "pass"
 
 
-def visited(node: ast.AST, statement: ast.stmt | None = None) -> Iterator[tuple[ast.AST, ast.stmt]]:
+def walk_mutable(node: ast.AST, statement: ast.stmt | None = None) -> Iterator[tuple[ast.AST, ast.stmt]]:
     """Yield nodes whose mutation changes behaviour, each with the statement it is part of."""
     if isinstance(node, ast.stmt):
         statement = node
@@ -97,14 +97,14 @@ def visited(node: ast.AST, statement: ast.stmt | None = None) -> Iterator[tuple[
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
-                yield from visited(child, statement)
+                yield from walk_mutable(child, statement)
 
 
 def candidates(path: Path) -> Iterator[dict[str, Any]]:
     """Yield every mutation of a file that still compiles."""
     text = path.read_text(encoding="utf-8")
     lines = text.encode().splitlines(keepends=True)
-    for node, statement in visited(ast.parse(text)):
+    for node, statement in walk_mutable(ast.parse(text)):
         for kind, new in mutations(node):
             start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
             end = sum(map(len, lines[: node.end_lineno - 1])) + node.end_col_offset
@@ -119,8 +119,8 @@ def candidates(path: Path) -> Iterator[dict[str, Any]]:
             }
 
 
-def chosen(seed: int, count: int) -> list[dict[str, Any]]:
-    """Choose mutants, as many of each stratum and as many of each kind as possible."""
+def choose_mutants(seed: int, count: int) -> list[dict[str, Any]]:
+    """Choose mutants, balanced over strata and over kinds of mutation."""
     generator = random.Random(seed)
     result: list[dict[str, Any]] = []
     for number, (stratum, places) in enumerate(STRATA.items()):
@@ -140,7 +140,7 @@ def chosen(seed: int, count: int) -> list[dict[str, Any]]:
     return [{"number": 1000 * seed + number, **mutant} for number, mutant in enumerate(result)]
 
 
-def mutated(mutant: dict[str, Any], source: bytes) -> bytes:
+def apply_mutation(mutant: dict[str, Any], source: bytes) -> bytes:
     """Return the source with one mutation."""
     start, end = mutant["span"]
     assert source[start:end].decode() == mutant["old"], f"{mutant['file']} has changed since the mutants were chosen"
@@ -159,7 +159,7 @@ class Prober(ast.NodeTransformer):
         if "jit" in map(ast.unparse, getattr(node, "decorator_list", [])) or "triton.jit" in map(
             ast.unparse, getattr(node, "decorator_list", [])
         ):
-            return node  # compiled from its source, which knows no probe
+            return node  # Triton compiles the source of the function, which cannot contain a probe
         self.generic_visit(node)
         if isinstance(node, ast.stmt) and node.lineno in self.numbers:
             return [*(ast.parse(f"fedlas_reached.hit({n})").body[0] for n in self.numbers.pop(node.lineno)), node]
@@ -183,10 +183,10 @@ def probe(mutants: list[dict[str, Any]], out: Path) -> None:
         (ROOT / name).write_text(ast.unparse(ast.fix_missing_locations(tree)), encoding="utf-8")
 
 
-def reaching(out: Path, known: set[str]) -> dict[int, set[str]]:
-    """Return the tests that reached each mutant; a fixture that reached it stands for all tests of its file.
+def read_reached(out: Path, known: set[str]) -> dict[int, set[str]]:
+    """Return the tests that reached each mutant; if a fixture reached it, all tests of the file count.
 
-    Tests that a test runs in a pytest of its own are not known, and left out.
+    Tests that run in a nested pytest are not in `known` and are left out.
     """
     tests: dict[int, set[str]] = defaultdict(set)
     for line in out.read_text(encoding="utf-8").splitlines():
@@ -212,8 +212,8 @@ def file_of(test: str) -> str:
     return test.partition("::")[0]
 
 
-def grouped(tests: list[str], seconds: dict[str, float]) -> list[list[str]]:
-    """Split tests into groups of about 10, 100 and all remaining seconds: most mutants are caught by the first."""
+def group_by_duration(tests: list[str], seconds: dict[str, float]) -> list[list[str]]:
+    """Split tests into groups of 10 s, 100 s and the rest; the first group catches most mutants."""
     groups: list[list[str]] = [[], [], []]
     total = 0.0
     for test in tests:
@@ -244,21 +244,21 @@ def outcome(tests: list[str], limit: float, options: list[str]) -> tuple[str, st
 def run(mutants: list[dict[str, Any]], args: argparse.Namespace) -> None:
     """Run each mutant against the tests that reach it, and write a line of JSON for each."""
     seconds = durations(args.junit)
-    tests = reaching(args.reached, set(seconds))
+    tests = read_reached(args.reached, set(seconds))
     for mutant in mutants:
         if args.only and mutant["number"] not in args.only:
             continue
         path = ROOT / mutant["file"]
         source = path.read_bytes()
         ids = tests[mutant["number"]]
-        if "" in ids or not ids:  # run at import, or inside a compiled kernel: take all tests of the package
+        if "" in ids or not ids:  # executed at import or in a compiled kernel: run all tests of the package
             ids = {test for test in ids if test} | set(TESTS.get(mutant["stratum"], [f"tests/{mutant['stratum']}"]))
-        groups = grouped(
+        groups = group_by_duration(
             sorted(ids, key=lambda test: (mutant["stratum"] not in test, seconds[file_of(test)], test)), seconds
         )
         begun = time.monotonic()
         try:
-            path.write_bytes(mutated(mutant, source))
+            path.write_bytes(apply_mutation(mutant, source))
             forget(path)
             for group in groups:
                 result, test = outcome(group, args.limit, args.pytest)
@@ -300,7 +300,7 @@ def main() -> None:
     running.add_argument("--pytest", nargs="*", default=[], help="further options of pytest")
     args = parser.parse_args()
     if args.step == "list":
-        text = json.dumps(chosen(args.seed, args.count), indent=1)
+        text = json.dumps(choose_mutants(args.seed, args.count), indent=1)
         args.mutants.write_text(text + "\n", encoding="utf-8")
         return
     mutants = json.loads(args.mutants.read_text(encoding="utf-8"))

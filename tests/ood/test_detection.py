@@ -53,7 +53,7 @@ def sklearn_form(id_data: torch.Tensor, ood_data: torch.Tensor) -> tuple[np.ndar
     return np.r_[np.zeros(len(id_data)), np.ones(len(ood_data))], scores
 
 
-def first_fpr(truth: np.ndarray, scores: np.ndarray, tpr: float) -> float:
+def fpr_at_first_threshold(truth: np.ndarray, scores: np.ndarray, tpr: float) -> float:
     false, true, _ = roc_curve(truth, scores, drop_intermediate=False)
     return float(false[np.argmax(true >= tpr)])
 
@@ -67,8 +67,8 @@ def test_metrics_match_scikit_learn(kind):
     assert out == pytest.approx(average_precision_score(truth, scores), abs=1e-12)
     assert inside == pytest.approx(average_precision_score(1 - truth, -scores), abs=1e-12)
     for tpr in (0.5, 0.8, 0.95, 1.0):
-        assert ood.fpr_at_tpr(id_data, ood_data, tpr) == first_fpr(truth, scores, tpr)
-        assert ood.fpr_at_tpr(id_data, ood_data, tpr, positive="id") == first_fpr(1 - truth, -scores, tpr)
+        assert ood.fpr_at_tpr(id_data, ood_data, tpr) == fpr_at_first_threshold(truth, scores, tpr)
+        assert ood.fpr_at_tpr(id_data, ood_data, tpr, positive="id") == fpr_at_first_threshold(1 - truth, -scores, tpr)
 
 
 def test_numpy_arrays_and_lists_are_accepted():

@@ -268,7 +268,7 @@ class TestFeatureClipping:
 
 @pytest.mark.parametrize("back", [1, 2, 8])
 def test_a_flipped_bit_in_the_tensors_of_a_file_raises(tmp_path, back):
-    """It made a temperature negative, and nobody noticed."""
+    """Regression: a flipped bit made a temperature negative without an error."""
     generator = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(200, 4, generator=generator), torch.arange(200) % 4
     logits[torch.arange(200), labels] += 1
@@ -285,7 +285,7 @@ def test_a_flipped_bit_in_the_tensors_of_a_file_raises(tmp_path, back):
 
 @pytest.mark.parametrize("word", [b"floor", b"1e-0", b"isotonic", b"200"])
 def test_a_flipped_bit_in_the_metadata_of_a_file_raises(tmp_path, word):
-    """Its options, and what it was fitted on, were read as they came."""
+    """Regression: options and fitting data in the metadata were not verified."""
     generator = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(200, 4, generator=generator), torch.arange(200) % 4
     path = tmp_path / "t.safetensors"

@@ -1,4 +1,4 @@
-"""On a GPU calibrators find what they find on the CPU, and leave logits where they are."""
+"""On a GPU, calibrators equal the CPU and keep logits on the device."""
 
 import pytest
 import torch

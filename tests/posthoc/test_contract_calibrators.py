@@ -1,4 +1,4 @@
-"""Questions that every calibrator of the catalogue has to answer, also one that is added tomorrow."""
+"""Contract of every calibrator in the catalogue."""
 
 import re
 import warnings
@@ -66,7 +66,7 @@ def test_overconfident_logits_are_calibrated(name: str):
 def test_calibrators_that_promise_to_keep_the_order_of_classes_do(name: str):
     calibrator = fitted(name)
     fresh, _ = problem(500, 2 if name == "platt" else 4, seed=1)
-    if RECORDS[name].keeps_order:
+    if RECORDS[name].cls.keeps_order:
         assert torch.equal(calibrator.transform(fresh).argsort(1), fresh.argsort(1))
 
 
@@ -180,7 +180,7 @@ def test_loading_the_file_of_another_calibrator_raises(tmp_path: Path):
     [(b"prob_a,prob_b\n0.3,0.7\n", ""), (b"", "empty"), (b"PK\3\4", "")],
 )
 def test_loading_a_file_that_holds_no_calibrator_raises(tmp_path: Path, content: bytes, what: str):
-    """The reader's own words came through: "header too large"."""
+    """Regression: the raw error of safetensors, "header too large", was shown."""
     (tmp_path / "one.csv").write_bytes(content)
     with pytest.raises(ValueError, match=rf"one\.csv.*{what}.*fedlas calibrate fit") as caught:
         posthoc.load_calibrator(tmp_path / "one.csv")

@@ -1,4 +1,4 @@
-"""The temperature is exact at every scale, never harmful, and equal to what others find where they are right."""
+"""Temperature scaling: exact at every scale, never harmful, and equal to correct reference implementations."""
 
 import inspect
 import math
@@ -255,7 +255,7 @@ def rounded(given: Predictions, decimals: int) -> Predictions:
 @pytest.mark.parametrize(("decimals", "within"), [(2, 0.3), (3, 0.3), (4, 0.1), (6, 0.1)])
 @pytest.mark.parametrize("soft", [False, True])
 def test_rounded_probabilities_match_their_logits(decimals, within, soft):
-    """Zeros had the logarithm of the smallest float64, and T was 100 and more."""
+    """Regression: zeros became the logarithm of the smallest float64, and T exceeded 100."""
     given = over_confident()
     if soft:
         labels = functional.one_hot(given.labels, 10).double()

@@ -65,7 +65,7 @@ def visit(browser: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def modules(browser: Any) -> Iterator[Any]:
-    """Return an empty page that can import the modules of the report page, which has the element of its data."""
+    """Return a nearly empty page that can import the modules of the report page."""
     context = browser.new_context()
     page = context.new_page()
     faults: list[str] = []

@@ -81,7 +81,7 @@ def share_in_order(scores, positive):
     return sum((a > b) + (a == b) / 2 for a, b in pairs) / len(pairs)
 
 
-def test_the_indicator_is_what_plain_loops_give():
+def test_indicator_data_equals_plain_loops():
     made = tied()
     data = indicator_data(made, "x")
     norms = [sum(abs(value) for value in row) for row in made.features.tolist()]
@@ -100,7 +100,7 @@ def test_the_indicator_is_what_plain_loops_give():
     assert data.saturated == pytest.approx(sum(c > 0.99 for c in shown) / len(shown))
 
 
-def test_the_lowest_tenth_is_counted_by_itself():
+def test_indicator_counts_saturation_in_the_lowest_tenth_of_norms():
     logits = torch.tensor([[0.0, 9.0]] * 18 + [[0.0, 0.1]] * 2)
     norms = torch.arange(20.0).flip(0)[:, None]
     data = indicator_data(Predictions(logits, torch.ones(20, dtype=torch.long), features=norms), "x")
@@ -108,7 +108,7 @@ def test_the_lowest_tenth_is_counted_by_itself():
     assert math.isnan(data.norm_auroc)  # nothing is wrong, so there is nothing to tell apart
 
 
-def test_the_indicator_is_drawn_point_by_point():
+def test_indicator_figure_draws_every_point():
     data = indicator_data(tied(), "some data")
     figure = indicator_figure(data)
     panel = next(one for one in figure.axes if one.get_xlabel().startswith("normalised"))
@@ -119,7 +119,7 @@ def test_the_indicator_is_drawn_point_by_point():
     assert "some data" in figure.get_suptitle()
 
 
-def test_activations_are_those_of_the_extreme_norms_each_of_another_class():
+def test_activations_have_extreme_norms_of_distinct_classes():
     made, _, _ = network(50)
     images = torch.randint(0, 256, (50, 1, 4, 4), dtype=torch.uint8)
     data = activations_data(made, images, "x", count=3)
@@ -202,7 +202,7 @@ def test_the_theorem_holds_for_random_networks(width, classes, signed):
 
 
 @pytest.mark.parametrize(("factor", "side"), [(0.3, "left"), (40.0, "right"), (math.nan, "unknown")])
-def test_a_made_up_violation_is_found(factor, side):
+def test_synthetic_violation_of_the_theorem_is_detected(factor, side):
     made, weight, _ = network(20)
     norms = made.features.abs().sum(1)
     assert theorem_data(made, weight, norms=norms).violations == 0
@@ -217,7 +217,7 @@ def test_a_made_up_violation_is_found(factor, side):
         assert data.largest_violation == pytest.approx(max(beyond))
 
 
-def test_norms_that_differ_by_rounding_break_no_bound():
+def test_rounding_of_norms_is_not_a_violation():
     features, weight = torch.rand(20, 1) + 1, torch.tensor([[1.0], [-1.0]])
     made = Predictions(features @ weight.t(), features=features)  # one unit: every sample meets both bounds exactly
     norms = features[:, 0] * (1 - 1e-6)
@@ -225,7 +225,7 @@ def test_norms_that_differ_by_rounding_break_no_bound():
     assert data.violations == 0 < data.largest_violation < 1e-5
 
 
-def test_assumptions_that_do_not_hold_are_named():
+def test_violated_assumptions_are_noted():
     made, weight, _ = network()
     assert theorem_data(made, weight).remarks == ()
     made, weight, _ = network(signed=True)
@@ -238,7 +238,7 @@ def test_assumptions_that_do_not_hold_are_named():
     assert re.search(r"logits.*\d %", remark)
 
 
-def test_the_theorem_is_drawn_point_by_point():
+def test_theorem_figure_draws_every_point():
     made, weight, bias = network(bias=True)
     one, other = theorem_data(made, weight, bias, title="one"), theorem_data(made, -weight, title="other")
     figure = theorem_figure(figures.Theorems("data", one, other))
@@ -272,7 +272,7 @@ def log(values, word="flip_rate", first=1):
     return [{"epoch": first + n, "gate": {word: value}} for n, value in enumerate(values)]
 
 
-def test_a_course_has_mean_and_range_over_the_seeds_that_are_there():
+def test_epoch_statistics_have_mean_and_range_over_available_seeds():
     course = epoch_statistics("x", [log([None, 0.4, 0.2]), log([None, 0.2]), []], "flip_rate")
     assert course.epochs == (2, 3)
     assert course.mean == pytest.approx((0.3, 0.2))
@@ -282,7 +282,7 @@ def test_a_course_has_mean_and_range_over_the_seeds_that_are_there():
     assert epoch_statistics("x", [log([None, 0.0])], "flip_rate").mean == (0.0,)  # no flips are a number too
 
 
-def test_the_gate_is_drawn_as_logged():
+def test_gate_figure_draws_the_log():
 
     def run(shift):
         shares = [0.2 + shift, 0.3 + shift, 0.4 + shift]
@@ -313,7 +313,7 @@ def gate_run(shift: float = 0.0) -> list[dict]:
     ]
 
 
-def test_every_loss_has_its_flip_rate_however_many_there_are():
+def test_gate_figure_draws_the_flip_rate_of_every_loss():
     names = [f"loss {n}" for n in range(9)]
     figure = gate_figure(gate_data({name: [gate_run(n / 10)] for n, name in enumerate(names)}, ""))
     panels = {panel.get_title(): panel for panel in figure.axes}
@@ -327,7 +327,7 @@ def test_every_loss_has_its_flip_rate_however_many_there_are():
 BAD = r"$\frac $x_{$ and a name that goes on for longer than there is room on the whole page " * 3
 
 
-def test_names_from_others_are_no_formulas_anywhere():
+def test_untrusted_names_are_not_rendered_as_math_in_figures():
     made, weight, bias = network(50)
     names = [f"{BAD}{k}" for k in range(made.num_classes)]
     named = Predictions(made.logits, made.labels, features=made.features, class_names=names)

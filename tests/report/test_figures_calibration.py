@@ -100,7 +100,7 @@ def test_panels_that_share_an_axis_have_room_for_the_tallest_bar():
     assert axes[0].get_ylim()[1] > tallest
 
 
-def test_rows_may_have_different_lengths_and_label_what_is_lowest():
+def test_rows_of_different_lengths_label_their_lowest_panels():
     one = reliability(pages.model(300))
     figure = reliability_figure({"a": [one, one, one], "b": [one]})
     places = {place.get_title() for place in figure.axes if place.axison}
@@ -133,7 +133,7 @@ def test_several_models_are_lines_in_one_panel_with_bands():
     assert not reliability_lines_figure([models[0]] * 5).axes[0].collections  # five bands would hide each other
 
 
-def test_gaps_between_bins_are_empty_steps_and_a_bin_alone_has_a_range():
+def test_empty_bins_are_gaps_and_single_bins_have_an_interval():
     gap = Reliability("gap", (0.1, 0.9), (0.5, 0.5), (0.3, 0.7), 0.4, (0.0, 0.8), (0.2, 1.0), (0.1, 0.2), (0.9, 0.8))
     values, edges, _ = reliability_lines_figure([gap]).axes[1].patches[0].get_data()
     assert (list(values), list(edges)) == ([0.3, 0, 0.7], [0, 0.2, 0.8, 1])
@@ -142,7 +142,7 @@ def test_gaps_between_bins_are_empty_steps_and_a_bin_alone_has_a_range():
     assert panel.collections[-1].get_segments()[0].tolist() == [[0.9, 0.025], [0.9, 1.0]]
 
 
-def test_the_smooth_diagram_is_the_gap_in_a_window():
+def test_smooth_diagram_equals_a_windowed_gap():
     given = pages.model(300)
     data = smooth_reliability_data(given, "one")
     assert data.smooth_ece == pytest.approx(float(metrics.smooth_ece(given)))
@@ -161,7 +161,7 @@ def test_the_smooth_diagram_is_the_gap_in_a_window():
         assert data.low[place] <= data.accuracy[place] <= data.high[place]
 
 
-def test_smooth_curves_are_cut_where_there_is_nothing():
+def test_smooth_curves_are_cut_where_there_are_no_samples():
     places = (0.1, 0.11, 0.12, 0.8, 0.81)
     flat = (0.5,) * 5
     data = SmoothReliability("cut", places, flat, (0.4,) * 5, (0.6,) * 5, (1.0,) * 5, (9.0,) * 5, 0.01, 0.2)
@@ -195,7 +195,7 @@ def test_histograms_count_correct_and_incorrect_predictions():
     assert re.search(f"{int(sum(data.correct))} .*{int(sum(data.incorrect))} ", panel.get_title())
 
 
-def test_over_and_under_confidence_are_bars_of_either_side():
+def test_over_and_under_confidence_are_bars_on_opposite_sides():
     models = {"sure": pages.model(300), "unsure": pages.model(300, scale=0.4)}
     data = []
     for name, given in models.items():
@@ -221,13 +221,13 @@ def test_over_and_under_confidence_are_bars_of_either_side():
     assert top > bottom  # the first model stands above
 
 
-def test_without_intervals_there_are_bars_alone():
+def test_over_under_figure_without_intervals_has_no_error_bars():
     data = over_under_data(evaluate(pages.model(100), intervals=False).before, "x")
     assert (data.over_interval, data.under_interval) == (None, None)
     assert len(over_under_figure([data]).axes[0].lines) == 1  # the line at zero
 
 
-def test_the_map_shows_the_gap_of_each_class_at_each_confidence():
+def test_class_map_shows_the_gap_of_each_class_and_confidence():
     given = pages.model(300, class_names=pages.CIFAR10)
     data = class_map_data(given, "one")
     assert data.names == pages.CIFAR10
@@ -254,7 +254,7 @@ def test_the_map_shows_the_gap_of_each_class_at_each_confidence():
     assert [label.get_text() for label in panel.get_yticklabels()] == list(pages.CIFAR10)
 
 
-def test_of_many_classes_those_furthest_off_are_shown():
+def test_class_map_shows_the_most_miscalibrated_classes():
     given = pages.model(600, classes=40)
     data = class_map_data(given, "one", most=7)
     off = {}
@@ -267,7 +267,7 @@ def test_of_many_classes_those_furthest_off_are_shown():
     assert re.search("7 of .*40", class_map_figure(data).get_suptitle())
 
 
-def test_risk_is_the_error_rate_of_the_most_confident_samples():
+def test_risk_curve_equals_error_rates_of_the_most_confident_samples():
     given = pages.model(120)
     data = risk_data(given, "one")
     order = sorted(samples(given), reverse=True)
@@ -303,7 +303,7 @@ def test_risk_is_the_error_rate_of_the_most_confident_samples():
     ],
     ids=["one sample", "one confidence", "no errors", "all wrong", "one class", "soft labels"],
 )
-def test_few_and_odd_samples_are_drawn_too(given):
+def test_figures_of_few_and_unusual_samples_are_drawn(given):
     one = reliability(given)
     figures = [
         reliability_figure({"": [one]}),

@@ -92,7 +92,7 @@ def test_missing_ood_data_is_an_error():
         ood_data(given, {}, evaluate(given, ood=sets, intervals=False), "x")
 
 
-def test_norms_are_compared_with_confidence_in_tenths():
+def test_norm_data_has_accuracy_and_confidence_by_decile():
     given = pages.model(200)
     data = norm_data(given, "one")
     norms = [sum(abs(x) for x in row) for row in given.features.double().tolist()]
@@ -117,7 +117,7 @@ def test_norms_are_compared_with_confidence_in_tenths():
 
 
 @pytest.mark.parametrize("compute", [norm_data, indicator_data])
-def test_norms_that_cannot_be_normalised_are_refused(compute):
+def test_norms_that_cannot_be_normalised_raise(compute):
     with pytest.raises(ValueError, match=r"^(?!.*norm).*features"):
         compute(pages.model(20, features=None), "x")
     with pytest.raises(ValueError, match="norm"):
@@ -133,7 +133,7 @@ def log(epochs, parts=True):
     return made
 
 
-def test_learning_curves_are_those_of_the_log():
+def test_learning_curves_equal_the_log():
     made = log(9)
     made[4]["val"]["ece"] = None
     made.append({"epoch": 10, "diverged": {}})
@@ -155,7 +155,7 @@ def test_learning_curves_are_those_of_the_log():
     assert [panel.get_xlabel() for panel in (loss, accuracy, error, parts)] == ["epoch"] * 4
 
 
-def test_logs_without_over_and_under_leave_their_panel_out():
+def test_training_figure_hides_the_panel_of_missing_over_and_under_ece():
     figure = training_figure([training_data(log(1, parts=False), "x")])
     figure.draw_without_rendering()
     assert list(figure.axes[0].lines[0].get_xdata()) == [1]
@@ -164,7 +164,7 @@ def test_logs_without_over_and_under_leave_their_panel_out():
         training_data([{"epoch": 1, "diverged": {}}], "x")
 
 
-def test_smoothing_is_twice_a_sigmoid():
+def test_alpha_curve_is_twice_a_sigmoid():
     data = alpha_data(pages.log(6), "run", {"loss_options": {"beta": 1.5}})
     assert data.beta == 1.5
     assert data.ratio == pytest.approx([1 - 0.03 * epoch for epoch in range(1, 7)])
@@ -182,7 +182,7 @@ def test_smoothing_is_twice_a_sigmoid():
     assert right.get_xlim() == (data.edges[0], data.edges[-1])
 
 
-def test_a_gate_without_beta_or_histogram_has_a_mean_alone():
+def test_alpha_figure_without_beta_or_histogram_shows_only_the_mean():
     made = pages.log(3)
     for record in made:
         del record["gate"]["gamma_histogram"]
@@ -217,7 +217,7 @@ def test_strengths_and_gaps_of_every_bin_are_drawn_by_epoch():
     assert feedback_data([], "run") is None
 
 
-def test_critical_differences_are_those_of_the_printed_table():
+def test_critical_differences_equal_the_nemenyi_table():
     for k, critical in enumerate(NEMENYI, start=2):
         table = {f"m{n}": [n + 0.1 * d for d in range(14)] for n in range(k)}
         data = rank_data(table, "x")
@@ -230,7 +230,7 @@ def methods(count, datasets, push, seed=0):
     return {f"m{n}": [draw.random() + push * n for _ in range(datasets)] for n in range(count)}
 
 
-def test_ranks_and_groups_are_what_plain_loops_give():
+def test_rank_data_equals_plain_loops():
     table = methods(7, 9, 0.25)
     data = rank_data(table, "ECE")
     columns = list(zip(*table.values(), strict=True))
@@ -253,7 +253,7 @@ def test_ranks_and_groups_are_what_plain_loops_give():
     assert turned.ranks == data.ranks
 
 
-def test_without_a_difference_among_all_none_is_claimed_between_two():
+def test_nonsignificant_friedman_test_gives_one_group():
     data = rank_data(methods(5, 3, 0.0), "x")
     assert data.p_value >= 0.05
     assert data.groups == ((0, 4),)
@@ -261,7 +261,7 @@ def test_without_a_difference_among_all_none_is_claimed_between_two():
     assert (same.ranks, same.p_value, same.groups) == ((1.5, 1.5), 1, ((0, 1),))
 
 
-def test_ranks_are_drawn_with_their_groups_and_their_test():
+def test_rank_figure_draws_ranks_groups_and_test():
     data = rank_data(methods(6, 9, 0.3), "ECE of six methods")
     (panel,) = (figure := rank_figure(data)).axes
     words = [text.get_text().strip() for text in panel.texts]

@@ -113,14 +113,14 @@ def complaints(figure):
     return found
 
 
-def test_every_figure_that_the_data_allow_is_drawn(several, alone):
+def test_every_available_figure_is_drawn(several, alone):
     assert several.keys() - {"ranks"} == ALL
     bare = {name.removesuffix("-sure") for name in ALL if name.endswith("-sure") or "-" not in name}
     assert alone.keys() == bare | {"scores-street-numbers", "scores-noise"}
 
 
-def test_every_name_is_one_that_nothing_else_is_looked_for_under(several, alone):
-    """Names of the user's own files are compared with these before anything is drawn."""
+def test_figure_file_names_match_the_overwrite_pattern(several, alone):
+    """The pattern decides which existing files may be overwritten."""
     given = pages.model(60)
     report = evaluate(given, intervals=False)
     many = {f"{'a/b ö. ' * 9}{number}": Model(predictions=given, report=report) for number in range(2)}
@@ -131,11 +131,11 @@ def test_every_name_is_one_that_nothing_else_is_looked_for_under(several, alone)
     assert {"reliability-2", "gate-2"} <= spread.keys()
 
 
-def test_nothing_is_cut_off_too_small_or_overlaps(every):
+def test_text_in_figures_is_legible_and_does_not_overlap(every):
     assert {name: told for name, figure in every.items() if (told := complaints(figure))} == {}
 
 
-def test_the_check_itself_sees_what_is_wrong():
+def test_legibility_check_detects_faults():
     with style.figure_of_size(style.COLUMN, 1.5) as figure:
         panel = figure.subplots()
         panel.set_title("a title that is much too long for a column of this width, and goes on")
@@ -193,14 +193,14 @@ def test_forty_lines_differ_in_marker_or_dashes():
         ("", "(no name)"),
     ],
 )
-def test_names_from_others_are_words_and_boxes(text, wanted):
+def test_safe_label_escapes_untrusted_names(text, wanted):
     assert style.safe_label(text) == wanted
 
 
 @pytest.mark.parametrize(
     "only", [("reliability_figure", "class_map_figure", "roc_figure"), pytest.param(None, marks=pytest.mark.campaign)]
 )
-def test_hostile_names_neither_break_nor_leave_the_folder(only):
+def test_hostile_names_give_safe_file_names(only):
     models, _ = pages.hostile()
     name, model = next(iter(models.items()))
     one = {word: model.ood[word] for word in list(model.ood)[1:2]}
@@ -209,7 +209,7 @@ def test_hostile_names_neither_break_nor_leave_the_folder(only):
     assert {name: told for name, (figure, _) in found.items() if figure and (told := complaints(figure))} == {}
 
 
-def test_equal_input_gives_equal_bytes_whatever_style_a_user_has(tmp_path):
+def test_figures_are_reproducible_under_any_matplotlib_style(tmp_path):
     given = pages.model(80)
     kept = {}
     for name, own in (("one", {}), ("two", {"font.size": 30, "axes.facecolor": "red", "savefig.bbox": "tight"})):
@@ -227,7 +227,7 @@ def test_equal_input_gives_equal_bytes_whatever_style_a_user_has(tmp_path):
     assert "<dc:date>" not in svg
 
 
-def test_files_are_listed_and_hold_what_was_drawn(tmp_path):
+def test_save_figures_returns_its_files_with_the_drawn_data(tmp_path):
     given = pages.model(60, features=None)
     files = figures.save_figures({"a": Model(predictions=given, posthoc=())}, tmp_path, ("svg",), resamples=50)
     assert sorted(files) == sorted(tmp_path.iterdir())
@@ -240,7 +240,7 @@ def test_files_are_listed_and_hold_what_was_drawn(tmp_path):
     assert read["class_map"]["classes"] == 10
 
 
-def test_a_saved_report_alone_has_diagrams():
+def test_saved_report_without_samples_has_reliability_diagrams():
     report = evaluate(pages.model(60), posthoc="temperature", intervals=False)
     found = drawn(Report.from_dict(report.to_dict(samples=False)), only=())
     assert found.keys() == {"reliability", "reliability_lines", "over_under"}
@@ -276,7 +276,7 @@ def gates_of(models):
         return {name: (figure, data) for name, figure, data in saving._training_figures(models)}
 
 
-def test_the_gate_is_drawn_of_every_log_that_has_one():
+def test_gate_figure_includes_every_log_with_a_gate():
     bare = [{word: one[word] for word in ("epoch", "train", "val")} for one in pages.log()]
     found = gates_of({"plain": Model(log=bare), "gated": Model(log=[{}, *pages.log()])})
     figure, data = found["gate"]
@@ -292,7 +292,7 @@ def test_the_gate_is_drawn_of_every_log_that_has_one():
     assert gates_of({"short": Model(log=pages.log(1))})["gate"][1].flip_rate[0].mean == ()
 
 
-def test_names_that_make_the_same_file_name_are_numbered():
+def test_colliding_file_names_are_numbered():
     assert saving._suffixes(["a b", "a/b", "A-b", "…"]) == {
         "a b": "-a-b", "a/b": "-a-b-2", "A-b": "-A-b-3", "…": "-model"
     }  # fmt: skip
@@ -310,14 +310,14 @@ def test_names_that_make_the_same_file_name_are_numbered():
     ],
     ids=["one sample", "one confidence"],
 )
-def test_few_and_odd_samples_have_figures_too(given):
+def test_save_figures_accepts_few_and_unusual_samples(given):
     found = drawn(Model(predictions=given, posthoc=(), ood={"far": torch.zeros(3, given.num_classes)}), resamples=20)
     assert "norm" not in found
     assert {"reliability", "class_map", "roc"} <= found.keys()
     assert {name: told for name, (figure, _) in found.items() if (told := complaints(figure))} == {}
 
 
-def test_top_confidences_alone_have_figures(tmp_path):
+def test_top_label_predictions_have_figures(tmp_path):
     path = tmp_path / "top.csv"
     path.write_text("confidence,prediction,label\n0.9,cat,cat\n0.4,dog,cat\n0.8,dog,dog\n")
     found = drawn(Model(predictions=read_predictions(path), posthoc=()), ("class_map_figure",), resamples=20)
@@ -325,13 +325,13 @@ def test_top_confidences_alone_have_figures(tmp_path):
 
 
 @pytest.mark.parametrize("formats", [(), ("gif",), "pdf"])
-def test_unknown_formats_are_refused_before_anything_is_measured(formats, tmp_path):
+def test_unknown_formats_raise_before_evaluation(formats, tmp_path):
     with pytest.raises(ValueError, match="formats"):
         figures.save_figures(pages.model(60), tmp_path / "x", formats)
     assert not (tmp_path / "x").exists()
 
 
-def test_every_name_of_the_package_is_there():
+def test_all_exported_names_exist():
     for name in figures.__all__:
         assert callable(getattr(figures, name))
     assert set(dir(figures)) >= {"save_figures", "reliability_figure"}

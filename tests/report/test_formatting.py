@@ -27,7 +27,7 @@ from report import pages
         (0.18359, None, None, "18.36"),
     ],
 )
-def test_the_interval_sets_the_digits(value, low, high, text):
+def test_interval_width_determines_the_digits(value, low, high, text):
     assert formatting.cell(value, low, high) == text
     assert formatting.percent(value, low, high) == f"{text.split(' ')[0]} %"
 
@@ -38,7 +38,7 @@ def test_other_units_have_three_decimals_without_an_interval():
     assert formatting.cell(12345678.0, percent=False) == "1.235e+07"
 
 
-def test_no_number_is_shown_as_minus_zero_zero_or_one():
+def test_formatting_never_shows_minus_zero_or_probability_0_or_1():
     assert formatting.fixed(-0.001, 2) == "0.00"
     assert formatting.probability(0.99999) == "> 99.99 %"
     assert formatting.probability(1e-9) == "< 0.01 %"
@@ -122,7 +122,7 @@ ECE = {
 
 
 @pytest.mark.parametrize("name", ECE)
-def test_a_number_is_shown_equally_in_sentences_on_the_page_and_in_figures(name, visit, tmp_path):
+def test_summary_page_and_figures_show_equal_numbers(name, visit, tmp_path):
     ece = ECE[name]
     text = {"with an interval": "18.4", "without one": "18.36"}[name]
     report = shown_report(ece)
@@ -139,7 +139,7 @@ def test_a_number_is_shown_equally_in_sentences_on_the_page_and_in_figures(name,
 
 
 @pytest.mark.parametrize("name", ECE)
-def test_a_number_is_shown_equally_in_the_table_of_the_terminal(name):
+def test_terminal_table_shows_equal_numbers(name):
     ece = ECE[name]
     ends = () if ece.interval is None else (ece.interval.low, ece.interval.high)
     assert ece.cell() == formatting.cell(float(ece), *ends)

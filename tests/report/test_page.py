@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fedlas.evaluation import Report, evaluate
+from fedlas.metrics.registry import all_metrics
 from fedlas.predictions import Predictions, TopLabelPredictions
 from fedlas.report import html
 from fedlas.report.html import embedded, report_page, save_page, unbroken
@@ -74,7 +75,7 @@ def attacked() -> str:
     return report_page(models, **options)
 
 
-def test_predictions_alone_make_a_page(tmp_path):
+def test_page_needs_only_predictions(tmp_path):
     path = save_page(pages.model(200), tmp_path / "deep" / "page.html", resamples=50)
     text = path.read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>")
@@ -82,12 +83,12 @@ def test_predictions_alone_make_a_page(tmp_path):
     assert [tag for tag, _ in Reader(text).tags].count("html") == 1
 
 
-def test_equal_input_makes_equal_bytes(monkeypatch):
+def test_page_is_reproducible_byte_for_byte(monkeypatch):
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1790000000")
     assert report_page(measured(60)) == report_page(measured(60))
 
 
-def test_nothing_outside_the_file_is_named(several):
+def test_page_has_no_external_references(several):
     addresses = {
         value
         for tag, attributes in Reader(several).tags
@@ -100,7 +101,7 @@ def test_nothing_outside_the_file_is_named(several):
     assert "url(" not in style
 
 
-def test_only_our_own_script_and_style_are_allowed(several):
+def test_content_security_policy_allows_only_the_embedded_script_and_style(several):
     reader = Reader(several)
     policy = next(a["content"] for t, a in reader.tags if a.get("http-equiv") == "Content-Security-Policy")
     style = re.search(r"<style>(.*?)</style>", several, re.DOTALL)[1]
@@ -113,14 +114,14 @@ def test_only_our_own_script_and_style_are_allowed(several):
     )
 
 
-def test_the_script_never_makes_markup_of_text():
+def test_script_never_creates_markup_from_text():
     script = join_modules()
     for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "</script"):
         assert word not in script
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", script)
 
 
-def test_pages_are_small(several):
+def test_pages_stay_below_one_megabyte(several):
     assert len(several.encode()) < 1_000_000
     big = report_page(pages.many_classes())
     assert len(big.encode()) < 1_000_000
@@ -145,14 +146,14 @@ def test_a_page_of_a_million_top_labels_is_small():
     assert len(data_of(text)["models"][0]["slices"]["rows"]) == 50
 
 
-def test_models_share_the_limit_of_class_diagrams(monkeypatch):
+def test_class_diagram_limit_is_divided_among_models(monkeypatch):
     monkeypatch.setattr(html, "CLASS_DIAGRAMS", 8)
     data = data_of(report_page({"a": measured(60), "b": measured(60, seed=3)}))
     assert [len(one["class_table"]["of_predictions"]) for one in data["models"]] == [4, 4]
 
 
 @pytest.mark.campaign
-def test_models_of_many_classes_stay_below_the_limit():
+def test_page_of_many_classes_stays_below_the_size_limit():
     one = pages.many_classes()
     text = report_page(
         {f"model {k}": dataclasses.replace(one, predictions=one.predictions) for k in range(3)}, resamples=50
@@ -168,7 +169,7 @@ def test_models_of_many_classes_stay_below_the_limit():
     assert len(data_of(text)["models"][0]["class_table"]["of_predictions"]) <= html.CLASS_DIAGRAMS
 
 
-def test_texts_of_files_are_data(attacked):
+def test_untrusted_text_is_embedded_only_as_data(attacked):
     """No element of the page comes from a text, and every text arrives, cut but unchanged."""
     reader = Reader(attacked)
     assert len(reader.scripts) == 2
@@ -193,7 +194,7 @@ def test_texts_of_files_are_data(attacked):
 RAN = "window.ran"
 
 
-def test_json_in_a_page_comes_back():
+def test_embedded_json_round_trips():
     given = {name: [name] for name in map(text_data, pages.HOSTILE)}
     text = embedded(given)
     assert json.loads(text) == given
@@ -202,7 +203,7 @@ def test_json_in_a_page_comes_back():
         embedded({"x": float("nan")})
 
 
-def test_sections_are_there_when_there_is_something_to_show(several):
+def test_page_has_a_section_only_if_it_has_content(several):
     names = [a["id"] for t, a in Reader(several).tags if t == "section"]
     assert names == [
         "summary", "recalibration", "comparison", "reliability", "confidences", "slices", "classes", "map",
@@ -213,7 +214,7 @@ def test_sections_are_there_when_there_is_something_to_show(several):
     assert not {"comparison", "ood", "norms", "training"} & set(names)
 
 
-def test_a_saved_report_alone_makes_a_page(tmp_path):
+def test_page_can_be_made_from_a_saved_report(tmp_path):
     report = evaluate(pages.model(200), posthoc="temperature", intervals=False)
     report.save(tmp_path / "report.json")
     text = report_page(Report.load(tmp_path / "report.json"))
@@ -221,7 +222,7 @@ def test_a_saved_report_alone_makes_a_page(tmp_path):
     assert names == ["summary", "recalibration", "reliability", "confidences", "selective", "method"]
 
 
-def test_command_recipe_environment_and_definitions_are_written():
+def test_page_shows_command_recipe_environment_and_definitions():
     given = dataclasses.replace(measured(60), recipe={"lr": 0.1, "loss": "ce"}, environment={"gpu": "H200"})
     text = report_page(given, command="fedlas evaluate x.npz --html y.html", environment={"host": "here"})
     words = " ".join(Reader(text).words)
@@ -235,7 +236,9 @@ def test_command_recipe_environment_and_definitions_are_written():
         "equal-width bins",
     ):
         assert wanted in words
-    assert set(given.report.before.results) <= set(html.MEANINGS)
+    for metric in all_metrics().values():
+        assert metric.explanation
+        assert metric.explanation in words
 
 
 def header_of(text: str) -> dict[str, str]:
@@ -244,7 +247,7 @@ def header_of(text: str) -> dict[str, str]:
     return dict(re.findall(r'<dt>(.*?)</dt><dd><bdi class="cut">(.*?)</bdi></dd>', block))
 
 
-def test_the_header_says_what_was_evaluated(monkeypatch, tmp_path):
+def test_header_shows_what_was_evaluated(monkeypatch, tmp_path):
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1790000000")
     recipe = {"data": "cifar10", "model": "resnet18"}
     given = dataclasses.replace(measured(1_200), recipe=recipe, source=tmp_path / "run <1>.csv")
@@ -260,7 +263,7 @@ def test_the_header_says_what_was_evaluated(monkeypatch, tmp_path):
     assert "Data" not in two
 
 
-def test_pictures_come_from_arrays_or_files_and_are_bounded(tmp_path, several, monkeypatch):
+def test_thumbnails_come_from_arrays_or_files_and_are_capped(tmp_path, several, monkeypatch):
     data = data_of(several)
     rows = {str(one["row"]) for m in data["models"] for kind in ("over", "under") for one in m["samples"][kind]}
     assert set(data["pictures"]) == rows
@@ -278,7 +281,7 @@ def test_pictures_come_from_arrays_or_files_and_are_bounded(tmp_path, several, m
     assert sum(map(len, data_of(report_page(given, paths=paths))["pictures"].values())) <= 300
 
 
-def test_models_name_their_own_samples(tmp_path):
+def test_each_model_shows_its_own_sample_ids_and_images(tmp_path):
     """Models may have different numbers of samples, and some no names."""
     images = pytest.importorskip("PIL.Image")
     for name, colour in {"a": (9, 99, 9), "b": (99, 9, 9)}.items():
@@ -298,7 +301,7 @@ def test_models_name_their_own_samples(tmp_path):
     assert seen["c"] == {None}
 
 
-def test_a_file_of_predictions_opens_no_images_elsewhere(tmp_path):
+def test_image_paths_cannot_leave_the_predictions_folder(tmp_path):
     images = pytest.importorskip("PIL.Image")
     inside, other = tmp_path / "inside", tmp_path / "other"
     for folder in (inside, other):
@@ -321,7 +324,7 @@ def test_a_file_of_predictions_opens_no_images_elsewhere(tmp_path):
     assert data_of(report_page(own, paths=[other / "one.png"] * 60))["pictures"]
 
 
-def test_paired_tests_have_the_bins_of_the_reports():
+def test_paired_tests_use_the_bins_of_the_reports():
     given = {name: pages.model(200, scale=scale) for name, scale in {"a": 2.0, "b": 1.0}.items()}
     made = {name: Model(predictions=one, report=evaluate(one, bins=4, intervals=False)) for name, one in given.items()}
     for models, options in ((made, {}), ({n: Model(predictions=p, posthoc=()) for n, p in given.items()}, {"bins": 4})):
@@ -333,7 +336,7 @@ def test_paired_tests_have_the_bins_of_the_reports():
         assert shown == pytest.approx(float(made["a"].report["ece"]), rel=1e-4)
 
 
-def test_wrong_input_is_refused():
+def test_invalid_input_raises():
     given = measured(100)
     with pytest.raises(ValueError, match=r"ids .*3 .*100 samples"):
         report_page(given, ids=[1, 2, 3])
@@ -367,7 +370,7 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_colours_have_contrast():
+def test_colours_meet_wcag_contrast():
     """AA of WCAG 2: 4.5 for text, 3 for what a picture is drawn with."""
     style = (FOLDER / "page.css").read_text(encoding="utf-8")
     blocks = re.findall(r":root[^{]*\{([^}]*--paper[^}]*)\}", style)

@@ -11,14 +11,14 @@ RULES = (Path(__file__).parent / "accessibility.js").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(WIDE, "light"), (NARROW, "dark")])
-def test_labels_headings_and_contrast(visit: Any, several: Path, width: int, scheme: str) -> None:
+def test_page_passes_accessibility_rules(visit: Any, several: Path, width: int, scheme: str) -> None:
     here = visit(several, width, scheme)
     here.open_all()
     broken = here.page.evaluate(RULES)
     assert {rule: nodes for rule, nodes in broken.items() if nodes} == {}
 
 
-def test_the_rules_find_what_breaks_them(visit: Any, several: Path) -> None:
+def test_accessibility_rules_detect_violations(visit: Any, several: Path) -> None:
     here = visit(several)
     here.page.evaluate("""() => {
         const add = (tag, attributes, text) => {

@@ -34,7 +34,7 @@ def hostile(folder: Path) -> Path:
 @pytest.mark.parametrize("width", [NARROW, WIDE])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["several", "many", "hostile"])
-def test_no_page_is_wider_than_its_window(visit, request, name, width, scheme):
+def test_page_has_no_horizontal_overflow(visit, request, name, width, scheme):
     here = visit(request.getfixturevalue(name), width, scheme)
     assert here.overflow() == 0
     here.open_all()
@@ -47,7 +47,7 @@ def test_no_page_is_wider_than_its_window(visit, request, name, width, scheme):
     assert wide == []
 
 
-def test_colours_follow_the_system_and_the_switch(visit, several):
+def test_colours_follow_system_scheme_and_theme_switch(visit, several):
     for scheme in ("light", "dark"):
         here = visit(several, scheme=scheme)
         ground = "getComputedStyle(document.body).backgroundColor"
@@ -65,7 +65,7 @@ def test_colours_follow_the_system_and_the_switch(visit, several):
         assert here.page.evaluate(ground) == light
 
 
-def test_reliability_diagrams_switch_between_groups(visit, several):
+def test_reliability_diagrams_switch_the_binning(visit, several):
     here = visit(several)
     drawn = "#reliability-diagrams figure:first-child"
     widths = "one => one.getAttribute('width')"
@@ -86,7 +86,7 @@ def test_reliability_diagrams_switch_between_groups(visit, several):
     assert here.count("#reliability-diagrams > div:first-child .stop") == filled
 
 
-def test_empty_groups_are_absent(visit, several):
+def test_empty_bins_are_not_drawn(visit, several):
     here = visit(several)
     states = here.page.evaluate("JSON.parse(document.getElementById('page-data').textContent).models[0].states")
     rows = states[0]["diagrams"]["width"]["bins"]
@@ -96,7 +96,7 @@ def test_empty_groups_are_absent(visit, several):
     assert here.count(f"{first} .density") == len(rows)
 
 
-def test_before_and_after_stand_beside_each_other(visit, several):
+def test_uncalibrated_and_calibrated_diagrams_are_side_by_side(visit, several):
     here = visit(several)
     captions = "#reliability-diagrams figcaption"
     assert [one.inner_text().split("\n")[0] for one in here.page.locator(captions).all()] == [
@@ -115,7 +115,7 @@ def test_before_and_after_stand_beside_each_other(visit, several):
     assert here.text(captions).startswith("Uncalibrated")
 
 
-def test_pointer_and_keys_say_count_accuracy_and_confidence(visit, several):
+def test_hover_and_keyboard_show_count_accuracy_and_confidence(visit, several):
     here = visit(several)
     row = here.page.evaluate(
         "JSON.parse(document.getElementById('page-data').textContent).models[0].states[0].diagrams.width.bins[3]"
@@ -148,7 +148,7 @@ def test_pointer_and_keys_say_count_accuracy_and_confidence(visit, several):
     assert not here.page.locator(f"{drawing} .tip").is_visible()
 
 
-def test_a_drawing_is_one_stop_of_the_tab_key_and_shows_its_focus(visit, several):
+def test_figure_is_one_tab_stop_with_visible_focus(visit, several):
     here = visit(several)
     for drawing in here.page.locator("svg[role=group]").all():
         assert drawing.locator(".stop[tabindex='0']").count() == 1
@@ -162,14 +162,14 @@ def test_a_drawing_is_one_stop_of_the_tab_key_and_shows_its_focus(visit, several
     assert here.page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
-def test_touching_a_bar_shows_what_it_is(visit, several):
+def test_tapping_a_bar_shows_its_tooltip(visit, several):
     here = visit(several, NARROW, has_touch=True, is_mobile=True)
     here.page.locator("#reliability-diagrams .stop").nth(2).tap()
     assert "samples" in here.text("#reliability-diagrams .tip")
     assert here.overflow() == 0
 
 
-def test_every_picture_is_also_a_table(visit, several):
+def test_every_figure_has_a_data_table(visit, several):
     here = visit(several)
     figures = here.page.locator("figure")
     assert figures.count() >= 12
@@ -186,7 +186,7 @@ def test_every_picture_is_also_a_table(visit, several):
     assert here.count("#reliability-diagrams > div:first-child tbody tr") == rows
 
 
-def test_confidences_change_with_state_and_height(visit, several):
+def test_confidence_histogram_follows_state_and_scale(visit, several):
     here = visit(several)
 
     def heights() -> list[str]:
@@ -233,7 +233,7 @@ def test_the_class_table_is_sorted_by_every_column(visit, several):
         assert here.page.locator("#class-table th[aria-sort]").count() == 1
 
 
-def test_classes_are_searched_and_paged_fluently(visit, many):
+def test_class_table_is_searched_and_paged(visit, many):
     here = visit(many)
     assert here.count("#class-table tbody tr") == 20
     assert here.text("#class-count").startswith("1,000 of 1,000 ")
@@ -275,7 +275,7 @@ def test_classes_are_searched_and_paged_fluently(visit, many):
     assert slowest < 500
 
 
-def test_a_class_shows_its_diagram(visit, several):
+def test_selecting_a_class_shows_its_diagram(visit, several):
     here = visit(several)
     here.page.locator("#class-table tbody tr").nth(4).locator("td").first.click()
     name = here.page.locator("#class-table tbody tr").nth(4).locator("th").inner_text()
@@ -295,7 +295,7 @@ def test_a_class_shows_its_diagram(visit, several):
     assert here.page.inner_html("#class-diagram .drawing") != probability
 
 
-def test_the_map_is_ordered_and_paged(visit, several, many):
+def test_class_map_is_ordered_and_paged(visit, several, many):
     here = visit(several)
 
     def rows() -> list[str]:
@@ -333,7 +333,7 @@ def test_the_map_is_ordered_and_paged(visit, several, many):
     assert there.page.inner_html("#map-figure") == before
 
 
-def test_lines_of_risk_are_hidden_and_shown(visit, several):
+def test_risk_curves_can_be_hidden(visit, several):
     here = visit(several)
     drawn = "#risk-figure svg[role=group] path.line"
     boxes = here.page.locator("#risk-lines input")
@@ -387,7 +387,7 @@ def test_norms_gate_and_alpha_are_drawn(visit, several):
     assert "+1 52.0" in here.text("#training-gate .tip")
 
 
-def test_samples_are_shown_with_pictures(visit, several):
+def test_samples_are_shown_with_images(visit, several):
     here = visit(several)
     assert here.count("#sample-list li") == 12
     over = here.text("#sample-list")
@@ -401,7 +401,7 @@ def test_samples_are_shown_with_pictures(visit, several):
     assert here.text("#sample-list") == over
 
 
-def test_models_are_compared(visit, several):
+def test_comparison_section_lists_all_tests(visit, several):
     here = visit(several)
     tests = here.page.evaluate("JSON.parse(document.getElementById('page-data').textContent).comparison.tests.length")
     assert here.count("#comparison-tests tbody tr") == tests >= 12
@@ -409,7 +409,7 @@ def test_models_are_compared(visit, several):
     assert here.count("#comparison-diagrams figure") == 3
 
 
-def test_sections_are_folded_in_a_narrow_window(visit, several):
+def test_navigation_is_folded_in_a_narrow_window(visit, several):
     here = visit(several, NARROW)
     assert not here.page.locator("nav a").first.is_visible()
     here.page.click("nav summary")
@@ -420,7 +420,7 @@ def test_sections_are_folded_in_a_narrow_window(visit, several):
     assert here.page.locator("nav a").first.is_visible()
 
 
-def test_sections_are_reached_and_folded_parts_open(visit, several):
+def test_navigation_links_reach_and_open_sections(visit, several):
     here = visit(several)
     for link in here.page.locator("nav a").all():
         link.click()
@@ -448,8 +448,8 @@ TESTED = (
 )  # fmt: skip
 
 
-def test_no_control_is_without_a_test(visit, several):
-    """Whoever adds a control adds a test of what it changes, and then its name above."""
+def test_every_control_has_a_test(visit, several):
+    """A new control needs a test of its effect and an entry in the list above."""
     here = visit(several)
     left = here.page.evaluate(
         """(known) => [...document.querySelectorAll("input, select, button, summary, textarea, [contenteditable]")]
@@ -459,7 +459,7 @@ def test_no_control_is_without_a_test(visit, several):
     assert left == []
 
 
-def test_the_page_can_be_used_without_seeing_it(visit, several):
+def test_page_has_landmarks_labels_and_headings(visit, several):
     here = visit(several)
     for landmark in ("header", "nav[aria-label]", "main", "footer"):
         assert here.count(landmark) == 1
@@ -498,7 +498,7 @@ def test_the_page_can_be_used_without_seeing_it(visit, several):
     assert faults == []
 
 
-def test_nothing_runs_that_a_file_says(visit, hostile):
+def test_untrusted_text_is_never_executed(visit, hostile):
     here = visit(hostile, NARROW)
     assert here.page.title() == pages.HOSTILE[0]
     for model in ("0", "1"):
@@ -528,7 +528,7 @@ def test_nothing_runs_that_a_file_says(visit, hostile):
     assert tall < 120
 
 
-def test_the_policy_stops_what_would_run(browser, hostile, tmp_path):
+def test_content_security_policy_blocks_injected_code(browser, hostile, tmp_path):
     """Even if a text got into the page as markup, it could not run, load or send anything."""
     text = hostile.read_text(encoding="utf-8")
     attack = '<script>window.ran = 1</script><img src="https://example.com/x.png"><p style="color:red" onclick="x()">'
@@ -588,7 +588,7 @@ ODD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_small_and_odd_evaluations_make_pages(visit, tmp_path, name):
+def test_small_and_unusual_evaluations_give_pages(visit, tmp_path, name):
     here = visit(save_page(ODD[name](), tmp_path / "odd.html", resamples=50), NARROW)
     models = here.count("#model option")
     for model in range(max(1, models)):
@@ -606,7 +606,7 @@ def test_small_and_odd_evaluations_make_pages(visit, tmp_path, name):
         assert broken == 0
 
 
-def test_a_printed_page_is_light_whole_and_without_controls(visit, several):
+def test_print_layout_is_light_complete_and_without_controls(visit, several):
     here = visit(several, 720, "dark")
     here.page.emulate_media(media="print")
     here.page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
@@ -617,7 +617,7 @@ def test_a_printed_page_is_light_whole_and_without_controls(visit, several):
     assert here.page.pdf(format="A4")[:4] == b"%PDF"
 
 
-def test_numbers_are_there_without_a_script(browser, several):
+def test_numbers_are_shown_without_javascript(browser, several):
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto(several.as_uri())
@@ -628,7 +628,7 @@ def test_numbers_are_there_without_a_script(browser, several):
 
 
 @pytest.mark.parametrize("value", [0.96014996, 0.96125, 0.91875])
-def test_the_page_rounds_as_the_terminal_does(visit, tmp_path, value):
+def test_page_and_terminal_round_equally(visit, tmp_path, value):
     """96.014996 % was rounded to 96.015 and then to 96.02; exact ties were rounded up, and to even in the terminal."""
     report = evaluate(pages.model(60), intervals=False)
     ece = Result(value, report["ece"].definition, Interval(value, value))

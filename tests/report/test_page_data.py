@@ -1,4 +1,4 @@
-"""What the page shows is what the metrics measure, as plain data of bounded size."""
+"""The data of the report page equals the metrics and has a bounded size."""
 
 import json
 
@@ -17,7 +17,7 @@ from fedlas.report import page_data
 from report import pages
 
 
-def test_diagrams_hold_every_sample_and_no_empty_bin():
+def test_diagrams_contain_every_sample_and_no_empty_bin():
     given = pages.model()
     report = evaluate(given, resamples=50, posthoc="temperature")
     for state in report.states:
@@ -34,7 +34,7 @@ def test_diagrams_hold_every_sample_and_no_empty_bin():
         assert shown["noise_floor"] == state["ece"].details["noise_floor"]
 
 
-def test_the_smooth_diagram_is_the_smoothed_gap():
+def test_smooth_diagram_equals_smooth_curve():
     given = pages.model()
     data = page_data.smooth_data(pairs(given))
     curve = metrics.smooth_curve(given, points=101)
@@ -58,7 +58,7 @@ def test_histograms_of_confidence_count_correct_and_incorrect_predictions():
     assert data["accuracy"][0] is None  # an empty bin
 
 
-def test_risk_curves_end_at_the_error_and_the_best_is_below():
+def test_risk_curve_ends_at_the_error_rate_above_the_optimal_curve():
     given = pages.model(5_000)
     data = page_data.risk_data(pairs(given))
     assert len(data["risk"]) == page_data.POINTS
@@ -128,7 +128,7 @@ def cells_of(data, kind, k):
     return [[bin_, *data["accuracies"][place], *rest] for bin_, place, *rest in cells]
 
 
-def test_class_diagrams_are_those_of_the_class_alone():
+def test_class_diagram_equals_the_histogram_of_its_samples():
     given = pages.model()
     data = page_data.class_data(given)
     mine = given.prediction == 3
@@ -149,7 +149,7 @@ def test_class_diagrams_are_those_of_the_class_alone():
 def test_class_diagrams_are_bounded_and_read_in_parts(monkeypatch):
     given = pages.model()
     whole = page_data.class_data(given)
-    monkeypatch.setattr("fedlas.predictions.AT_ONCE", 700)
+    monkeypatch.setattr("fedlas.predictions.probabilities.AT_ONCE", 700)
     parts = page_data.class_data(given)
     assert parts["accuracies"] == whole["accuracies"]
     assert [cell for row in parts["of_probability"] for cell in row] == [
@@ -161,7 +161,7 @@ def test_class_diagrams_are_bounded_and_read_in_parts(monkeypatch):
     assert sorted(whole["predicted"][k] for k in few["drawn"]) == most
 
 
-def test_soft_labels_and_top_confidences_have_a_class_table(tmp_path):
+def test_soft_labels_and_top_label_predictions_have_a_class_table(tmp_path):
     given = pages.model(200, 3)
     soft = 0.8 * torch.nn.functional.one_hot(given.labels, 3).float() + 0.2 / 3
     data = page_data.class_data(Predictions(given.logits, soft))
@@ -176,7 +176,7 @@ def test_soft_labels_and_top_confidences_have_a_class_table(tmp_path):
     assert page_data.sample_data(top)["over"][0]["label_probability"] is None
 
 
-def test_the_samples_shown_are_the_worst():
+def test_shown_samples_are_the_most_over_and_under_confident():
     given = pages.model()
     data = page_data.sample_data(given, count=5)
     wrong = (~given.correct).nonzero()[:, 0]
@@ -230,7 +230,7 @@ def test_scores_may_be_constant_or_infinite():
     assert page_data.roc_data(ranking(torch.zeros(3), torch.zeros(2)))["tpr"] == [0, 1]
 
 
-def test_norms_are_those_of_the_features():
+def test_norm_histogram_uses_feature_norms():
     given = pages.model()
     data = page_data.norm_data(given)
     norm = -ood.feature_norm(given.features)
@@ -243,7 +243,7 @@ def test_norms_are_those_of_the_features():
     assert page_data.norm_data(pages.model(features=torch.ones(700, 2))) is None
 
 
-def test_a_log_becomes_curves():
+def test_training_log_becomes_curves():
     data = page_data.training_data(pages.log(), {"loss_options": {"beta": 4}})
     assert data["epoch"] == list(range(1, 13))
     assert data["beta"] == 4
@@ -275,7 +275,7 @@ def test_models_on_the_same_samples_are_compared_in_pairs():
 
 
 def test_all_pairs_of_models_are_compared_with_corrected_p_values():
-    """More than four were compared with the first alone, without a correction."""
+    """Regression: more than four models were compared only with the first, without correction."""
     given = {f"m{k}": pages.model(60, scale=0.6 + k / 5) for k in range(5)}
     found = [one for one in compare_models(given, resamples=200) if one.metric == "ece"]
     assert len({(one.first, one.second) for one in found}) == len(found) == 10
@@ -299,7 +299,7 @@ def test_more_than_eight_models_are_compared_with_the_first_and_the_best():
     assert {one.first for one in found} == {"m0", best}
 
 
-def test_texts_are_cut_and_can_be_written():
+def test_long_text_is_truncated_and_encodable():
     assert page_data.text_data("short") == "short"
     long = page_data.text_data("x" * 10_000)
     assert long.startswith("x" * 200)
@@ -308,7 +308,7 @@ def test_texts_are_cut_and_can_be_written():
     page_data.text_data("half a pair \ud800").encode()
 
 
-def test_everything_is_what_json_knows():
+def test_page_data_is_strict_json():
     for name, one in pages.models().items():
         data = page_data.model_data(name, one.report)
         assert json.loads(json.dumps(data, allow_nan=False)) == data

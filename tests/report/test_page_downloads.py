@@ -65,7 +65,7 @@ def test_every_table_is_downloaded(saved):
     assert len(rows) == len(saved.data["comparison"]["tests"])
 
 
-def test_charts_are_downloaded_as_pictures_that_stand_alone(saved):
+def test_charts_are_downloaded_as_standalone_svg_and_png(saved):
     chart = "#reliability-diagrams .downloads button"
     name, content = saved(f"{chart}:text-is('SVG')")
     assert name == "uncalibrated.svg"
@@ -84,7 +84,7 @@ def test_charts_are_downloaded_as_pictures_that_stand_alone(saved):
     assert [int(row["Samples"]) for row in rows] == [row[2] for row in bins]
 
 
-def test_texts_in_csv_files_are_quoted_and_never_formulas(modules):
+def test_csv_downloads_quote_text_and_contain_no_formulas(modules):
     text = modules.evaluate(
         """async () => (await import("/csv.js")).csvText(
             ["a", "b"], [["=1+1", 'say "x", y'], ["-5", -0.1], [null, "line\\nbreak"], ["@sum", true]])"""

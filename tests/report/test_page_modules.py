@@ -87,7 +87,7 @@ def test_a_module_uses_no_undeclared_name_and_every_import(name):
             assert re.search(rf"(?<![\w$.]){imported}\b", body.replace("...", " ")), f"{imported} is not used"
 
 
-def test_an_undeclared_name_is_found():
+def test_undeclared_name_is_detected():
     code = code_of('import { a } from "./b.js";\nconst f = ({ x: y, z = 1 }) => `${a(y)} text ${typo + z}`; // note\n')
     assert names_used(code) - names_declared(code) - GLOBALS == {"typo"}
 
@@ -118,7 +118,7 @@ def test_cyclic_imports_are_refused(tmp_path):
 
 
 @pytest.mark.campaign
-def test_the_page_works_with_separate_modules(modules, several):
+def test_separate_modules_draw_the_same_page(modules, several):
     """The joined script is what the page runs; as modules of their own they draw the same."""
     text = several.read_text(encoding="utf-8")
     modules.goto("http://page.test/empty.html")

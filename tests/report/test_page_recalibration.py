@@ -1,4 +1,4 @@
-"""The page says what to do about miscalibration, with code that does it."""
+"""The page recommends a recalibration, with code that works."""
 
 import dataclasses
 import html
@@ -31,7 +31,7 @@ def run(code: str, **names: object) -> object:
 
 
 @pytest.mark.parametrize("of_probs", [False, True])
-def test_the_code_divides_the_logits_by_the_temperature(of_probs):
+def test_recommended_code_divides_logits_by_the_temperature(of_probs):
     given = pages.model(2_000)
     if of_probs:
         given = Predictions.from_probs(given.probs.double(), given.labels)
@@ -49,7 +49,7 @@ def test_the_code_divides_the_logits_by_the_temperature(of_probs):
     assert float(ece(by_torch, given.labels)) < float(report["ece"]) / 2
 
 
-def test_other_calibrators_are_fitted_saved_and_loaded(tmp_path, monkeypatch):
+def test_recommended_code_fits_saves_and_loads_other_calibrators(tmp_path, monkeypatch):
     given = pages.model(600)
     [action] = recommendations(evaluated(given, "isotonic"), given)
     code = dict(action.code)
@@ -62,7 +62,7 @@ def test_other_calibrators_are_fitted_saved_and_loaded(tmp_path, monkeypatch):
     assert names["calibrated_logits"].shape == given.logits.shape
 
 
-def test_calibrated_models_and_unreliable_fits_are_named():
+def test_recommendation_reports_calibrated_models_and_unreliable_fits():
     calibrated = pages.model(2_000, scale=1.0)
     [action] = recommendations(evaluated(calibrated), calibrated)
     assert action.verdict.startswith(CALIBRATED)
@@ -73,7 +73,7 @@ def test_calibrated_models_and_unreliable_fits_are_named():
     assert action.verdict.startswith(UNRELIABLE)
 
 
-def test_names_of_calibrators_are_quoted_and_escaped():
+def test_recommended_code_quotes_calibrator_names():
     report = evaluated(pages.model(200))
     name = "<b>; rm -rf '~'"
     hostile: State = dataclasses.replace(report.after["temperature"], name=name)
@@ -87,7 +87,7 @@ def test_a_report_without_calibrators_has_no_recommendation():
     assert 'id="recalibration"' not in report_page(Model(predictions=given, posthoc=()), resamples=50)
 
 
-def test_code_is_copied_or_selected(visit, several):
+def test_copy_button_copies_or_selects_the_code(visit, several):
     here = visit(several)
     button = here.page.locator("button.copy").first
     button.click()

@@ -48,7 +48,7 @@ def test_slices_are_sorted_by_harm_and_capped():
     assert every.total == few.total == len(every.listed) == 10 + 3 + 4
 
 
-def test_many_numbers_are_grouped_by_quartile():
+def test_numeric_metadata_is_grouped_by_quartile():
     found = [one for one in slices(with_metadata()).listed if one.column == "age"]
     assert [one.n for one in sorted(found, key=lambda one: float(one.value.split()[-1][:-1]))] == pytest.approx(
         [225] * 4, abs=2

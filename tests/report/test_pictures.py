@@ -23,11 +23,11 @@ def script():
 
 
 @pytest.mark.campaign
-def test_pictures_show_the_numbers_that_come_out_now(script):
+def test_pictures_of_the_docs_are_up_to_date(script):
     assert script.check(PICTURES) == []
 
 
-def test_old_or_missing_pictures_are_found(script, tmp_path, monkeypatch):
+def test_outdated_or_missing_pictures_are_detected(script, tmp_path, monkeypatch):
     copy = tmp_path / "pictures"
     shutil.copytree(PICTURES, copy)
     (copy / "confidence.svg").unlink()

@@ -34,10 +34,10 @@ NASTY = r"""50% of $x_1^2$ {#1} & ~\alpha | <b>"it's"</b> [1] *s* `c` """
 
 def paper_table() -> Table:
     rows = tuple(
-        Row(name.lower(), name, tuple(Cell(printed=value / 100, planned=3) for value in values))
+        Row(name.lower(), name, tuple(Cell(paper=value / 100, planned=3) for value in values))
         for name, (values, _) in PRINTED.items()
     )
-    return Table("paper", "Printed", tuple(Column("ECE %", group) for group in GROUPS), rows)
+    return Table("paper", "Paper", tuple(Column("ECE %", group) for group in GROUPS), rows)
 
 
 def small_table(**changes: Any) -> Table:
@@ -56,7 +56,7 @@ def small_table(**changes: Any) -> Table:
     half = (
         Cell((0.95,), ((0.94, 0.96),), 0.9487, 3),
         Cell((0.0129,), ((0.011, 0.015),), 0.012, 3),
-        Cell(printed=0.78, planned=3),
+        Cell(paper=0.78, planned=3),
         Cell(planned=3),
     )
     empty = tuple(Cell(planned=3) for _ in columns)
@@ -77,7 +77,7 @@ def one_column(*cells: Cell, **options: Any) -> Table:
 
 def named(text: str) -> Table:
     """Make a table in which every word is the given one."""
-    cells = (Cell((0.5, 0.25), ((0.2, 0.6),) * 2, 0.5, 3), Cell(printed=0.125))
+    cells = (Cell((0.5, 0.25), ((0.2, 0.6),) * 2, 0.5, 3), Cell(paper=0.125))
     rows = (Row(text, text, cells), Row(text, text, cells[::-1]))
     return Table("t", text, (Column(text, text), Column(text, text)), rows, (text,))
 
@@ -94,21 +94,21 @@ def test_a_cell_averages_its_seeds() -> None:
     assert cell.difference == pytest.approx(0.005)
 
 
-def test_an_empty_cell_has_nothing() -> None:
-    cell = Cell(printed=0.015, planned=3)
+def test_empty_cell_has_no_statistics() -> None:
+    cell = Cell(paper=0.015, planned=3)
     assert (cell.mean, cell.spread, cell.interval, cell.difference, cell.inside_noise) == (None,) * 5
     assert Cell((0.01,)).spread is None
     assert Cell((0.01,)).difference is None
 
 
-def test_results_of_metrics_are_values() -> None:
+def test_cells_accept_metric_results() -> None:
     values = tuple(Result(value, Definition("ECE")) for value in (0.01, 0.03))
-    cell = Cell(values, printed=Result(0.02, Definition("ECE")), planned=2)
+    cell = Cell(values, paper=Result(0.02, Definition("ECE")), planned=2)
     assert cell.spread == pytest.approx(math.sqrt(2) / 100)
     table = one_column(cell)
     assert "2.00 +- 1.41" in table.text()
     (line,) = csv.DictReader(io.StringIO(table.csv()))
-    assert (line["mean"], line["printed"]) == ("0.02", "0.02")
+    assert (line["mean"], line["paper"]) == ("0.02", "0.02")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_results_of_metrics_are_values() -> None:
         (Cell((0.03,) * 2, ((0.0, 0.06), (0.01, 0.02)), 0.059), True),
         (Cell((0.03,) * 2, ((0.04, 0.06), (0.0, 0.02)), 0.061), False),
         (Cell((0.03,) * 2, ((0.04, 0.06), (0.01, 0.02)), 0.009), False),
-        # Intervals that miss the printed value do not overrule a spread that reaches it.
+        # Intervals that miss the paper value do not overrule a spread that reaches it.
         (Cell((0.05, 0.01), ((0.04, 0.06), (0.0, 0.02)), 0.061), True),
         # Spread 0.01 of three seeds: two standard errors of the difference are 0.02 sqrt(2/3) = 0.01633.
         (Cell((0.01, 0.02, 0.03), (), 0.02 + 0.0163), True),
@@ -140,17 +140,17 @@ def test_results_of_metrics_are_values() -> None:
         (Cell((0.0129,) * 3, (), 0.013), False),
     ],
 )
-def test_noise_is_the_hull_of_intervals_or_two_standard_errors(cell: Cell, inside: bool | None) -> None:
+def test_inside_noise_uses_intervals_or_two_standard_errors(cell: Cell, inside: bool | None) -> None:
     assert cell.inside_noise is inside
 
 
-def test_every_value_has_an_interval_or_none_has() -> None:
+def test_partial_intervals_raise() -> None:
     with pytest.raises(ValueError, match=r"2 values .*1 intervals"):
         Cell((0.1, 0.2), ((0.0, 0.3),))
 
 
-def test_marks_are_of_the_papers_own_table() -> None:
-    marks = [mark.printed for mark in paper_table().marks()]
+def test_paper_table_is_marked_by_paper_numbers() -> None:
+    marks = [mark.paper for mark in paper_table().marks()]
     assert marks == [Mark((6,), (5,)), Mark((5,), (6,)), Mark((4,), (5,))]
     assert all(mark.ours == Mark() for mark in paper_table().marks())
     assert "best" in paper_table().text("both")
@@ -158,7 +158,7 @@ def test_marks_are_of_the_papers_own_table() -> None:
     assert "(n/m)" not in paper_table().text("both")
 
 
-def test_what_looks_equal_shares_a_mark() -> None:
+def test_values_equal_after_rounding_share_a_mark() -> None:
     cells = [Cell((value,)) for value in (0.01234, 0.01226, 0.0124, 0.01235001, 0.5)]  # 1.23 1.23 1.24 1.24 50.00
     assert one_column(*cells).marks()[0].ours == Mark((0, 1), (2, 3))
     assert one_column(*cells, digits=3).marks()[0].ours == Mark((1,), (0,))
@@ -166,12 +166,12 @@ def test_what_looks_equal_shares_a_mark() -> None:
     assert one_column(*cells, percent=False).marks()[0].ours == Mark((0, 1, 2, 3), (4,))
 
 
-def test_ours_and_printed_are_marked_apart() -> None:
+def test_our_and_paper_numbers_are_marked_separately() -> None:
     table = one_column(Cell((0.01,), (), 0.02), Cell((0.02,), (), 0.01), Cell((), (), 0.015), Cell((math.nan,)))
     assert table.marks()[0] == (Mark((0,), (1,)), Mark((1,), (2,)))
 
 
-def test_the_papers_marks_are_those_of_all_its_rows() -> None:
+def test_paper_marks_include_left_out_rows() -> None:
     table = one_column(Cell((0.3,), (), 0.3), Cell((0.2,), (), 0.2), Cell((0.1,), (), 0.1))
     few = replace(table, rows=table.rows[:2], left_out=table.rows[2:])
     assert few.marks()[0] == (Mark((1,), (0,)), Mark((), (1,)))
@@ -181,7 +181,7 @@ def test_the_papers_marks_are_those_of_all_its_rows() -> None:
         replace(ranked, left_out=few.left_out)
 
 
-def test_nothing_is_marked_that_stands_alone_or_is_not_ranked() -> None:
+def test_single_or_unranked_values_are_not_marked() -> None:
     assert one_column(Cell((0.01,)), Cell()).marks()[0].ours == Mark()
     assert one_column(Cell((0.01,)), Cell((0.02,)), ranked=False).marks()[0].ours == Mark()
     assert one_column(Cell((0.01,)), Cell((0.01,))).marks()[0].ours == Mark((0, 1))
@@ -212,31 +212,31 @@ def test_full_text_shows_intervals_differences_and_noise() -> None:
     assert "interval" not in small_table().text("both")
 
 
-def test_a_difference_of_nothing_has_no_minus() -> None:
+def test_zero_difference_has_no_minus_sign() -> None:
     text = one_column(Cell((0.01,), (), 0.01001)).text("full")
     assert "+0.00" in text
     assert "-0.00" not in text
 
 
 @pytest.mark.parametrize("detail", DETAILS)
-def test_text_is_legible_in_any_locale(detail: Detail) -> None:
+def test_text_table_is_ascii(detail: Detail) -> None:
     assert small_table().text(detail).isascii()
 
 
-def test_a_column_has_only_the_parts_that_some_cell_has() -> None:
+def test_column_shows_only_parts_with_values() -> None:
     heads = small_table().text("both").splitlines()[3].split()
-    assert heads == ["method", "name", *["ours", "printed"] * 3, "ours"]
+    assert heads == ["method", "name", *["ours", "paper"] * 3, "ours"]
     heads = paper_table().text("full").splitlines()[3].split()
-    assert heads == ["method", "name", *["ours", "printed"] * 3]
+    assert heads == ["method", "name", *["ours", "paper"] * 3]
 
 
-def test_a_run_that_failed_is_shown_and_never_best() -> None:
+def test_failed_run_is_shown_as_nan_and_never_best() -> None:
     table = one_column(Cell((math.nan, 0.01), (), 0.01, 2), Cell((0.02,)), Cell((0.03,)))
     assert table.marks()[0].ours == Mark((1,), (2,))
     assert re.search(r"^A +a +nan$", table.text(), re.MULTILINE)
 
 
-def test_numbers_end_below_each_other() -> None:
+def test_decimal_points_are_aligned() -> None:
     lines = one_column(Cell((0.0123,)), Cell((0.1234, 0.12)), Cell((1.0,))).text().splitlines()[3:6]
     assert len({line.index(".") for line in lines}) == 1
 
@@ -272,7 +272,7 @@ def table_of(written: tuple[list[Options], list[tuple[str, list[Written]]]]) -> 
         for name, group, higher, percent, digits, ranked in written[0]
     )
     rows = tuple(
-        Row(name.lower(), name, tuple(Cell(tuple(v), tuple(i), printed, planned) for v, i, printed, planned in held))
+        Row(name.lower(), name, tuple(Cell(tuple(v), tuple(i), paper, planned) for v, i, paper, planned in held))
         for name, held in written[1]
     )
     return Table("t", "Title", columns, rows)
@@ -284,7 +284,7 @@ def expected(table: Table, row: Row, detail: Detail) -> list[str]:
     for column, cell in zip(table.columns, row.cells, strict=True):
         numbers = [cell.mean, cell.spread]
         numbers += [*(cell.interval or ())] if detail == "full" else []
-        numbers += [cell.printed] if detail != "ours" else []
+        numbers += [cell.paper] if detail != "ours" else []
         scale = 100 if column.percent else 1
         shown = [f"{scale * number:.{column.digits}f}" for number in numbers if number is not None]
         if detail == "full" and cell.difference is not None:
@@ -294,13 +294,13 @@ def expected(table: Table, row: Row, detail: Detail) -> list[str]:
 
 
 @given(written_tables(), st.sampled_from(DETAILS))
-def test_text_never_loses_a_value(written: Any, detail: Detail) -> None:
+def test_text_table_contains_every_value(written: Any, detail: Detail) -> None:
     table = table_of(written)
     lines = table.text(detail).splitlines()
     start = next(place for place, line in enumerate(lines) if re.fullmatch("-+", line)) + 1
     for row, line in zip(table.rows, lines[start:], strict=False):
         words = line.split()
-        assert words[:2] == [row.paper, row.name]
+        assert words[:2] == [row.title, row.name]
         found = [re.sub(r"^\+(0\.0+)$", r"\1", number) for number in re.findall(r"[-+]?\d+\.\d+", line)]
         assert found == expected(table, row, detail)
         partial = [cell for cell in row.cells if 0 < len(cell.values) < cell.planned]
@@ -308,13 +308,13 @@ def test_text_never_loses_a_value(written: Any, detail: Detail) -> None:
 
 
 @given(written_tables(), st.sampled_from(DETAILS))
-def test_all_formats_show_the_numbers_of_the_text(written: Any, detail: Detail) -> None:
+def test_all_formats_show_the_numbers_of_the_text_table(written: Any, detail: Detail) -> None:
     table = table_of(written)
     minus = table.latex(detail).replace("$-$", "-")
     for row in table.rows:
         wanted = expected(table, row, detail)
         for made in (table.markdown(detail), minus, table.html(detail)):
-            found = [re.findall(r"[-+]?\d+\.\d+", line) for line in made.splitlines() if f"{row.paper}" in line]
+            found = [re.findall(r"[-+]?\d+\.\d+", line) for line in made.splitlines() if f"{row.title}" in line]
             assert wanted in [[re.sub(r"^\+(0\.0+)$", r"\1", number) for number in numbers] for numbers in found]
     check_latex(table.latex(detail))
     check_markdown(table.markdown(detail))
@@ -340,7 +340,7 @@ def check_markdown(made: str) -> list[list[str]]:
 def test_markdown_marks_and_aligns() -> None:
     made = small_table().markdown("both").splitlines()
     assert made[0] == "### Fast"
-    assert made[2].startswith("| method | name | CIFAR-10<br>accuracy %<br>ours | CIFAR-10<br>accuracy %<br>printed |")
+    assert made[2].startswith("| method | name | CIFAR-10<br>accuracy %<br>ours | CIFAR-10<br>accuracy %<br>paper |")
     assert made[3] == "| :--- | :--- |" + " ---: |" * 7
     assert made[5] == (
         r"| FeDLaS-LS | fedlas\_ls | *95.00* (1/3) | *94.87* | **1.29** (1/3) | **1.20** |  | **78.00** |  |"
@@ -350,7 +350,7 @@ def test_markdown_marks_and_aligns() -> None:
 
 
 @given(st.text() | st.text(r"\|`*_<&[]#-+1. ", max_size=8))
-def test_markdown_keeps_words_in_their_cells(text: str) -> None:
+def test_markdown_escapes_text_in_cells(text: str) -> None:
     made = named(text).markdown("full")
     lines = check_markdown(made)
     assert [line[:2] for line in lines[2:]] == [[plain(text)] * 2] * 2
@@ -412,7 +412,7 @@ def test_a_wide_latex_table_takes_both_columns_of_the_page() -> None:
     assert r"$-$0.04 inside" in made
 
 
-def test_latex_escapes_all_that_is_special() -> None:
+def test_latex_escapes_special_characters() -> None:
     rows = check_latex(named(NASTY).latex("full"))
     assert rows[-1].startswith(
         r"50\% of \$x\_1\textasciicircum{}2\$ \{\#1\} \& \textasciitilde{}\textbackslash{}alpha \textbar{} "
@@ -422,11 +422,11 @@ def test_latex_escapes_all_that_is_special() -> None:
 
 
 @given(st.text() | st.text('\\&%$#_{}~^[]*<>|"\n a', max_size=8))
-def test_latex_stays_whole_whatever_the_words_are(text: str) -> None:
+def test_latex_is_valid_for_any_text(text: str) -> None:
     check_latex(named(text).latex("full"))
 
 
-def test_a_row_without_a_name_in_the_paper_goes_by_its_own() -> None:
+def test_row_without_a_paper_name_shows_its_own_name() -> None:
     table = Table("t", "", (Column("ECE %"),), (Row("my_loss", "", (Cell((0.1,)),)),))
     assert r"my\_loss & 10.00 \\" in table.latex()
     assert table.text().splitlines()[0].startswith("method")
@@ -439,16 +439,16 @@ def test_csv_has_everything_as_fractions() -> None:
     assert made.count("\r\n") == made.count("\n") == 13
     lines = list(csv.DictReader(io.StringIO(made, newline="")))
     first, second, third, *_ = lines
-    assert ",".join(first) == ("row,paper,group,column,mean,spread,n,planned,low,high,printed,difference,inside_noise")
+    assert ",".join(first) == ("row,title,group,column,mean,spread,n,planned,low,high,paper,difference,inside_noise")
     cell = small_table().rows[0].cells[0]
     assert (float(first["mean"]), float(first["spread"])) == (cell.mean, cell.spread)
     assert (float(first["low"]), float(first["high"])) == cell.interval
-    assert (float(first["printed"]), float(first["difference"])) == (cell.printed, cell.difference)
+    assert (float(first["paper"]), float(first["difference"])) == (cell.paper, cell.difference)
     assert (first["n"], first["planned"], first["inside_noise"]) == ("3", "3", "True")
     assert second["inside_noise"] == "False"
     assert (third["group"], third["low"], third["high"]) == ("CIFAR-100", "", "")
     last = lines[-1]
-    assert (last.pop("row"), last.pop("paper"), last.pop("group"), last.pop("column")) == (
+    assert (last.pop("row"), last.pop("title"), last.pop("group"), last.pop("column")) == (
         "ls", "LS", "CIFAR-100", "ECE %",
     )  # fmt: skip
     assert (last.pop("n"), last.pop("planned")) == ("0", "3")
@@ -458,13 +458,13 @@ def test_csv_has_everything_as_fractions() -> None:
 @pytest.mark.parametrize(
     "text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", " =1", "＝1", '=HYPERLINK("http://x";"y")', "\u200b=1"]
 )
-def test_csv_words_are_no_formulas(text: str) -> None:
+def test_csv_text_cannot_be_a_formula(text: str) -> None:
     for line in csv.DictReader(io.StringIO(named(text).csv(), newline="")):
-        assert [line[name] for name in ("row", "paper", "group", "column")] == [f"'{plain(text)}"] * 4
+        assert [line[name] for name in ("row", "title", "group", "column")] == [f"'{plain(text)}"] * 4
 
 
 @given(st.text())
-def test_csv_is_read_back(text: str) -> None:
+def test_csv_round_trips(text: str) -> None:
     lines = list(csv.DictReader(io.StringIO(named(text).csv(), newline=""), strict=True))
     assert len(lines) == 4
     for line in lines:
@@ -529,7 +529,7 @@ def test_html_is_one_table_with_classes() -> None:
 
 
 @given(st.text() | st.text("<>&\"'a/", max_size=12))
-def test_html_words_stay_words(text: str) -> None:
+def test_html_escapes_text(text: str) -> None:
     made = named(text)
     parsed, empty = Parsed.of(page([made, made], text)), Parsed.of(page([named("a"), named("a")], "a"))
     allowed = {tag for tag, _ in empty.tags}
@@ -539,7 +539,7 @@ def test_html_words_stay_words(text: str) -> None:
         assert sum(word == plain(text) for _, word in parsed.words) == 1 + 2 * (1 + 1 + 2 + 4 + 1)
 
 
-def test_a_page_needs_nothing_else() -> None:
+def test_html_page_has_no_external_references() -> None:
     made = page([small_table(), paper_table()], NASTY)
     parsed = Parsed.of(made)
     assert made.startswith("<!DOCTYPE html>\n")
@@ -560,83 +560,83 @@ def test_save_writes_every_format(tmp_path: Path) -> None:
     assert again.read_text(encoding="utf-8") == table.text("full")
 
 
-def test_save_writes_all_or_nothing(tmp_path: Path) -> None:
+def test_save_with_an_unknown_format_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"docx.* md, tex"):
         small_table().save(tmp_path, ("md", "docx"))
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "a b", "-x", "x\n", "ä", 'x"y'])
-def test_a_table_is_named_like_a_file(name: str) -> None:
+def test_table_name_that_is_not_a_file_name_raises(name: str) -> None:
     with pytest.raises(ValueError, match=re.escape(repr(name))):
         small_table(name=name)
 
 
-def test_rows_have_a_cell_for_each_column() -> None:
+def test_row_with_missing_cells_raises() -> None:
     with pytest.raises(ValueError, match=r"ce .*1 cells .*4 columns"):
         small_table(rows=(Row("ce", "CE", (Cell(),)),))
 
 
-def test_an_unknown_detail_is_refused() -> None:
+def test_unknown_detail_raises() -> None:
     # With the shape checks of the tests the annotation refuses it, without them the table.
     with pytest.raises((ValueError, TypeError), match="brief"):
         small_table().text(cast("Any", "brief"))
 
 
 @pytest.mark.parametrize("table", [Table("t", "", (), ()), small_table(rows=()), small_table(notes=())])
-def test_a_table_may_be_empty(table: Table) -> None:
+def test_empty_table_has_every_format(table: Table) -> None:
     for detail in DETAILS:
         check_latex(table.latex(detail))
         check_markdown(table.markdown(detail))
         Parsed.of(table.html(detail))
         assert "method" in table.text(detail)
-        assert table.csv().startswith("row,paper")
+        assert table.csv().startswith("row,title")
 
 
-def test_mean_ranks_are_the_papers() -> None:
+def test_mean_ranks_equal_those_of_the_paper() -> None:
     table = mean_rank_columns(paper_table(), ["ECE %"])
     assert table.columns[3].group == "Mean rank"
     assert [row.cells[3].values for row in table.rows] == [()] * 7
     for row, (_, ranks) in zip(table.rows, PRINTED.values(), strict=True):
-        assert row.cells[3].printed == pytest.approx(sum(ranks) / 3)
-    assert table.marks()[3].printed == Mark((5,), (6,))
+        assert row.cells[3].paper == pytest.approx(sum(ranks) / 3)
+    assert table.marks()[3].paper == Mark((5,), (6,))
 
 
-def test_ours_are_ranked_as_shown_among_whole_rows() -> None:
+def test_mean_ranks_use_rounded_values_of_complete_rows() -> None:
     columns = (Column("ECE %", "a"), Column("acc", "a", higher_is_better=True), Column("ECE %", "b"))
     ours = [(0.01004, 0.9, 0.02), (0.00996, 0.8, 0.01), (0.5, 0.95, None), (0.03, 0.7, 0.03)]
-    printed = [(0.01, 0.9, 0.02), (0.02, 0.8, 0.01), (0.03, 0.7, 0.03), (None, 0.6, 0.04)]
+    paper = [(0.01, 0.9, 0.02), (0.02, 0.8, 0.01), (0.03, 0.7, 0.03), (None, 0.6, 0.04)]
     rows = tuple(
         Row("ce", "CE", tuple(Cell(() if o is None else (o,), (), p) for o, p in zip(a, b, strict=True)))
-        for a, b in zip(ours, printed, strict=True)
+        for a, b in zip(ours, paper, strict=True)
     )
     table = mean_rank_columns(Table("t", "T", columns, rows), ["ECE %", "acc"])
     assert [(column.name, column.group) for column in table.columns[3:]] == [("ECE", "Mean rank"), ("acc", "Mean rank")]
     assert [row.cells[3].mean for row in table.rows] == [1.5, 1.0, None, 3.0]  # 1.00 and 1.00 share a rank
-    assert [row.cells[3].printed for row in table.rows] == [1.5, 1.5, 3.0, None]
+    assert [row.cells[3].paper for row in table.rows] == [1.5, 1.5, 3.0, None]
     assert [row.cells[4].mean for row in table.rows] == [2.0, 3.0, 1.0, 4.0]
     assert not table.columns[3].compared
     assert table.columns[4].compared
     assert re.search("3 rows.* 3 ", table.notes[0])
     assert "rows" not in table.notes[1]
     assert [line["difference"] for line in csv.DictReader(io.StringIO(table.csv()))][3::5] == [""] * 4
-    assert table.text("full").splitlines()[3].split()[-5:] == ["ours", "printed", "ours", "printed", "difference"]
+    assert table.text("full").splitlines()[3].split()[-5:] == ["ours", "paper", "ours", "paper", "difference"]
     again = mean_rank_columns(table, ["acc"])  # ranks are not ranked, though their column has the name too
     assert [row.cells[5] for row in again.rows] == [row.cells[4] for row in again.rows]
     assert re.search(r"columns.*: 1\)", again.notes[-1])
 
 
-def test_mean_ranks_are_not_fooled_by_the_last_bit() -> None:
+def test_mean_ranks_ignore_floating_point_noise() -> None:
     assert 0.1 + 0.2 != 0.3
-    table = mean_rank_columns(one_column(Cell(printed=0.3), Cell(printed=0.1 + 0.2)), ["ECE %"])
-    assert [row.cells[1].printed for row in table.rows] == [1.0, 1.0]
+    table = mean_rank_columns(one_column(Cell(paper=0.3), Cell(paper=0.1 + 0.2)), ["ECE %"])
+    assert [row.cells[1].paper for row in table.rows] == [1.0, 1.0]
 
 
-def test_one_row_has_no_rank() -> None:
+def test_single_row_has_no_mean_rank() -> None:
     table = mean_rank_columns(one_column(Cell((0.1,), (), 0.2), Cell()), ["ECE %"])
     assert [row.cells[1] for row in table.rows] == [Cell(), Cell()]
 
 
-def test_mean_ranks_of_unknown_columns_are_refused() -> None:
+def test_mean_ranks_of_unknown_columns_raise() -> None:
     with pytest.raises(ValueError, match=r"'AECE %'.* ECE %"):
         mean_rank_columns(paper_table(), ["AECE %"])

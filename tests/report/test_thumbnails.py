@@ -1,4 +1,4 @@
-"""Pictures of samples: small, made of pixels alone, and refused where their numbers say nothing certain."""
+"""Thumbnails of samples: small, without metadata, and only of valid image arrays."""
 
 import base64
 import io
@@ -27,7 +27,7 @@ def test_small_arrays_keep_every_pixel():
     assert np.array_equal(grey[:, :, 0], given[:, :, 0].numpy())
 
 
-def test_large_pictures_become_small():
+def test_large_images_are_downscaled():
     made = opened(picture_of(np.zeros((1000, 400, 3), dtype=np.uint8)))
     assert max(made.size) == SIDE
     assert made.format == "JPEG"
@@ -44,13 +44,13 @@ def test_large_pictures_become_small():
         (torch.zeros(0, 4, dtype=torch.uint8), ValueError, "shape"),
     ],
 )
-def test_arrays_that_are_no_images_are_refused(array, error, words):
+def test_arrays_that_are_not_images_raise(array, error, words):
     with pytest.raises(error, match=words):
         pixels(array)
 
 
-def test_files_are_made_anew(tmp_path):
-    """What a file says about itself does not get into the page."""
+def test_thumbnails_drop_file_metadata(tmp_path):
+    """File metadata must not get into the page."""
     path = tmp_path / "a.png"
     from PIL.PngImagePlugin import PngInfo
 
@@ -71,7 +71,7 @@ def test_files_are_made_anew(tmp_path):
             picture_of(nothing)
 
 
-def test_a_huge_picture_is_not_decoded(tmp_path, monkeypatch):
+def test_huge_image_is_not_decoded(tmp_path, monkeypatch):
     path = tmp_path / "a.png"
     images.new("L", (200, 200)).save(path)
     monkeypatch.setattr("fedlas.report.thumbnails.MOST_PIXELS", 10_000)

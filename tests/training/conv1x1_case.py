@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from resnet_case import distance, outcome, smaller
+from resnet_case import affine_and_counter, distance, error, errors, in_float64, in_low_precision, outcome, smaller
 from torch.nn import functional
 
 from fedlas.training.accelerators import batch_norm, conv1x1
@@ -58,38 +58,31 @@ def layer(shape: tuple[int, ...], device: str, mean: float = 1.0) -> dict[str, t
     few |= {"running_mean": torch.randn(outputs), "running_var": 0.5 + torch.rand(outputs)}
     many = {"images": images.to(memory_format=torch.channels_last)}
     many["factors"] = torch.randn(outputs, inputs, 1, 1) / inputs**0.5
-    return {name: one.to(device) for name, one in (many | few).items()}
+    return {name: value.to(device) for name, value in (many | few).items()}
 
 
-def narrowed(given: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the inputs with images and weight in low precision."""
-    return {name: one.to(dtype) if one.dim() == 4 else one for name, one in given.items()}
-
-
-def by_torch(given: dict[str, torch.Tensor], narrow: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+def by_torch(tensors: dict[str, torch.Tensor], narrow: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """Convolve and normalise with torch's layers, in the type of the inputs; round y as the kernel does."""
-    given = {name: one.clone() for name, one in given.items()}
-    y = functional.conv2d(given["images"], given["factors"])
+    tensors = {name: value.clone() for name, value in tensors.items()}
+    y = functional.conv2d(tensors["images"], tensors["factors"])
     if narrow is not None:
         y = y.to(narrow).to(y.dtype)
-    statistics = given["running_mean"], given["running_var"]
-    z = functional.batch_norm(y, *statistics, given["weight"], given["bias"], training=True)
+    statistics = tensors["running_mean"], tensors["running_var"]
+    z = functional.batch_norm(y, *statistics, tensors["weight"], tensors["bias"], training=True)
     return {"y": y, "z": z, "running mean": statistics[0], "running var": statistics[1]}
 
 
-def by_kernels(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def by_kernels(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Compute the same with the kernel; z is computed here from its scale and shift."""
-    given = {name: one.clone() for name, one in given.items()}
-    statistics = given["running_mean"], given["running_var"]
-    norm = batch_norm.Affine(given["weight"], given["bias"], *statistics, eps=1e-5, momentum=0.1)
-    counter = torch.zeros(len(given["weight"]) // 64, dtype=torch.int32, device=given["weight"].device)
-    y, about = conv1x1.multiply(given["images"], given["factors"], norm, counter)
+    tensors = {name: value.clone() for name, value in tensors.items()}
+    norm, counter = affine_and_counter(tensors)
+    y, statistics = conv1x1.multiply(tensors["images"], tensors["factors"], norm, counter)
     assert y.is_contiguous(memory_format=torch.channels_last)
     assert not counter.any()
-    scale, shift = (one.double()[None, :, None, None] for one in (about.scale, about.shift))
-    torch.testing.assert_close(about.shift, given["bias"] - about.mean * about.scale)
-    torch.testing.assert_close(about.scale, given["weight"] * about.rstd)
-    return {"y": y, "z": y.double() * scale + shift, "running mean": statistics[0], "running var": statistics[1]}
+    scale, shift = (value.double()[None, :, None, None] for value in (statistics.scale, statistics.shift))
+    torch.testing.assert_close(statistics.shift, norm.bias - statistics.mean * statistics.scale)
+    torch.testing.assert_close(statistics.scale, norm.weight * statistics.rstd)
+    return {"y": y, "z": y.double() * scale + shift, "running mean": norm.running_mean, "running var": norm.running_var}
 
 
 def block(shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
@@ -99,14 +92,14 @@ def block(shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
     many = {name: torch.randn(count, inputs, height, width) for name in ("y", "skip", "second")}
     many["gradient"] = torch.randn(count, outputs, height, width)
     few = {name: 0.5 + torch.rand(inputs) for name in ("weight", "bias", "skip weight", "skip bias")}
-    many = {name: one.to(memory_format=torch.channels_last) for name, one in many.items()}
+    many = {name: value.to(memory_format=torch.channels_last) for name, value in many.items()}
     many["factors"] = torch.randn(outputs, inputs, 1, 1) / outputs**0.5
-    return {name: one.to(device) for name, one in (many | few).items()}
+    return {name: value.to(device) for name, value in (many | few).items()}
 
 
 def back_by_torch(given: dict[str, torch.Tensor], added: str, every: int) -> dict[str, torch.Tensor]:
     """Compute the backward pass of a 1x1 convolution, ReLU, residual add and norm with torch's layers."""
-    learns = {name: one.clone().requires_grad_() for name, one in given.items()}
+    learns = {name: value.clone().requires_grad_() for name, value in given.items()}
 
     def normed(images: str, norm: str) -> torch.Tensor:
         weights = learns[f"{norm}weight"], learns[f"{norm}bias"]
@@ -154,12 +147,12 @@ def back_by_kernels(given: dict[str, torch.Tensor], added: str, every: int) -> d
 def back_compared(name: str, device: str, dtype: torch.dtype) -> dict[str, float]:
     """Return the errors of the backward kernels relative to float64; check that they are reproducible."""
     shape, added, every = BACK[name]
-    given = narrowed(block(shape, device), dtype)
-    right = back_by_torch({name: one.double() for name, one in given.items()}, added, every)
+    tensors = in_low_precision(block(shape, device), dtype)
+    expected = back_by_torch(in_float64(tensors), added, every)
     with patch.object(conv1x1, "BACKWARD_TILE", conv1x1.BACKWARD_TILE._replace(programs=4)):
-        ours, again = (back_by_kernels(given, added, every) for _ in range(2))
+        ours, again = (back_by_kernels(tensors, added, every) for _ in range(2))
     assert all(torch.equal(ours[part], again[part]) for part in ours)
-    return {part: distance({"": ours[part]}, {"": right[part]}) for part in right}
+    return {part: error(ours[part], expected[part]) for part in expected}
 
 
 def few(inputs: int) -> batch_norm.Tile:
@@ -172,23 +165,21 @@ CHOSEN = conv1x1.tile_for
 
 def compared(shape: tuple[int, ...], device: str, dtype: torch.dtype, mean: float = 1.0) -> dict[str, Any]:
     """Return the errors of torch and of the kernel relative to float64, and whether the kernel is reproducible."""
-    given = narrowed(layer(shape, device, mean), dtype)
-    wide = {name: one.double() for name, one in given.items()}
-    right = by_torch(wide, None if dtype == torch.float32 else dtype)
+    tensors = in_low_precision(layer(shape, device, mean), dtype)
+    expected = by_torch(in_float64(tensors), None if dtype == torch.float32 else dtype)
     with patch.object(conv1x1, "tile_for", few):
-        ours, again = by_kernels(given), by_kernels(given)
+        ours, again = by_kernels(tensors), by_kernels(tensors)
     assert all(torch.equal(ours[part], again[part]) for part in ours)
-    usual = by_torch(given)
-    return {part: [distance({"": found[part]}, {"": right[part]}) for found in (ours, usual)] for part in right}
+    return errors(ours, by_torch(tensors), expected)
 
 
 def lost_statistics(device: str) -> bool:
     """Return whether a NaN running mean affects nothing but itself."""
-    given = layer(SHAPES["part of a tile"], device)
-    right = by_torch(given)
-    given["running_mean"][::2] = torch.nan
-    given["running_mean"][1::4] = torch.inf
-    return distance({"": by_kernels(given)["z"]}, {"": right["z"]}) < 1e-5
+    tensors = layer(SHAPES["part of a tile"], device)
+    expected = by_torch(tensors)
+    tensors["running_mean"][::2] = torch.nan
+    tensors["running_mean"][1::4] = torch.inf
+    return error(by_kernels(tensors)["z"], expected["z"]) < 1e-5
 
 
 def takes(device: str) -> dict[str, bool]:
@@ -266,7 +257,7 @@ def step(device: str, dtype: torch.dtype) -> dict[str, Any]:
     names = {model.counters[layer].data_ptr(): name for name, layer in layers.items() if layer in model.counters}
     far = {part: [distance(found[part], right[part]) for found in (ours, usual)] for part in right}
     kinds = "multiplied", "summed", "left", "summed back", "apart"
-    return {"far": far} | {kind: [names[one] for one in some] for kind, some in zip(kinds, asked, strict=True)}
+    return {"far": far} | {kind: [names[pointer] for pointer in some] for kind, some in zip(kinds, asked, strict=True)}
 
 
 if __name__ == "__main__":

@@ -47,10 +47,13 @@ def nothing(session: Session, step: int) -> None:
 
 def spoiled_images(session: Session, step: int) -> None:
     """Make the loss of the third step NaN."""
-    scale, shift = session.train._constants
+    scale, shift = session.train_source._constants
     if step == 2:
         session.before = scale
-    session.train._constants = {2: scale * math.nan, 3: getattr(session, "before", scale)}.get(step, scale), shift
+    session.train_source._constants = (
+        {2: scale * math.nan, 3: getattr(session, "before", scale)}.get(step, scale),
+        shift,
+    )
 
 
 def spoiled(value: float, part: str) -> Change:
@@ -89,8 +92,7 @@ CASES: dict[str, tuple[dict[str, Any], Change]] = {
 
 def left_to_torch(session: Session) -> None:
     """Use torch instead of the custom kernels."""
-    if isinstance(fused := session.step.parts.optimizer_step, optimizer_step.FusedOptimizerStep):
-        session.step.parts.optimizer_step = fused.torch_step
+    session.step.fused_step = None
     session.step.metrics.kernels = session.step.gate.kernels = None
 
 
@@ -105,20 +107,20 @@ def trained(changes: dict[str, Any], device: str, change: Change, *, ours: bool,
         session.net.train()
         for step, inputs in enumerate([*session.batches(0), *session.batches(1)][:count]):
             change(session, step)
-            session.execute(*inputs)
-            session.ready.append(ours and session.step.parts.optimizer_step.ready)
+            session.runner.run(*inputs)
+            session.ready.append(ours and session.step.fused_step.ready)
     return session
 
 
 def numbers(session: Session) -> dict[str, list[torch.Tensor]]:
     """Return the tensors that steps change."""
-    optimizer = session.step.parts.optimizer
+    optimizer = session.step.optimizer
     return {
         "weights": list(parameters_of(optimizer)),
         "memory": [value for one in optimizer_state(optimizer) for value in one.values()],
         "sums": [session.step.metrics.sums[name] for name in sorted(session.step.metrics.sums)],
         "gate": [session.step.gate.sums, session.step.gate.history.now],
-        "rates": [session.step.parts.optimizer_step.rates.now],
+        "rates": [session.step.rates.now],
     }
 
 
@@ -127,7 +129,7 @@ def flags(session: Session) -> dict[str, Any]:
     return {
         "count": int(session.step.count),
         "first bad": int(session.step.first_bad),
-        "skips": float(session.step.parts.optimizer.found_inf),
+        "skips": float(session.step.optimizer.found_inf),
         "correct": float(session.step.metrics.sums["correct"]),
         "samples": float(session.step.metrics.sums["samples"]),
         "steps": float(session.step.metrics.sums["steps"]),
@@ -157,7 +159,7 @@ def compared(case: str, device: str, count: int | None = None) -> dict[str, Any]
         ours, torchs = (trained(changes, device, change, ours=which, count=count) for which in (True, False))
     mine, theirs = numbers(ours), numbers(torchs)
     return {
-        "taken": isinstance(ours.step.parts.optimizer_step, optimizer_step.FusedOptimizerStep),
+        "taken": isinstance(ours.step.fused_step, optimizer_step.FusedOptimizerStep),
         "steps": ours.ready,
         "distance": {part: distance(mine[part], theirs[part]) for part in mine if theirs[part]},
         "flags": flags(ours),
@@ -211,7 +213,7 @@ def watched(device: str) -> list[list[bool]]:
         loss: Any = SimpleNamespace(gate_state=partial(tuple, state))
         places = torch.randperm(3 * rows)[: 2 * rows]
         kernels: Any = metric_sums
-        ours, torchs = (GateStatistics(loss, 3 * rows, torch.device(device), one) for one in (kernels, None))
+        ours, torchs = (GateStatistics(loss, 3 * rows, torch.device(device), sums) for sums in (kernels, None))
         for gate in (ours, torchs):
             for index in places.split(rows):
                 gate.add(index.to(device))

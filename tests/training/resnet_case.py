@@ -47,14 +47,43 @@ def outcome(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> dic
     (functional.cross_entropy(logits, labels) + 0.01 * features.abs().mean()).backward()
     return {
         "logits": {"": logits.detach().double()},
-        "gradients": {name: one.grad.double() for name, one in model.named_parameters()},
-        "buffers": {name: one.double() for name, one in model.named_buffers()},
+        "gradients": {name: value.grad.double() for name, value in model.named_parameters()},
+        "buffers": {name: value.double() for name, value in model.named_buffers()},
     }
 
 
 def distance(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
     """Return the largest relative difference of any tensor."""
     return max(((found[k] - right[k]).norm() / right[k].norm().clamp_min(1e-12)).item() for k in right)
+
+
+def in_float64(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return all tensors in float64."""
+    return {name: value.double() for name, value in tensors.items()}
+
+
+def in_low_precision(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return images and weights of convolutions in low precision, other tensors unchanged."""
+    return {name: value.to(dtype) if value.dim() == 4 else value for name, value in tensors.items()}
+
+
+def error(value: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the relative difference of a tensor."""
+    return distance({"": value}, {"": expected})
+
+
+def errors(
+    ours: dict[str, torch.Tensor], usual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> dict[str, list[float]]:
+    """Return the relative differences of the kernels' tensors and of torch's."""
+    return {part: [error(values[part], expected[part]) for values in (ours, usual)] for part in expected}
+
+
+def affine_and_counter(tensors: dict[str, torch.Tensor]) -> tuple[batch_norm.Affine, torch.Tensor]:
+    """Return the norm in a dictionary of tensors, and the counter of its kernels."""
+    weight, bias, mean, var = (tensors[name] for name in ("weight", "bias", "running_mean", "running_var"))
+    counter = torch.zeros(len(weight) // 64, dtype=torch.int32, device=weight.device)
+    return batch_norm.Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1), counter
 
 
 def smaller(kind: str, device: str, shape: tuple[int, ...]) -> tuple[Any, torch.Tensor, torch.Tensor, Any]:
@@ -100,7 +129,7 @@ def falls_back(device: str) -> dict[str, bool]:
             model.train()
             change(model)
         values = [model(images).detach() for model in (plain, fused)]
-        same = all(torch.equal(one, fused.state_dict()[name]) for name, one in plain.state_dict().items())
+        same = all(torch.equal(value, fused.state_dict()[name]) for name, value in plain.state_dict().items())
         return same and torch.equal(*values)
 
     def frozen_norm(model: Any) -> None:
@@ -124,7 +153,7 @@ def far_from_zero(device: str) -> dict[str, float]:
     """Return the errors of the statistics in the first step if the mean is much larger than the deviation."""
     y = 300 + torch.randn(4, 64, 5, 5, device=device).to(memory_format=torch.channels_last)
     weight, bias, mean, var = torch.ones(64), torch.zeros(64), torch.zeros(64), torch.ones(64)
-    norm = batch_norm.Affine(*(one.to(device) for one in (weight, bias, mean, var)), eps=1e-5, momentum=0.1)
+    norm = batch_norm.Affine(*(value.to(device) for value in (weight, bias, mean, var)), eps=1e-5, momentum=0.1)
     found = batch_norm.statistics(y, norm, torch.zeros(1, dtype=torch.int32, device=device))
     right = y.double().var((0, 2, 3), unbiased=False).add(1e-5).rsqrt()
     return {"rstd": ((found.rstd.double() - right) / right).abs().max().item()}
@@ -148,9 +177,9 @@ def narrowed(device: str) -> dict[str, bool]:
     wide = [(torch.randn(shape, device=device) * spread).exp2() for shape in shapes]
     wide[0][0, 0, 0] = torch.tensor([math.nan, -0.0, 1 + 2**-8], device=device)
     if batch_norm.INTERPRETED:  # it cuts off what bfloat16 has no room for
-        wide = [one.bfloat16().float() for one in wide]
-    wide[:3] = [one.to(memory_format=torch.channels_last) for one in wide[:3]]
-    kept = [one for one in wide if one.numel() % 4 == 0]
+        wide = [value.bfloat16().float() for value in wide]
+    wide[:3] = [value.to(memory_format=torch.channels_last) for value in wide[:3]]
+    kept = [value for value in wide if value.numel() % 4 == 0]
     even, odd = WeightCast(kept), WeightCast(wide)
 
     def alike(narrowing: WeightCast, tensors: list[torch.Tensor]) -> bool:

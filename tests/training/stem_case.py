@@ -14,7 +14,17 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from resnet_case import distance, network, outcome, smaller
+from resnet_case import (
+    affine_and_counter,
+    distance,
+    error,
+    errors,
+    in_float64,
+    in_low_precision,
+    network,
+    outcome,
+    smaller,
+)
 from torch import nn
 from torch.nn import functional
 
@@ -35,65 +45,61 @@ def layer(shape: tuple[int, int, int, int], device: str, mean: float = 1.0) -> d
         "first": torch.randn(count, channels, height, width),
         "second": torch.randn(count, channels, height, width),
     }
-    many = {name: one.to(device, memory_format=torch.channels_last) for name, one in many.items()}
+    many = {name: value.to(device, memory_format=torch.channels_last) for name, value in many.items()}
     few = {"weight": 0.5 + torch.rand(channels), "bias": torch.rand(channels) - 0.5}
     few |= {"running_mean": torch.randn(channels), "running_var": 0.5 + torch.rand(channels)}
-    return many | {name: one.to(device) for name, one in few.items()}
+    return many | {name: value.to(device) for name, value in few.items()}
 
 
 def by_torch(
-    given: dict[str, torch.Tensor], *, twice: bool, narrow: torch.dtype | None = None
+    tensors: dict[str, torch.Tensor], *, twice: bool, narrow: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
     """Compute forward and backward pass with torch's layers, in the type of the inputs.
 
     If y is stored in low precision, it is rounded here too: otherwise the ReLU would differ.
     """
-    given = {name: one.clone() for name, one in given.items()}
-    learned = [given[name].requires_grad_() for name in ("filters", "weight", "bias")]
-    y = functional.conv2d(given["images"], given["filters"], padding=1)
+    tensors = {name: value.clone() for name, value in tensors.items()}
+    learned = [tensors[name].requires_grad_() for name in ("filters", "weight", "bias")]
+    y = functional.conv2d(tensors["images"], tensors["filters"], padding=1)
     if narrow is not None:
         y = y + (y.to(narrow).to(y.dtype) - y).detach()
-    statistics = given["running_mean"], given["running_var"]
-    z = functional.batch_norm(y, *statistics, given["weight"], given["bias"], training=True).relu()
-    of_z = given["first"] + given["second"] if twice else given["first"]
-    found = dict(zip(("of filters", "of weight", "of bias"), torch.autograd.grad(z, learned, of_z), strict=True))
-    return {"y": y.detach(), "z": z.detach(), "running mean": statistics[0], "running var": statistics[1]} | found
+    statistics = tensors["running_mean"], tensors["running_var"]
+    z = functional.batch_norm(y, *statistics, tensors["weight"], tensors["bias"], training=True).relu()
+    of_z = tensors["first"] + tensors["second"] if twice else tensors["first"]
+    gradients = dict(zip(("of filters", "of weight", "of bias"), torch.autograd.grad(z, learned, of_z), strict=True))
+    return {"y": y.detach(), "z": z.detach(), "running mean": statistics[0], "running var": statistics[1]} | gradients
 
 
-def by_kernels(given: dict[str, torch.Tensor], *, twice: bool) -> dict[str, torch.Tensor]:
+def by_kernels(tensors: dict[str, torch.Tensor], *, twice: bool) -> dict[str, torch.Tensor]:
     """Compute forward and backward pass with the kernels."""
-    given = {name: one.clone() for name, one in given.items()}
-    statistics = given["running_mean"], given["running_var"]
-    norm = batch_norm.Affine(given["weight"], given["bias"], *statistics, eps=1e-5, momentum=0.1)
-    counter = torch.zeros(len(given["weight"]) // 64, dtype=torch.int32, device=given["weight"].device)
-    y, about = stem.convolve(given["images"], given["filters"], norm, counter)
-    z, bits = batch_norm.activation(y, about, None, None)
-    sums = batch_norm.gradient_sums(given["first"], given["second"] if twice else None, y, bits, about, counter)
-    of_filters = stem.gradient_of_filters(given["images"], given["filters"], y, about, sums)
-    assert of_filters.stride() == given["filters"].stride()
+    tensors = {name: value.clone() for name, value in tensors.items()}
+    norm, counter = affine_and_counter(tensors)
+    y, statistics = stem.convolve(tensors["images"], tensors["filters"], norm, counter)
+    z, bits = batch_norm.activation(y, statistics, None, None)
+    second = tensors["second"] if twice else None
+    sums = batch_norm.gradient_sums(tensors["first"], second, y, bits, statistics, counter)
+    of_filters = stem.gradient_of_filters(tensors["images"], tensors["filters"], y, statistics, sums)
+    assert of_filters.stride() == tensors["filters"].stride()
     assert not counter.any()
-    found = {"of filters": of_filters, "of weight": sums.weight, "of bias": sums.bias}
-    return {"y": y, "z": z, "running mean": statistics[0], "running var": statistics[1]} | found
+    gradients = {"of filters": of_filters, "of weight": sums.weight, "of bias": sums.bias}
+    return {"y": y, "z": z, "running mean": norm.running_mean, "running var": norm.running_var} | gradients
 
 
 def compared(shape: tuple[int, int, int, int], device: str, *, twice: bool, mean: float = 1.0) -> dict[str, Any]:
     """Return the errors of torch and of the kernels in float32 relative to float64."""
-    given = layer(shape, device, mean)
-    right = by_torch({name: one.double() for name, one in given.items()}, twice=twice)
+    tensors = layer(shape, device, mean)
     with patch.multiple(stem, **FEW):
-        ours = by_kernels(given, twice=twice)
-    usual = by_torch(given, twice=twice)
-    return {part: [distance({"": found[part]}, {"": right[part]}) for found in (ours, usual)] for part in right}
+        ours = by_kernels(tensors, twice=twice)
+    return errors(ours, by_torch(tensors, twice=twice), by_torch(in_float64(tensors), twice=twice))
 
 
 def lost_statistics(device: str) -> bool:
     """Return whether a NaN running mean affects nothing but itself."""
-    given = layer(SHAPES["part of a tile"], device)
-    right = by_torch(given, twice=False)
-    given["running_mean"][::2] = torch.nan
-    given["running_mean"][1::4] = torch.inf
-    found = by_kernels(given, twice=False)
-    return distance({"": found["z"]}, {"": right["z"]}) < 1e-5
+    tensors = layer(SHAPES["part of a tile"], device)
+    expected = by_torch(tensors, twice=False)
+    tensors["running_mean"][::2] = torch.nan
+    tensors["running_mean"][1::4] = torch.inf
+    return error(by_kernels(tensors, twice=False)["z"], expected["z"]) < 1e-5
 
 
 def used(device: str) -> dict[str, bool]:
@@ -137,7 +143,7 @@ def used(device: str) -> dict[str, bool]:
             torch.autocast(device, dtype, enabled=dtype != torch.float32),
         ):
             model(images).float().square().sum().backward()
-        assert all((one.grad is not None) is one.requires_grad for one in (*model.parameters(), images))
+        assert all((value.grad is not None) is value.requires_grad for value in (*model.parameters(), images))
         return watched.called
 
     return {
@@ -158,12 +164,11 @@ def used(device: str) -> dict[str, bool]:
 
 def narrowed(device: str, dtype: torch.dtype) -> dict[str, float]:
     """Return the errors of the kernels in low precision relative to torch's layers in float64."""
-    given = layer(SHAPES["more tiles than programs"], device)
-    given = {name: one.to(dtype) if one.dim() == 4 else one for name, one in given.items()}
-    right = by_torch({name: one.double() for name, one in given.items()}, twice=True, narrow=dtype)
+    tensors = in_low_precision(layer(SHAPES["more tiles than programs"], device), dtype)
+    expected = by_torch(in_float64(tensors), twice=True, narrow=dtype)
     with patch.multiple(stem, **FEW):
-        found = by_kernels(given, twice=True)
-    return {part: distance({"": found[part]}, {"": right[part]}) for part in right}
+        ours = by_kernels(tensors, twice=True)
+    return {part: error(ours[part], expected[part]) for part in expected}
 
 
 def step(device: str, dtype: torch.dtype) -> dict[str, list[float]]:

@@ -85,7 +85,7 @@ for wrong, name in ((sync, "sync"), (other, "unbroken"), (recipe, "unbroken/log.
         say(error)
 class Reductions(AbstractCallback):
     def on_train_start(self, run, session, epoch):
-        session.step.parts.task.register_comm_hook(self, count)
+        session.step.parallel_module.register_comm_hook(self, count)
         self.number, self.steps = 0, 0
 
     def on_step_dispatched(self, step):

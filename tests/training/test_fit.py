@@ -47,7 +47,7 @@ def test_every_loss_trains(tmp_path, loss):
         assert math.isclose(sum(terms.values()), last["train"]["loss"], rel_tol=1e-5)
 
 
-def test_the_log_has_all_metrics(finished):
+def test_log_has_all_metrics(finished):
     for number, record in enumerate(finished.log, start=1):
         assert (record["epoch"], record["steps"]) == (number, 7 * number)
         assert set(record["val"]) == {"accuracy", "ece", "aece", "over_ece", "under_ece", "nll"}
@@ -133,7 +133,7 @@ def test_training_samples_can_replace_v1_as_feedback(tmp_path, monkeypatch):
     run = fit(short("closed_loop", halve_validation=True, feedback="train"), out=tmp_path / "run")
     first, _ = halves(run.predictions("last-val"))
     train = build_data("digits", seed=run.recipe.seed, **run.recipe.data_options).split("train")
-    assert {len(one) for one in seen} == {len(first)}
+    assert {len(validation) for validation in seen} == {len(first)}
     assert set(seen[-1].index.tolist()) <= set(train.index.tolist())
     assert seen[0].index.tolist() == seen[-1].index.tolist()
 
@@ -162,7 +162,7 @@ def test_another_recipe_in_the_folder_raises(finished, tmp_path):
 
 
 def test_a_recipe_without_training_is_replaced(tmp_path):
-    """A wrong option used to keep its folder for ever."""
+    """Regression: a wrong option blocked its run folder forever."""
     with pytest.raises(RunError, match=r"small_cnn.*\b1\b.*\b8\b.*\b8\b"):
         fit(short("ls", epochs=1, model_options={"in_channels": 3}), out=tmp_path / "run")
     assert (tmp_path / "run" / "recipe.json").exists()
@@ -378,7 +378,7 @@ def test_divergence_reports_step_and_samples(tmp_path):
 
 
 def test_another_recipe_may_replace_a_run_that_diverged_in_its_first_epoch(tmp_path):
-    """Nothing of it is left to lose, and its folder was blocked for every other learning rate."""
+    """Regression: such a run has nothing to lose but blocked its folder for other learning rates."""
     changes = {"clip": None, "schedule": "constant", "epochs": 1}
     with pytest.raises(DivergedError):
         fit(short("ce", lr=1e30, **changes), out=tmp_path / "run")
@@ -400,7 +400,7 @@ def test_a_run_that_diverged_later_is_not_replaced(tmp_path, step, every):
 
 
 def test_a_finite_but_huge_loss_counts_as_divergence(tmp_path):
-    """Such a run used to end as if nothing had happened, with an accuracy of guessing."""
+    """Regression: such a run finished without an error and with chance accuracy."""
     recipe = short("fedlas_ls", lr=1e4, clip=None, schedule="constant")
     with pytest.raises(DivergedError):
         fit(recipe, out=tmp_path / "run")
@@ -465,7 +465,7 @@ def test_backend_flags_and_random_state_are_restored(tmp_path):
 
 @pytest.mark.parametrize("lacks", [True, False])
 def test_onednn_is_disabled_from_the_start_if_it_lacks_bf16(monkeypatch, lacks):
-    """Dropped in the middle of a step, a run that was stopped would go on with other last digits."""
+    """Disabling oneDNN during a step would change last digits after resuming."""
     monkeypatch.setattr(flags_module, "_lacks_onednn_bf16", lambda: lacks)
     for kind, there in {"bf16": not lacks, "fp32": True}.items():
         with flags_module.backend_flags(short(precision=kind), torch.device("cpu")):

@@ -39,7 +39,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ],
 )
 def test_a_network_for_other_images_raises_before_training(model, options, message):
-    """These used to end in torch's traceback, from the first step."""
+    """Regression: these ended in a traceback of torch in the first step."""
     if model.startswith("timm"):
         pytest.importorskip("timm")
     with pytest.raises(RunError, match=message):
@@ -134,7 +134,7 @@ def test_fit_many_checks_its_arguments_at_once(tmp_path):
     ],
 )
 def test_an_invalid_recipe_creates_no_folder(tmp_path, monkeypatch, changes, message):
-    """Refused recipes used to pile up in runs/, each with a lock, a recipe and an environment."""
+    """Regression: invalid recipes left folders in runs/ with a lock, a recipe and an environment."""
     monkeypatch.chdir(tmp_path)
     for out in (None, "refused"):
         with pytest.raises((TypeError, ValueError), match=message):
@@ -193,11 +193,11 @@ def test_bf16_on_a_cpu_without_bf16_instructions_warns(tmp_path, monkeypatch, pr
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         fit(short("ce", epochs=1, precision="bf16", data_options={"train_samples": 50}), out=tmp_path / "run")
-    assert any("precision=fp32" in str(one.message) for one in found) == slow
+    assert any("precision=fp32" in str(warning.message) for warning in found) == slow
 
 
 def test_a_broken_image_is_named_in_one_line(tmp_path):
-    """With workers it used to come with their whole traceback, on one line."""
+    """Regression: errors in workers included their whole traceback on one line."""
     folder = natural_images(tmp_path / "images")
     for path in folder.rglob("*.png"):
         path.write_bytes(b"no image")
@@ -280,7 +280,7 @@ def test_ignored_labels_warn(finished, tmp_path):
 
 
 def test_predictions_do_not_overwrite_other_files(finished, tmp_path):
-    """A calibrator, or the predictions of another run, was gone without a word."""
+    """Regression: a calibrator or the predictions of another run were overwritten without a warning."""
     out = tmp_path / "p.safetensors"
     out.touch()
     for _ in range(2):  # what is there already may be written again
@@ -313,7 +313,7 @@ FILES = ("recipe.json", "environment.json", "log.jsonl", "checkpoint.pt", "check
 
 @pytest.mark.parametrize("name", [*FILES, "predictions", "predictions/best-test.safetensors"])
 def test_symbolic_links_in_a_run_folder_raise(finished, tmp_path, name):
-    """What it led to was written over."""
+    """Regression: the target of the link was overwritten."""
     run = Run(shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
     recipe, place, victim = run.recipe, run.folder / name, tmp_path / "mine"
     place.parent.mkdir(exist_ok=True)
@@ -332,7 +332,7 @@ def test_the_run_folder_itself_may_be_a_symbolic_link(finished, tmp_path):
 
 
 def test_a_default_run_folder_that_is_a_symbolic_link_raises(finished, tmp_path, monkeypatch):
-    """What it led to was continued, and written over."""
+    """Regression: the run that the link points to was resumed and overwritten."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(finished.folder, tmp_path / "elsewhere", ignore=lambda *_: ["predictions"])
     Path("runs").mkdir()

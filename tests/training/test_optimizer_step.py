@@ -17,7 +17,7 @@ from fedlas.training import build
 from fedlas.training.accelerators import batch_norm, conv1x1, metric_sums, optimizer_step, stem
 from fedlas.training.accelerators.parameter_blocks import BLOCK, TILE, WeightCast
 from fedlas.training.accelerators.resnet import SideStream, _CastWeights, _GradientTarget
-from fedlas.training.optimizer import OptimizerStep, build_optimizer
+from fedlas.training.optimizer import build_optimizer
 from fedlas.training.recipe import Recipe
 from fedlas.training.session import Session
 
@@ -58,14 +58,14 @@ def test_correct_counts_equal_those_of_torch(found):
 def test_gate_statistics_equal_those_of_torch(found):
     """Ignored samples count nowhere, a state of zero as -1."""
     assert len(found["watched"]) == 4
-    assert all(len(one) == 4 and all(one) for one in found["watched"])
+    assert all(len(checks) == 4 and all(checks) for checks in found["watched"])
 
 
 def made(net: nn.Module, loss: nn.Module | None = None, **changes) -> optimizer_step.FusedOptimizerStep:
     recipe = Recipe(data="digits", model="small_cnn", loss="ce", **changes)
     loss = nn.Identity() if loss is None else loss
     optimizer, rates = build_optimizer(recipe, net, loss, torch.ones(3), CPU)
-    return optimizer_step.FusedOptimizerStep(OptimizerStep(recipe, net, loss, optimizer, rates))
+    return optimizer_step.FusedOptimizerStep(recipe, optimizer, rates, loss)
 
 
 def test_gradient_slots_are_contiguous_with_the_strides_of_the_parameters():
@@ -85,7 +85,7 @@ def test_gradient_slots_are_contiguous_with_the_strides_of_the_parameters():
     assert int(one.blocks[:, 1].clamp_max(BLOCK).sum()) == sum(slot.numel() for slot in one.slots.values())
 
 
-def narrowed(weights: list[nn.Parameter], slots: list[torch.Tensor | None], images: torch.Tensor) -> None:
+def backward_through_casts(weights: list[nn.Parameter], slots: list[torch.Tensor | None], images: torch.Tensor) -> None:
     targets = [_GradientTarget(weight, slot) for weight, slot in zip(weights, slots, strict=True)]
     copies = _CastWeights.apply(torch.bfloat16, SideStream(CPU), targets, WeightCast(weights), *weights)
     sum((nn.functional.conv2d(images.bfloat16(), copy) ** 2).float().sum() for copy in copies).backward()
@@ -98,12 +98,12 @@ def test_gradients_of_cast_weights_are_written_to_their_slots():
     one = made(layers)
     images = torch.randn(2, 4, 5, 5).to(memory_format=torch.channels_last)
     slots = [one.slots[weight] for weight in weights]
-    narrowed(weights, [*slots[:2], None], images)
+    backward_through_casts(weights, [*slots[:2], None], images)
     here = [weight.grad.data_ptr() == slot.data_ptr() for weight, slot in zip(weights, slots, strict=True)]
     assert here == [True, True, False]
     first = [weight.grad.clone() for weight in weights]
     # Another part of the batch: what is there must not be written over.
-    narrowed(weights, slots, images)
+    backward_through_casts(weights, slots, images)
     for weight, half in zip(weights, first, strict=True):
         torch.testing.assert_close(weight.grad, 2 * half, rtol=1e-6, atol=0)
 
@@ -150,7 +150,7 @@ def with_gaps(net: nn.Linear) -> nn.Module:
     return net
 
 
-def not_aligned(net: nn.Linear) -> nn.Module:
+def with_unaligned_storage(net: nn.Linear) -> nn.Module:
     net.bias.data = torch.zeros(21)[1:]
     return net
 
@@ -164,7 +164,7 @@ def not_aligned(net: nn.Linear) -> nn.Module:
         (nn.Module.float, {"precision": "fp16"}, False),
         (in_float64, {}, False),
         (with_gaps, {}, False),
-        (not_aligned, {}, False),
+        (with_unaligned_storage, {}, False),
     ],
 )
 def test_unsupported_optimizers_use_torch(change, changes, expected, monkeypatch):
@@ -192,7 +192,7 @@ def pretend_compilation(monkeypatch):
 
 
 def is_fused(session: Session) -> bool:
-    return isinstance(session.step.parts.optimizer_step, optimizer_step.FusedOptimizerStep)
+    return isinstance(session.step.fused_step, optimizer_step.FusedOptimizerStep)
 
 
 @pytest.mark.usefixtures("thin")
@@ -202,7 +202,7 @@ def test_a_session_uses_the_kernels_if_it_compiles(monkeypatch):
     pretend_compilation(monkeypatch)
     ours = Session(recipe, CPU)
     assert is_fused(ours)
-    fused = ours.step.parts.optimizer_step
+    fused = ours.step.fused_step
     assert not ours.net.model.gradient_slots
     with fused.gradient_slots():
         assert ours.net.model.gradient_slots is fused.slots

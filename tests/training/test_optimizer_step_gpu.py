@@ -44,18 +44,18 @@ def test_steps_equal_those_of_torch(case):
 
 
 def test_correct_counts_equal_those_of_torch():
-    assert all(all(one) for one in answers("cuda"))
+    assert all(all(checks) for checks in answers("cuda"))
 
 
 def test_gate_statistics_equal_those_of_torch():
-    assert all(all(one) for one in watched("cuda"))
+    assert all(all(checks) for checks in watched("cuda"))
 
 
 def assert_captured_is_eager(recipe: Any, epochs: int = 3) -> Session:
     captured, eager = (trained(recipe, capture=capture, epochs=epochs) for capture in (True, False))
-    assert captured.execute.graphs, "nothing was captured"
-    assert isinstance(captured.step.parts.optimizer_step, FusedOptimizerStep)
-    assert eager.step.parts.optimizer_step.ready
+    assert captured.runner.graphs, "nothing was captured"
+    assert isinstance(captured.step.fused_step, FusedOptimizerStep)
+    assert eager.step.fused_step.ready
     for name, value in tensors(eager).items():
         assert torch.equal(value, tensors(captured)[name]), name
     assert captured.step.metrics.read() == eager.step.metrics.read()
@@ -88,7 +88,7 @@ def convolutions(session: Session) -> list[Any]:
 def test_accumulated_gradients_need_no_copy():
     """The second part is added to the first one's gradient, which lies in the slot."""
     session = assert_captured_is_eager(short("ce", compile=True, accumulate=2, **RESIDUAL))
-    slots = session.step.parts.optimizer_step.slots
+    slots = session.step.fused_step.slots
     assert all(weight.grad.data_ptr() == slots[weight].data_ptr() for weight in convolutions(session))
 
 
@@ -102,12 +102,12 @@ def test_a_captured_step_is_independent_of_later_allocations():
             session.net.train()
             for epoch in range(3):
                 for inputs in session.batches(epoch):
-                    session.execute(*inputs)
+                    session.runner.run(*inputs)
                     others = [torch.full((2**size,), float("nan"), device=device) for size in range(8, 24)]
                     pinned = [torch.full((2**size,), -1).pin_memory() for size in range(4, 12)]
                     del others, pinned
             torch.cuda.synchronize()
-        assert bool(session.execute.graphs) == capture
+        assert bool(session.runner.graphs) == capture
         left.append(tensors(session))
     for name, value in left[1].items():
         assert torch.equal(value, left[0][name]), name
@@ -125,7 +125,7 @@ def test_the_first_step_of_a_resnet_equals_that_of_torch(accumulate):
             if not ours:
                 left_to_torch(session)
             session.net.train()
-            session.execute(*next(iter(session.batches(0))))
+            session.runner.run(*next(iter(session.batches(0))))
         sessions.append(session)
     mine, theirs = (tensors(session) for session in sessions)
     for name, value in theirs.items():
@@ -138,13 +138,13 @@ def test_the_first_step_of_a_resnet_equals_that_of_torch(accumulate):
 @pytest.mark.parametrize("capture", [False, True])
 def test_a_step_does_not_synchronise(capture):
     recipe = short("fedlas_ls", deterministic=False, compile=True, drop_last=True)
-    assert assert_never_waits(recipe, capture=capture).step.parts.optimizer_step.ready
+    assert assert_never_waits(recipe, capture=capture).step.fused_step.ready
 
 
 def compiled(*modules: Any) -> list[Any]:
     """List what the kernels of modules were compiled to, one for each kind."""
-    kernels = {one for module in modules for name, one in vars(module).items() if name.endswith("_kernel")}
-    return [made for one in kernels for caches in one.device_caches.values() for made in caches[0].values()]
+    kernels = {kernel for module in modules for name, kernel in vars(module).items() if name.endswith("_kernel")}
+    return [made for kernel in kernels for caches in kernel.device_caches.values() for made in caches[0].values()]
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -162,12 +162,12 @@ def test_after_precompilation_a_step_compiles_few_kernels(model, monkeypatch):
                 if name.endswith("_kernel"):
                     one.device_caches.clear()
         trace, ended = compilation.trace, []
-        monkeypatch.setattr(compilation, "trace", lambda step, given, trace=trace: ended.append(trace(step, given)))
-        with compilation.precompiled(session.step, inputs):
+        monkeypatch.setattr(compilation, "trace", lambda step, inputs, trace=trace: ended.append(trace(step, inputs)))
+        with compilation.precompiled(session.step, inputs, session.runner.precompile):
             pass
         assert len(ended) == 1  # nothing went wrong, and nothing warned
         precompiled = compiled(*modules)
         assert len(precompiled) >= 10
         assert all(one.module is not None for one in precompiled)  # loaded: it can start at once
-        session.execute(*inputs)
+        session.runner.run(*inputs)
         assert len(compiled(*modules)) <= len(precompiled) + 4

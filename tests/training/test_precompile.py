@@ -53,8 +53,8 @@ def anywhere(monkeypatch):
 @pytest.mark.usefixtures("anywhere")
 def test_each_specialisation_is_compiled_once_and_not_run():
     kernel, numbers = Kernel(), torch.zeros(3)
-    with precompilation(CPU) as one, one.active():
-        assert precompiling() is one
+    with precompilation(CPU) as context, context.active():
+        assert precompiling() is context
         launch(kernel, (7,), numbers, 48, (numbers.double(),), WIDTH=2)
         launch(kernel, (9,), torch.ones(5), 64, (numbers.double(),), WIDTH=2)  # as many bytes together as before
         launch(kernel, (7,), numbers, 49, (numbers.double(),), WIDTH=2)
@@ -69,7 +69,7 @@ def test_each_specialisation_is_compiled_once_and_not_run():
     kinds = {(given[0].dtype, given[1], about["WIDTH"]) for _, given, about, _ in kernel.compiled}
     wide = torch.float32
     assert kinds == {(wide, 48, 2), (wide, 49, 2), (wide, 1, 2), (torch.float16, 48, 2), (wide, 48, 4)}
-    assert all(isinstance(one, MockTensor) for _, given, *_ in kernel.compiled for one in (given[0], given[2][0]))
+    assert all(isinstance(value, MockTensor) for _, given, *_ in kernel.compiled for value in (given[0], given[2][0]))
     launch(kernel, (7,), numbers, 48, WIDTH=2)
     assert kernel.ran == [((7,), (numbers, 48), {"WIDTH": 2})]
 
@@ -84,11 +84,11 @@ def test_a_kernel_that_cannot_be_compiled_raises_when_it_runs():
             return self.warmup  # what runs is compiled first
 
     broken = Broken()
-    with pytest.warns(UserWarning, match="1 kernels.*no"), precompilation(CPU) as one, one.active():
+    with pytest.warns(UserWarning, match="1 kernels.*no"), precompilation(CPU) as context, context.active():
         launch(broken, (1,))
     with pytest.raises(RuntimeError, match="no"):
         launch(broken, (1,))
-    with pytest.raises(ZeroDivisionError), precompilation(CPU) as one, one.active():
+    with pytest.raises(ZeroDivisionError), precompilation(CPU) as context, context.active():
         raise ZeroDivisionError
     assert not precompiling()
 
@@ -110,7 +110,7 @@ def test_a_kernel_that_could_not_be_loaded_is_loaded_when_it_runs():
             return self._run
 
     kernel = Heavy()
-    with pytest.warns(UserWarning, match="MemoryError"), precompilation(CPU) as one, one.active():
+    with pytest.warns(UserWarning, match="MemoryError"), precompilation(CPU) as context, context.active():
         launch(kernel, (1,))
     assert not kernel.loaded
     assert kernel.run == "started"
@@ -128,7 +128,7 @@ def test_background_work_is_awaited_and_may_fail(fails):
         if fails:
             raise RuntimeError("no")
 
-    with precompilation(CPU, meanwhile) as one, one.active():
+    with precompilation(CPU, meanwhile) as context, context.active():
         launch(kernel, (1,))
     assert len(threads) == len(kernel.compiled) == 1
     assert threads != [threading.get_ident()]
@@ -137,8 +137,8 @@ def test_background_work_is_awaited_and_may_fail(fails):
 @pytest.mark.usefixtures("anywhere")
 def test_other_devices_and_later_launches_are_not_part_of_a_precompilation():
     kernel = Kernel()
-    with precompilation(CPU) as one:
-        with one.active():
+    with precompilation(CPU) as context:
+        with context.active():
             launch(kernel, (1,), torch.zeros(1, device="meta"))
         launch(kernel, (1,), torch.zeros(1))
     assert len(kernel.ran) == 2
@@ -171,7 +171,7 @@ def test_pending_compilations_are_cancelled_after_an_error():
         threading.Timer(0.2, end.set).start()
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), precompilation(CPU) as one, one.active():
+    with pytest.raises(ZeroDivisionError), precompilation(CPU) as context, context.active():
         fails()
     assert 1 <= len(kernel.compiled) <= precompile._processors()
 
@@ -186,7 +186,7 @@ def test_trials_in_a_precompilation_are_repeated_afterwards():
         launch(kernel, (1,))
         return False
 
-    with precompilation(CPU) as one, one.active():
+    with precompilation(CPU) as context, context.active():
         assert kernel_available(trial, CPU)
         assert kernel_available(trial, CPU)
     assert len(kernel.compiled) == len(times) == 1
@@ -221,17 +221,17 @@ def test_pre_compilation_does_not_change_the_step(loss, changes, monkeypatch):
 
     def watched(step, inputs, trace=compilation.trace):
         trace(step, inputs)
-        grown = [one.grad is not None for one in (*step.parts.net.parameters(), *step.parts.loss.parameters())]
+        grown = [parameter.grad is not None for parameter in step.module.parameters()]
         traced.append(all(grown) and len(grown) > 0)
 
     monkeypatch.setattr(compilation, "trace", watched)
     for precompiles in (True, False):
         session = Session(short(loss, **changes), CPU)
-        session.step.parts.precompile = (lambda: computing) if precompiles else None
+        session.runner.precompile = (lambda: computing) if precompiles else None
         session.net.train()
         for number, inputs in enumerate(session.batches(0)):
             if number < 2:
-                session.execute(*inputs)
+                session.runner.run(*inputs)
         found.append(state(session))
     assert traced == [True]  # to its end, through network and loss
     assert found[0].keys() == found[1].keys()
@@ -244,10 +244,10 @@ def test_a_failed_pre_compilation_is_a_warning():
         raise RuntimeError("no")
 
     session = Session(short("ce"), CPU)
-    session.step.parts.precompile = broken
+    session.runner.precompile = broken
     session.net.train()
     with pytest.warns(UserWarning, match="pre-compiled: no"):
-        session.execute(*next(iter(session.batches(0))))
+        session.runner.run(*next(iter(session.batches(0))))
     assert int(session.step.count) == 1
 
 
@@ -256,19 +256,19 @@ def test_an_out_of_memory_error_is_raised():
         raise torch.OutOfMemoryError("full")
 
     session = Session(short("ce"), CPU)
-    session.step.parts.precompile = full
+    session.runner.precompile = full
     with pytest.raises(torch.OutOfMemoryError):
-        session.execute(*next(iter(session.batches(0))))
+        session.runner.run(*next(iter(session.batches(0))))
 
 
 def test_networks_with_custom_kernels_are_pre_compiled(monkeypatch):
-    assert Session(short("ce"), CPU).step.parts.precompile is None
+    assert Session(short("ce"), CPU).runner.precompile is None
     model = build_model("resnet18_cifar", 10).to(memory_format=torch.channels_last)
     assert CustomKernels(CPU).precompile(model) is None
     loaded = []
     monkeypatch.setattr(kernels, "import_module", loaded.append)
     begin = CustomKernels(CPU).precompile(fuse(model))
     assert begin is not None
-    with begin() as one:
-        assert isinstance(one, precompile.Precompilation)
+    with begin() as context:
+        assert isinstance(context, precompile.Precompilation)
     assert loaded == ["torch._inductor.compile_fx"]

@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_predictions_do_not_make_an_unfinished_run_look_finished(tmp_path):
-    """Four calls used to write all files by which a finished run was known."""
+    """Regression: four calls wrote all files that mark a run as finished."""
     recipe = short("ce", epochs=2)
     with pytest.raises(StoppedError):
         fit(recipe, out=tmp_path / "run", callbacks=[SignalAt(10, signal.SIGTERM)])
@@ -135,7 +135,7 @@ def test_other_data_options_give_another_name(digits):
 
 
 def test_predictions_on_other_images_never_replace_those_of_the_run(folder):
-    """A folder of other images used to be written over the run's own test predictions."""
+    """Regression: predictions on other images replaced the test predictions of the run."""
     before = prediction_bytes(folder)
     other = folder.folder.parent / "other"
     path = predict_with(folder.folder, "folder", options={"path": other})
@@ -220,7 +220,7 @@ def test_weights_of_another_shape_are_reported(folder, tmp_path):
 @pytest.mark.filterwarnings("ignore:fp16 is very slow")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_logits_are_computed_in_float32(tmp_path: Path, precision):
-    """Else many samples share a confidence, and the likeliest two classes a logit."""
+    """In low precision, many samples would share a confidence, and top classes a logit."""
     changes = {"epochs": 2, "precision": precision, "splits": ("val",), "data_options": {"train_samples": 60}}
     run = fit(short("ce", **changes), out=tmp_path / "run")
     logits = run.predictions("best-val").logits

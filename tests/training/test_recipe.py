@@ -15,7 +15,7 @@ from fedlas.training.recipe import Recipe, differences
 SMALL = Recipe(data="digits", model="small_cnn", loss="ce")
 
 
-def test_the_key_is_stable():
+def test_recipe_key_is_stable():
     """Folders of old runs must be found again: a changed key here is a break for users."""
     assert SMALL.key == "1149f82ba7"
     published = recipe_for("cifar10", loss="fedlas_ls", precision="fp32", channels_last=False)
@@ -96,7 +96,7 @@ def test_invalid_settings_raise(settings, message):
 
 
 def test_reduction_none_raises():
-    """It used to end in torch's traceback: backward of a vector."""
+    """Regression: backward of a vector ended in a traceback of torch."""
     with pytest.raises(ValueError, match='reduction="none"'):
         SMALL.replace(loss_options={"reduction": "none"})
     with pytest.raises(ValueError, match='reduction="none"'):
@@ -104,7 +104,7 @@ def test_reduction_none_raises():
 
 
 def test_replace_resets_fields_without_effect():
-    """Nobody has asked for the milestones of a protocol that is changed to a cosine; they shall not be in its key."""
+    """Milestones have no effect with a cosine schedule and must not be part of the key."""
     steps = recipe_for("cifar10")
     assert steps.replace(schedule="cosine") == recipe_for("cifar10", schedule="cosine")
     assert steps.replace(schedule="cosine").milestones == ()
@@ -144,7 +144,7 @@ def test_every_predefined_recipe_can_be_built():
         fedlas.build_loss(recipe.loss, num_classes=7, **recipe.loss_options, **options)
 
 
-def test_the_published_protocol():
+def test_paper_protocol_has_the_published_settings():
     recipe = recipe_for("cifar10", loss="ce")
     assert (recipe.model, recipe.epochs, recipe.milestones, recipe.batch_size) == (
         "resnet50_cifar",
@@ -165,7 +165,7 @@ def test_the_published_protocol():
 
 @pytest.mark.parametrize("data", ["cifar10", "cifar100", "tiny_imagenet"])
 def test_resnets_on_small_images_use_bf16_and_channels_last(data):
-    """Else whoever makes the tables again, or trains without a thought, would wait five times as long."""
+    """Float32 training without channels-last would take five times as long."""
     ours, released = recipe_for(data, protocol="paper"), recipe_for(data, protocol="official")
     assert (ours.precision, ours.channels_last, ours.compile, ours.capture) == ("bf16", True, True, True)
     assert (released.precision, released.channels_last) == ("fp32", False)
@@ -233,7 +233,7 @@ def test_suggested_protocols_are_usable(data, model):
         recipe_for(data, model, protocol="paper")
     except ValueError as error:
         advised = str(error).partition("use one of: ")[2].split(", ")
-        assert len(advised) == sum(not one.published for one in PROTOCOLS)
+        assert len(advised) == sum(not protocol.paper_data_only for protocol in PROTOCOLS)
         for name, _, more in (word.partition(" ") for word in advised):
             assert recipe_for(data, "small_cnn" if more == "(with --model)" else model, protocol=name).data == data
             if more:
@@ -241,7 +241,7 @@ def test_suggested_protocols_are_usable(data, model):
                     recipe_for(data, model, protocol=name)
 
 
-def test_the_fast_protocol():
+def test_fast_protocol_has_its_documented_settings():
     recipe = recipe_for("cifar10", loss="ce", protocol="fast")
     assert (recipe.model, recipe.batch_size, recipe.epochs, recipe.schedule) == ("resnet18_cifar", 512, 20, "one_cycle")
     assert (recipe.nesterov, recipe.momentum, recipe.lr, recipe.weight_decay) == (True, 0.9, 0.2, 1e-3)
@@ -251,7 +251,7 @@ def test_the_fast_protocol():
 
 
 @pytest.mark.parametrize("data", ["cifar10", "cifar100", "fashion_mnist"])
-def test_the_standard_protocol(data):
+def test_standard_protocol_has_its_documented_settings(data):
     recipe = recipe_for(data, loss="closed_loop", protocol="standard")
     assert (recipe.model, recipe.batch_size, recipe.epochs, recipe.milestones) == ("resnet18_cifar", 128, 100, (50, 75))
     assert (recipe.lr, recipe.momentum, recipe.nesterov, recipe.weight_decay, recipe.clip) == (0.1, 0.9, False, 5e-4, 2)

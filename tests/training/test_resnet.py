@@ -42,12 +42,7 @@ def test_outputs_gradients_and_running_statistics_are_as_exact_as_torchs(found, 
 @pytest.mark.campaign
 def test_frozen_layers_and_layers_with_hooks_use_torch(found):
     # What is not touched differs in the last digits, or the comparison would show nothing.
-    assert found["falls back"] == {
-        "frozen norm": True,
-        "watched layer": True,
-        "watched back": True,
-        "nothing": False,
-    }
+    assert found["falls back"] == {"frozen norm": True, "watched layer": True, "watched back": True, "nothing": False}
 
 
 @pytest.mark.campaign
@@ -145,16 +140,16 @@ def without_a_stage() -> nn.Module:
     return model
 
 
-def of_another_kind() -> nn.Module:
+def resnet_subclass() -> nn.Module:
     class Mine(ResNet):
-        """Whoever subclasses it may compute something else."""
+        """A subclass may compute something else."""
 
     return Mine(BasicBlock, [1, 1, 1, 1], num_classes=5)
 
 
-def of_a_block_of_its_own() -> nn.Module:
+def resnet_of_a_block_subclass() -> nn.Module:
     class Block(BasicBlock):
-        """Likewise."""
+        """A subclass may compute something else."""
 
     return ResNet(Block, [1, 1, 1, 1], num_classes=5)
 
@@ -178,8 +173,8 @@ def in_float64() -> nn.Module:
         with_a_weight_twice,
         with_a_stem_of_two_layers,
         without_a_stage,
-        of_another_kind,
-        of_a_block_of_its_own,
+        resnet_subclass,
+        resnet_of_a_block_subclass,
         in_float64,
         lambda: build_model("small_cnn", 10, in_channels=1),
     ],
@@ -234,7 +229,7 @@ def test_why_not_returns_the_reason():
 
 @pytest.mark.parametrize("learns", [True, False])
 def test_a_frozen_weight_leaves_no_pending_work(learns):
-    """Whoever waits for gradients of weights is not asked where no weight has one."""
+    """If no weight needs a gradient, nothing waits for pending weight gradients."""
     images, weight = torch.randn(2, 3, 5, 5, requires_grad=True), torch.randn(4, 3, 3, 3, requires_grad=learns)
     asked = []
 
@@ -274,7 +269,7 @@ def test_a_strided_convolution_stores_a_strided_gradient(stride, size):
     assert product is None
     assert strided.gradient.shape[2:] == y.shape[2:]
     assert deferred.pop() == (None, None)
-    usual = [one.detach().requires_grad_() for one in (images, weight)]
+    usual = [value.detach().requires_grad_() for value in (images, weight)]
     nn.functional.conv2d(*usual, stride=stride).backward(gradient)
     torch.testing.assert_close(strided.whole(images), usual[0].grad)
     torch.testing.assert_close(weight.grad, usual[1].grad)

@@ -12,7 +12,7 @@ from fedlas.models import build_model
 pytest.importorskip("triton")
 import conv1x1_case
 import stem_case
-from resnet_case import compared, distance, narrowed, network, outcome
+from resnet_case import compared, error, in_float64, in_low_precision, narrowed, network, outcome
 from test_train_gpu import pytestmark, tensors, trained
 
 from fedlas.training.accelerators import batch_norm, conv1x1, stem
@@ -31,7 +31,7 @@ def exact_products():
 
 
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
-def test_as_exact_as_torchs_layers(kind):
+def test_fused_resnet_is_as_exact_as_torch_layers(kind):
     one = compared(kind, "cuda")
     assert one["taken"]
     for part, bound in {"logits": 1e-5, "gradients": 1e-4, "buffers": 1e-5}.items():
@@ -57,7 +57,7 @@ def in_bf16(model: Any, images: torch.Tensor) -> dict[str, dict[str, torch.Tenso
 
 @pytest.mark.parametrize("name", ["resnet18_cifar", "resnet50_cifar"])
 @pytest.mark.parametrize("count", [3, 128])  # a part of a tile, and more tiles than programs
-def test_bf16_is_as_exact_as_torchs_layers(name, count):
+def test_fused_resnet_in_bf16_is_as_exact_as_torch_layers(name, count):
     plain = build_model(name, 10).to("cuda", memory_format=torch.channels_last)
     fused = fuse(copy.deepcopy(plain))
     images = images_of(count)
@@ -72,7 +72,7 @@ def test_bf16_is_as_exact_as_torchs_layers(name, count):
         assert ours_far[worst] < 2 * far[worst] + 0.1 * size[worst], (part, worst)
 
 
-def test_without_cudnn():
+def test_fused_resnet_works_without_cudnn():
     with torch.backends.cudnn.flags(enabled=False):
         one = compared("basic", "cuda")
     assert one["fused"]["gradients"] < 1e-4
@@ -121,7 +121,8 @@ def assert_as_exact_as_without(
     assert len(asked) == times
     for part in right:
         far, ours_far = (
-            sum((found[part][name] - one).norm().item() for name, one in right[part].items()) for found in (usual, ours)
+            sum((found[part][name] - value).norm().item() for name, value in right[part].items())
+            for found in (usual, ours)
         )
         assert ours_far < 1.3 * far, part
 
@@ -135,14 +136,12 @@ def test_a_step_with_the_stem_kernels_is_as_exact_as_without(count, monkeypatch)
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("shape", [(3, 5, 7, 64), (64, 32, 32, 64), (40, 31, 33, 128)])
 def test_the_stem_is_as_exact_as_its_type_and_reproducible(shape, twice, dtype):
-    given = stem_case.layer(shape, "cuda")
-    given = {name: one.to(dtype) if one.dim() == 4 else one for name, one in given.items()}
-    wide = {name: one.double() for name, one in given.items()}
-    right = stem_case.by_torch(wide, twice=twice, narrow=dtype)
-    found, again = (stem_case.by_kernels(given, twice=twice) for _ in range(2))
-    for part, value in found.items():
+    tensors = in_low_precision(stem_case.layer(shape, "cuda"), dtype)
+    expected = stem_case.by_torch(in_float64(tensors), twice=twice, narrow=dtype)
+    ours, again = (stem_case.by_kernels(tensors, twice=twice) for _ in range(2))
+    for part, value in ours.items():
         assert torch.equal(value, again[part]), part
-        assert distance({"": value}, {"": right[part]}) < 8 * torch.finfo(dtype).eps, part
+        assert error(value, expected[part]) < 8 * torch.finfo(dtype).eps, part
 
 
 @pytest.mark.parametrize("count", [3, 128])
@@ -173,13 +172,12 @@ def test_a_step_with_the_conv1x1_backward_kernel_is_as_exact_as_without(count, m
     ],
 )
 def test_conv1x1_gradients_are_as_exact_as_their_type_and_reproducible(shape, added, every, dtype):
-    given = conv1x1_case.narrowed(conv1x1_case.block(shape, "cuda"), dtype)
-    wide = {name: one.double() for name, one in given.items()}
-    right = conv1x1_case.back_by_torch(wide, added, every)
-    found, again = (conv1x1_case.back_by_kernels(given, added, every) for _ in range(2))
-    for part, value in found.items():
+    tensors = in_low_precision(conv1x1_case.block(shape, "cuda"), dtype)
+    expected = conv1x1_case.back_by_torch(in_float64(tensors), added, every)
+    ours, again = (conv1x1_case.back_by_kernels(tensors, added, every) for _ in range(2))
+    for part, value in ours.items():
         assert torch.equal(value, again[part]), part
-        assert distance({"": value}, {"": right[part]}) < 2 * torch.finfo(dtype).eps, part
+        assert error(value, expected[part]) < 2 * torch.finfo(dtype).eps, part
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -191,16 +189,16 @@ def test_conv1x1_gradients_are_as_exact_as_their_type_and_reproducible(shape, ad
     ],
 )  # fmt: skip
 def test_conv1x1_is_as_exact_as_its_type_and_reproducible(shape, dtype):
-    given = conv1x1_case.narrowed(conv1x1_case.layer(shape, "cuda"), dtype)
-    right = conv1x1_case.by_torch({name: one.double() for name, one in given.items()}, narrow=dtype)
-    found, again = (conv1x1_case.by_kernels(given) for _ in range(2))
-    for part, value in found.items():
+    tensors = in_low_precision(conv1x1_case.layer(shape, "cuda"), dtype)
+    expected = conv1x1_case.by_torch(in_float64(tensors), narrow=dtype)
+    ours, again = (conv1x1_case.by_kernels(tensors) for _ in range(2))
+    for part, value in ours.items():
         assert torch.equal(value, again[part]), part
         bound = torch.finfo(dtype).eps / 2 if part in {"y", "z"} else 1e-4  # some are rounded to the other side
-        assert distance({"": value}, {"": right[part]}) < bound, part
+        assert error(value, expected[part]) < bound, part
 
 
-def test_more_rows_than_programs_on_a_grid_axis():
+def test_kernels_accept_more_rows_than_the_grid_limit():
     """A batch of 4,096 images of 32 x 32 has 65,536 tiles of 64 rows; all axes of a grid but the first end before."""
     y = torch.randn(4096, 64, 32, 33, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
     weight, bias, mean, var = (torch.full((64,), value, device="cuda") for value in (1.0, 0.0, 0.0, 1.0))
@@ -241,6 +239,6 @@ def test_a_captured_step_equals_an_eager_step_bit_for_bit(changes):
     captured, eager = trained(recipe, capture=True), trained(recipe, capture=False)
     for session in (captured, eager):
         assert isinstance(session.net.model, FusedResNet)
-    assert captured.execute.graphs, "nothing was captured"
+    assert captured.runner.graphs, "nothing was captured"
     for name, value in tensors(eager).items():
         assert torch.equal(value, tensors(captured)[name]), name

@@ -163,7 +163,7 @@ def test_checkpoint_every_sets_the_interval(tmp_path):
 
 
 def test_partial_files_of_a_killed_run_are_removed(tmp_path):
-    """Only those of checkpoints used to be; half a log, recipe or file of predictions stayed for ever."""
+    """Regression: only partial checkpoints were removed; other partial files stayed forever."""
     with pytest.raises(StoppedError):
         fit(short("ce"), out=tmp_path, callbacks=[SignalAt(12, signal.SIGINT)])
     (tmp_path / "predictions").mkdir()
@@ -198,7 +198,7 @@ def test_a_signal_between_epochs_stops_the_run(unbroken, tmp_path):
 
 
 def test_a_signal_after_the_last_step_stops_the_run(unbroken, tmp_path):
-    """Else a run that predicts when Ctrl-C comes would finish, and the next one of many would begin."""
+    """Otherwise a run interrupted while predicting would finish and the next one would start."""
     with pytest.raises(StoppedError) as caught:
         fit(RECIPES["mixed"], out=tmp_path, callbacks=[SignalAfterEpoch(3)])
     assert caught.value.signal_number == signal.SIGTERM
@@ -223,7 +223,7 @@ def test_a_signal_while_predicting_ends_fit_many(tmp_path, monkeypatch):
 
 
 def test_a_repeated_signal_does_not_interrupt_the_checkpoint(monkeypatch):
-    """A terminal and a launcher both pass Ctrl-C on; later, a person means it."""
+    """Terminal and launcher both forward Ctrl-C; only a later signal is a second request."""
     now = 100.0
     monkeypatch.setattr("fedlas.training.signals.time.monotonic", lambda: now)
     heard = []
@@ -335,7 +335,7 @@ def test_two_damaged_checkpoints_are_both_named(stopped, tmp_path):
 
 
 def test_a_log_without_all_epochs_raises(stopped, tmp_path):
-    """It used to be gone on with, and the run was never finished."""
+    """Regression: such a run was resumed and never finished."""
     run = Run(shutil.copytree(stopped.folder, tmp_path / "run"))
     run.log_file.write_bytes(cut(run.log_file.read_bytes()))
     with pytest.raises(RunError, match=r"log\.jsonl.*\b0 .*\b1\b.*checkpoint\.pt"):

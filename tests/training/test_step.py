@@ -3,18 +3,21 @@
 import gc
 import importlib
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from runs_of import short
 from torch import nn
 
+from fedlas.training import compilation
 from fedlas.training.capture import without_collector
 from fedlas.training.compilation import CompiledCall
 from fedlas.training.mixup import Mixer, _rectangle
 from fedlas.training.optimizer import build_optimizer
 from fedlas.training.precision import GradientScaler
 from fedlas.training.recipe import Recipe
+from fedlas.training.run_folder import RunError
 from fedlas.training.schedule import lr_factor, lr_table, row_of
 from fedlas.training.session import Session
 
@@ -25,7 +28,7 @@ PLAIN = Recipe(data="digits", model="small_cnn", loss="ce")
 def steps(session: Session, count: int, epoch: int = 0) -> None:
     session.net.train()
     for _, inputs in zip(range(count), session.batches(epoch), strict=False):
-        session.execute(*inputs)
+        session.runner.run(*inputs)
 
 
 @pytest.mark.parametrize("changes", [{}, {"nesterov": False, "clip": None}, {"optimizer": "adamw", "lr": 0.003}])
@@ -41,8 +44,8 @@ def test_the_step_equals_a_plain_torch_loop(loss, changes):
         optimizer = torch.optim.SGD(parameters, lr=1.0, momentum=0.9, nesterov=recipe.nesterov, weight_decay=5e-4)
     else:
         optimizer = torch.optim.AdamW(parameters, lr=1.0, weight_decay=5e-4)
-    theirs.train.set_epoch(0)
-    for number, (images, labels, index) in enumerate(theirs.train.batches(50)):
+    theirs.train_source.set_epoch(0)
+    for number, (images, labels, index) in enumerate(theirs.train_source.batches(50)):
         if number == 5:
             break
         optimizer.param_groups[0]["lr"] = recipe.lr * lr_factor(recipe, number, 7)
@@ -50,7 +53,7 @@ def test_the_step_equals_a_plain_torch_loop(loss, changes):
         logits, features = net(images)
         criterion(logits, labels, features, index).backward()
         if recipe.clip:
-            nn.utils.clip_grad_norm_(net.parameters(), recipe.clip)  # not the gate's: as published
+            nn.utils.clip_grad_norm_(net.parameters(), recipe.clip)  # not the gate's: as in the official code
         optimizer.step()
     for mine, other in zip([*ours.net.parameters(), *ours.loss.parameters()], parameters, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
@@ -67,7 +70,7 @@ def test_gradient_accumulation_equals_the_whole_batch():
 
 
 def test_gradient_accumulation_of_a_summed_loss_is_not_averaged():
-    """Each part's sum used to be multiplied by its share of the batch, which made a fifth of loss and gradient."""
+    """Regression: the sum of each part was scaled by its fraction of the batch, a fifth of the correct value."""
     recipe = short("mbls", model_options={"norm": "group"}, loss_options={"reduction": "sum"}, lr=1e-4, clip=None)
     whole, parts = Session(recipe, CPU), Session(recipe.replace(accumulate=5), CPU)
     steps(whole, 7)
@@ -83,7 +86,7 @@ def test_the_gate_can_have_its_own_learning_rate():
     gate = [p.clone() for p in session.loss.parameters()]
     steps(session, 3)
     assert all(torch.equal(p, q) for p, q in zip(gate, session.loss.parameters(), strict=True))
-    rates = session.step.parts.optimizer_step.rates
+    rates = session.step.rates
     assert [float(group) for group in rates.groups] == [pytest.approx(recipe.lr * lr_factor(recipe, 2, 7)), 0.0]
 
 
@@ -103,11 +106,11 @@ def test_a_bad_step_is_recorded_and_freezes_the_weights():
     assert session.step.bad_step() is None
     before = [p.clone() for p in session.net.parameters()]
     memory = [m["momentum_buffer"].clone() for m in session.state_dict()["optimizer"]]
-    session.train.labels.fill_(0)
-    original = session.train._constants
-    session.train._constants = (original[0] * math.nan, original[1])
+    session.train_source.labels.fill_(0)
+    original = session.train_source._constants
+    session.train_source._constants = (original[0] * math.nan, original[1])
     steps(session, 2)
-    session.train._constants = original
+    session.train_source._constants = original
     steps(session, 3)
     assert session.step.bad_step() == 2  # the third
     assert all(torch.equal(p, q) for p, q in zip(before, session.net.parameters(), strict=True))
@@ -117,7 +120,7 @@ def test_a_bad_step_is_recorded_and_freezes_the_weights():
 
 
 def test_a_bad_gradient_of_the_loss_alone_is_detected_in_its_step():
-    """Clipping looks at the network only; the flag must not."""
+    """Clipping considers only the network, but the check for bad gradients must include the loss."""
     session = Session(short("fedlas_ls"), CPU)
     steps(session, 2)
     gate = next(session.loss.parameters())
@@ -176,7 +179,7 @@ def test_schedules_equal_those_of_torch():
         expected.step()
 
 
-def test_the_shapes_of_schedules():
+def test_schedules_have_the_expected_shapes():
     def factors(**changes):
         return (lr_table(PLAIN.replace(epochs=10, lr=1.0, **changes), 10)).tolist()
 
@@ -196,7 +199,7 @@ def test_the_shapes_of_schedules():
         assert cycle[30:] == sorted(cycle[30:], reverse=True)
 
 
-def test_rates_follow_a_counter_on_the_device():
+def test_learning_rates_follow_a_step_counter_on_the_device():
     table = lr_table(PLAIN.replace(epochs=2, schedule="cosine"), 5)
     assert torch.equal(row_of(table, torch.tensor(3)), table[3])
     assert torch.equal(row_of(table, torch.tensor(99)), table[-1])
@@ -239,73 +242,117 @@ def test_mixup_draws_depend_only_on_the_seed():
     assert 0 < one[:, 1].mean() < 1
 
 
-class FailsOnce(CompiledCall):
-    """A compiled network that fails in its first forward or backward pass."""
+class CannotBeCompiled(CompiledCall):
+    """A module whose compilation fails in the forward or backward pass, for some numbers of rows."""
 
-    def __init__(self, net, error, *, backward):
-        super().__init__(net, backend="eager")
-        self.error, self.backward, self.failed = error, backward, False
+    def __init__(self, module, error, *, backward=False, rows=None):
+        super().__init__(module, backend="eager")
+        self.error, self.backward, self.rows = error, backward, rows
+        self._compiled = self.compile
 
     def fail(self, *_):
-        self.failed = True
         raise self.error
 
-    def __call__(self, *args, **kwargs):
+    def compile(self, *args, **kwargs):
         output = self.module(*args, **kwargs)
-        if self.active and self.backward and not self.failed:
+        if self.backward:
             output.logits.register_hook(self.fail)
-        elif self.active and not self.failed:
+        elif self.rows in {None, len(args[0])}:
             self.fail()
         return output
 
 
+def compiler_error(words):
+    return importlib.import_module("torch._dynamo.exc").TorchDynamoException(words)
+
+
+def assert_equal_state(session, expected):
+    for module, other in zip((session.net, session.loss), (expected.net, expected.loss), strict=True):
+        for name, value in other.state_dict().items():
+            assert torch.equal(value, module.state_dict()[name]), name
+    assert session.step.metrics.read() == expected.step.metrics.read()
+    assert session.step.gate.read() == expected.step.gate.read()
+
+
 def replace_calls(session, net=None, loss=None):
     """Call network and loss of a session by other functions."""
-    parts = session.step.parts
-    parts.call_net, parts.call_loss = net or parts.call_net, loss or parts.call_loss
-    parts.task.calls = parts.call_net, parts.call_loss
+    call_net, call_loss = session.step.module.calls
+    session.step.module.calls = net or call_net, loss or call_loss
 
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_failed_compilation_falls_back_to_eager_without_repeating_a_step(backward):
     recipe = short("fedlas_ls", accumulate=2)
     plain, broken = Session(recipe, CPU), Session(recipe, CPU)
-    error = importlib.import_module("torch._dynamo.exc").TorchDynamoException("no graph for this network\nand more")
-    replace_calls(broken, FailsOnce(broken.net, error, backward=backward))
+    error = compiler_error("no graph for this network\nand more")
+    replace_calls(broken, CannotBeCompiled(broken.net, error, backward=backward))
     with pytest.warns(UserWarning, match=r"no graph for this network$"):
         steps(broken, 1)
-    assert not broken.step.parts.call_net.active
+    assert not broken.step.module.calls[0].active
     steps(plain, 1)
     for session in (plain, broken):
         steps(session, 2, epoch=1)
-    for mine, other in zip((broken.net, broken.loss), (plain.net, plain.loss), strict=True):
-        for name, value in other.state_dict().items():
-            assert torch.equal(value, mine.state_dict()[name]), name
-    assert broken.step.metrics.read() == plain.step.metrics.read()
-    assert broken.step.gate.read() == plain.step.gate.read()
+    assert_equal_state(broken, plain)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_failed_compilation_raises_if_there_are_several_processes(monkeypatch, backward):
+    """Regression: one process repeated the step, and with it collectives that the others had finished."""
+    session = Session(short("ce"), CPU)
+    replace_calls(session, CannotBeCompiled(session.net, compiler_error("no graph\nand more"), backward=backward))
+    monkeypatch.setattr(compilation, "ranks", SimpleNamespace(count=lambda: 2))  # elsewhere there is one process
+    with pytest.raises(RunError, match=r"set compile=False: no graph$"):
+        steps(session, 1)
+    assert session.step.module.calls[0].active
+
+
+def test_a_smaller_last_batch_that_cannot_be_compiled_runs_eagerly():
+    plain, broken = Session(short("fedlas_ls"), CPU), Session(short("fedlas_ls"), CPU)
+    replace_calls(broken, CannotBeCompiled(broken.net, compiler_error("no graph for 30 rows"), rows=30))
+    with pytest.warns(UserWarning, match="no graph for 30 rows"):
+        steps(broken, 7)
+    assert not broken.step.module.calls[0].active
+    steps(plain, 7)
+    for session in (plain, broken):
+        steps(session, 2, epoch=1)
+    assert_equal_state(broken, plain)
+
+
+def test_a_loss_that_cannot_be_compiled_leaves_the_network_compiled():
+    plain, broken = Session(short("fedlas_ls"), CPU), Session(short("fedlas_ls"), CPU)
+    network, loss = (
+        CannotBeCompiled(broken.net, None, rows=0),
+        CannotBeCompiled(broken.loss, compiler_error("no graph")),
+    )
+    replace_calls(broken, network, loss)
+    with pytest.warns(UserWarning, match="no graph"):
+        steps(broken, 2)
+    assert [call.active for call in broken.step.module.calls] == [True, False]
+    steps(plain, 2)
+    assert_equal_state(broken, plain)
 
 
 def test_failed_compilation_of_the_batch_leaves_the_network_compiled():
     plain, broken = Session(short("ce"), CPU), Session(short("ce"), CPU)
-    replace_calls(broken, *(CompiledCall(one, fullgraph=True, backend="eager") for one in (broken.net, broken.loss)))
-    error = importlib.import_module("torch._dynamo.exc").TorchDynamoException("no graph for this batch")
-    broken.step.parts.feed = FailsOnce(broken.step.parts.feed, error, backward=False)
+    replace_calls(
+        broken, *(CompiledCall(module, fullgraph=True, backend="eager") for module in (broken.net, broken.loss))
+    )
+    broken.step.feed = CannotBeCompiled(broken.step.feed, compiler_error("no graph for this batch"))
     with pytest.warns(UserWarning, match=r"no graph for this batch$"):
         steps(broken, 2)
-    assert not broken.step.parts.feed.active
-    assert broken.step.parts.call_net.active
+    assert not broken.step.feed.active
+    assert broken.step.module.calls[0].active
     steps(plain, 2)
     assert broken.step.metrics.read() == pytest.approx(plain.step.metrics.read())
 
 
 def test_errors_that_are_not_compilation_errors_are_raised():
-    dynamo = importlib.import_module("torch._dynamo.exc")
-    wrapped = dynamo.TorchDynamoException("while compiling")
+    wrapped = compiler_error("while compiling")
     wrapped.__cause__ = torch.OutOfMemoryError("no memory left")
-    named = dynamo.TorchDynamoException("CUDA error: out of memory")
+    named = compiler_error("CUDA error: out of memory")
     for error in (torch.OutOfMemoryError("no memory left"), wrapped, named, RuntimeError("a bug in user code")):
         session = Session(short("ce"), CPU)
-        replace_calls(session, FailsOnce(session.net, error, backward=False))
+        replace_calls(session, CannotBeCompiled(session.net, error))
         with pytest.raises(type(error)):
             steps(session, 1)
 
@@ -324,11 +371,13 @@ def test_a_compiled_step_sees_terms_and_gate_too(loss, backend, count):
     torch._dynamo.reset()  # variants that other tests compiled count towards the limit
     recipe = short(loss)
     plain, compiled = Session(recipe, CPU), Session(recipe, CPU)
-    calls = (CompiledCall(one, fullgraph=True, dynamic=False, backend=backend) for one in (compiled.net, compiled.loss))
+    calls = (
+        CompiledCall(module, fullgraph=True, dynamic=False, backend=backend) for module in (compiled.net, compiled.loss)
+    )
     replace_calls(compiled, *calls)
     for session in (plain, compiled):
         steps(session, count)
-    assert compiled.step.parts.call_net.active
+    assert compiled.step.module.calls[0].active
     mine, theirs = compiled.step.metrics.read(), plain.step.metrics.read()
     assert mine == pytest.approx(theirs, rel=1e-3)
     assert mine.keys() == theirs.keys()
@@ -339,7 +388,7 @@ def test_a_compiled_step_sees_terms_and_gate_too(loss, backend, count):
 
 
 def test_no_garbage_is_collected_during_a_capture():
-    """A graph of an earlier run that was freed in between ruined the capture of the thirteenth loss on a GPU."""
+    """Regression: freeing the graph of an earlier run during a capture broke the capture on a GPU."""
     assert gc.isenabled()
     with without_collector():
         assert not gc.isenabled()

@@ -43,7 +43,7 @@ def trained(recipe: Any, *, capture: bool, epochs: int = 3) -> Session:
         session.net.train()
         for epoch in range(epochs):
             for inputs in session.batches(epoch):
-                session.execute(*inputs)
+                session.runner.run(*inputs)
         torch.cuda.synchronize()
     return session
 
@@ -58,8 +58,8 @@ def tensors(session: Session) -> dict[str, Any]:
 def test_capture_equals_eager_bit_for_bit(loss):
     recipe = short(loss, compile=False, epochs=3)
     eager, captured = trained(recipe, capture=False), trained(recipe, capture=True)
-    assert captured.execute.graphs, "nothing was captured"
-    assert captured.execute.capture
+    assert captured.runner.graphs, "nothing was captured"
+    assert captured.runner.capture
     for name, value in tensors(eager).items():
         assert torch.equal(value, tensors(captured)[name]), name
     assert captured.step.metrics.read() == eager.step.metrics.read()
@@ -81,7 +81,7 @@ def test_capture_equals_eager_bit_for_bit(loss):
 def test_every_kind_of_step_can_be_captured(changes):
     recipe = short("fedlas_ls", compile=False, **changes)
     eager, captured = trained(recipe, capture=False), trained(recipe, capture=True)
-    assert captured.execute.graphs
+    assert captured.runner.graphs
     for name, value in tensors(eager).items():
         assert torch.equal(value, tensors(captured)[name]), name
     torch.testing.assert_close(captured.step.scaler.value, eager.step.scaler.value)
@@ -93,8 +93,8 @@ def test_compiled_capture_is_close_to_eager(loss):
     recipe = short(loss, drop_last=True, lr=0.02)
     eager = trained(recipe.replace(compile=False), capture=False, epochs=2)
     compiled = trained(recipe, capture=True, epochs=2)
-    assert compiled.execute.graphs
-    assert compiled.step.parts.call_net.active
+    assert compiled.runner.graphs
+    assert compiled.step.module.calls[0].active
     for name, value in eager.net.model.state_dict().items():
         torch.testing.assert_close(value, compiled.net.model.state_dict()[name], rtol=2e-2, atol=2e-3, msg=name)
     mine, theirs = compiled.step.metrics.read(), eager.step.metrics.read()
@@ -109,12 +109,12 @@ def assert_never_waits(recipe, *, capture):
         session.net.train()
         batches = list(session.batches(0))
         for inputs in batches[: WARM + 2]:  # the capture itself may wait
-            session.execute(*inputs)
+            session.runner.run(*inputs)
         with no_waiting():
             for inputs in batches[: WARM + 2]:
-                session.execute(*inputs)
+                session.runner.run(*inputs)
         torch.cuda.synchronize()
-    assert bool(session.execute.graphs) == capture
+    assert bool(session.runner.graphs) == capture
     return session
 
 
@@ -181,8 +181,8 @@ def test_a_bad_gate_gradient_is_detected_in_a_captured_run():
             for number, inputs in enumerate(session.batches(epoch)):
                 if (epoch, number) == (1, 2):
                     factor.fill_(math.nan)
-                session.execute(*inputs)
-        assert session.execute.graphs
+                session.runner.run(*inputs)
+        assert session.runner.graphs
         assert session.step.bad_step() == session.steps_per_epoch + 2
         assert all(value.isfinite().all() for value in session.loss.parameters())
 

@@ -92,7 +92,7 @@ def calibrate_apply(
         with progress() as report:
             loaded = load_calibrator(calibrator)
             predictions = read_file(file, report, columns)
-            # Probabilities are written as probabilities.
+            # If the input has probabilities, write probabilities.
             write_predictions(loaded.transform(predictions), out, probs=probs or predictions.given_probs is not None)
         if loaded.fitted is not None and loaded.fitted.doubt:
             show(f"warning: the fit of {calibrator} is unreliable: {loaded.fitted.doubt}", err=True)

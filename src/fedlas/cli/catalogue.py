@@ -10,7 +10,7 @@ from fedlas.cli.terminal import show_table
 
 
 class Catalogue(StrEnum):
-    """Kinds of entries."""
+    """Catalogues that `fedlas list` can print."""
 
     losses = "losses"
     data = "data"
@@ -23,7 +23,7 @@ class Catalogue(StrEnum):
 def list_catalogue(
     kind: Annotated[
         Catalogue,
-        typer.Argument(metavar="KIND", help="One of: losses, data, models, calibrators, recipes, experiments."),
+        typer.Argument(metavar="KIND", help="What to list."),
     ],
 ) -> None:
     """List losses, data sets, models, calibrators, recipes or experiments."""
@@ -48,7 +48,7 @@ def list_entries(kind: Catalogue) -> tuple[list[str], list[list[str]]]:
     if kind is Catalogue.models:
         from fedlas.models import list_models
 
-        rows = [[r.name, str(r.image_size or "any"), r.summary] for r in list_models()]
+        rows = [[r.name, str(r.cls.image_size or "any"), r.summary] for r in list_models()]
         return ["name", "images", "description"], rows
     if kind is Catalogue.calibrators:
         from fedlas.posthoc import list_calibrators

@@ -11,9 +11,10 @@ import typer
 
 from fedlas.cli.calibrate import calibrate_apply, calibrate_fit
 from fedlas.cli.catalogue import list_catalogue
+from fedlas.cli.compare import compare_models
 from fedlas.cli.errors import format_warning, report_interrupt
 from fedlas.cli.evaluation import detect_ood, evaluate_command
-from fedlas.cli.reproduce import compare_models, demo_run, reproduce_experiment
+from fedlas.cli.reproduce import demo_run, reproduce_experiment
 from fedlas.cli.terminal import configure_logging
 from fedlas.cli.training import predict_run, search_options, train_run
 
@@ -58,26 +59,26 @@ calibrate = typer.Typer(
     help="Fit a calibrator, or apply one to predictions.",
     epilog="Example: fedlas calibrate fit val.csv --out temperature.safetensors",
 )
-app.command("train", epilog="Example: fedlas train --data cifar10 --loss fedlas_ls --protocol fast")(train_run)
-app.command("predict", epilog="Example: fedlas predict runs/mine --data svhn")(predict_run)
-app.command("list", epilog="Example: fedlas list losses")(list_catalogue)
-app.command("demo", epilog="Example: fedlas demo --out runs/demo")(demo_run)
-app.command("reproduce", epilog="Example: fedlas reproduce sota --data cifar10 --protocol fast --dry-run")(
-    reproduce_experiment
-)
 app.command("evaluate", epilog="Example: fedlas evaluate test.csv --calibration val.csv --html report.html")(
     evaluate_command
 )
+app.command("compare", epilog="Example: fedlas compare runs/ce runs/fedlas_ls --metrics ece,nll")(compare_models)
+app.command("ood", epilog="Example: fedlas ood test.csv svhn=svhn.csv")(detect_ood)
+app.command("train", epilog="Example: fedlas train --data cifar10 --loss fedlas_ls --protocol fast")(train_run)
+app.command("predict", epilog="Example: fedlas predict runs/mine --data svhn")(predict_run)
+app.command(
+    "search", epilog="Example: fedlas search --data cifar10 --loss fedlas_ls --protocol fast --over beta=0.5:8:log"
+)(search_options)
+app.command("reproduce", epilog="Example: fedlas reproduce sota --data cifar10 --protocol fast --dry-run")(
+    reproduce_experiment
+)
+app.command("demo", epilog="Example: fedlas demo --out runs/demo")(demo_run)
+app.command("list", epilog="Example: fedlas list losses")(list_catalogue)
 app.add_typer(calibrate, name="calibrate")
 calibrate.command("fit", epilog="Example: fedlas calibrate fit val.csv --out temperature.safetensors")(calibrate_fit)
 calibrate.command(
     "apply", epilog="Example: fedlas calibrate apply temperature.safetensors test.csv --out calibrated.csv"
 )(calibrate_apply)
-app.command("ood", epilog="Example: fedlas ood test.csv svhn=svhn.csv")(detect_ood)
-app.command("compare", epilog="Example: fedlas compare runs/ce runs/fedlas_ls --metrics ece,nll")(compare_models)
-app.command(
-    "search", epilog="Example: fedlas search --data cifar10 --loss fedlas_ls --protocol fast --over beta=0.5:8:log"
-)(search_options)
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """Errors and exit codes of commands.
 
-A user error ends in one line on standard error and exit code 1, Ctrl-C in 130, another signal in 128 + its number. A
-closed pipe (`fedlas ... | head`) is not an error. `--verbose` or `FEDLAS_DEBUG=1` shows tracebacks.
+A user error prints one line to standard error and exits with code 1. Ctrl-C exits with 130, other signals exit with
+128 + the signal number. A closed pipe (`fedlas ... | head`) is not an error. `--verbose` or `FEDLAS_DEBUG=1` shows
+tracebacks.
 """
 
 import os
@@ -29,7 +30,7 @@ def one_line_errors() -> Iterator[None]:
     except (UserError, OSError) as error:
         if from_interrupt(error):
             raise typer.Exit(report_interrupt()) from None
-        if isinstance(error, BrokenPipeError) and reader_left():
+        if isinstance(error, BrokenPipeError) and stdout_reader_is_gone():
             raise typer.Exit(128 + signal.SIGPIPE) from None
         if is_verbose():
             raise
@@ -43,12 +44,14 @@ def one_line_errors() -> Iterator[None]:
             details = " ".join(message.split())
             show(f"fedlas: memory ran out{f' ({details})' if details else ''}", err=True)
             raise typer.Exit(1) from None
-        if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # of pathlib, before Python 3.13
+        if isinstance(error, RuntimeError) and str(error).startswith(
+            "Symlink loop"
+        ):  # raised by pathlib before Python 3.13
             show(f"fedlas: {error}", err=True)
             raise typer.Exit(1) from None
         if number is None:
             show(
-                "fedlas: an internal error, not one of your input; please report it with the traceback below", err=True
+                "fedlas: internal error, not caused by your input; please report it with the traceback below", err=True
             )
             raise
         show(f"fedlas: {error}", err=True)
@@ -64,7 +67,7 @@ def _out_of_memory_message(error: Exception) -> str | None:
     from fedlas.io.untrusted import memory_message
 
     on_gpu = type(error).__name__ == "OutOfMemoryError"
-    return str(error).partition(". ")[0] if on_gpu else memory_message(error)  # the rest is advice for programmers
+    return str(error).partition(". ")[0] if on_gpu else memory_message(error)  # omit the advice for programmers
 
 
 def _message(error: Exception) -> str:
@@ -76,16 +79,16 @@ def _message(error: Exception) -> str:
 
 
 @contextmanager
-def reader_may_leave() -> Iterator[None]:
+def ignore_closed_pipe() -> Iterator[None]:
     """Continue if standard output is closed, as in `fedlas ... | head`."""
     try:
         yield
     except BrokenPipeError:
-        if not reader_left():
+        if not stdout_reader_is_gone():
             raise
 
 
-def reader_left() -> bool:
+def stdout_reader_is_gone() -> bool:
     """Return whether standard output is a pipe without a reader; if so, discard all further output.
 
     Other broken pipes, such as those between training processes, are errors.
@@ -99,7 +102,7 @@ def reader_left() -> bool:
     closed = any(state & select.POLLERR for _, state in poll.poll(0))
     if closed:
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, descriptor)  # Python flushes its buffer there when it exits
+        os.dup2(null, descriptor)  # Python then flushes its buffer to /dev/null at exit
         os.close(null)
     return closed
 
@@ -111,7 +114,10 @@ def report_interrupt() -> int:
 
 
 def from_interrupt(error: BaseException | None) -> bool:
-    """Return whether Ctrl-C caused an error, as it does for compiled modules during their import."""
+    """Return whether Ctrl-C caused an error, directly or through its chain of causes.
+
+    For example, an interrupted import of a compiled module raises another error.
+    """
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from fedlas.cli.errors import one_line_errors, reader_may_leave
+from fedlas.cli.errors import ignore_closed_pipe, one_line_errors
 from fedlas.cli.options import Level, Seed, seed_option, split_list, with_columns
 from fedlas.cli.output_paths import (
     FIGURE_SUFFIXES,
@@ -40,7 +40,7 @@ def evaluate_command(
         list[str],
         typer.Argument(
             metavar="FILE",
-            help="Predictions of each model, or its run folder: FILE or NAME=FILE.",
+            help="Predictions of each model, a file or a run folder, as FILE or NAME=FILE.",
             show_default=False,
         ),
     ],
@@ -60,13 +60,14 @@ def evaluate_command(
         ),
     ] = None,
     posthoc: Annotated[
-        str, typer.Option(help="Calibrators, separated by commas, '' for none; see: fedlas list calibrators")
+        str,
+        typer.Option(help="Calibrators to evaluate, separated by commas, '' for none; see: fedlas list calibrators"),
     ] = "temperature",
     folds: Annotated[int, typer.Option(help="Number of folds for cross-fitting calibrators.")] = 5,
     bins: Annotated[int, typer.Option(help="Number of bins of the ECE and other binned metrics.")] = 15,
     level: Level = 0.95,
     resamples: Annotated[
-        int | None, typer.Option(help="Number of bootstrap resamples; by default as each method needs.")
+        int | None, typer.Option(help="Number of bootstrap resamples; by default as many as each metric needs.")
     ] = None,
     seed: Annotated[int, seed_option("Random seed for bootstrap intervals and cross-fitting.")] = 0,
     html: Annotated[
@@ -75,7 +76,8 @@ def evaluate_command(
     images: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the images shown in the report; by default that of the predictions.", rich_help_panel=OUTPUT
+            help="Folder of the images shown in the report; by default the folder of the predictions.",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
     json: Annotated[
@@ -109,19 +111,19 @@ def evaluate_command(
         check_conditions(fail_if or (), calibrators)
         outputs = [html, None if json in {None, "-"} else Path(str(json))]
         check_writable(outputs, figures)
-        made: list[Path] = []
+        written: list[Path] = []
         named = named_files(files)
         check_not_input(named.values(), outputs)
         check_overwrite(outputs, overwrite=overwrite)
         check_overwrite_in(figures, NAMES, FIGURE_SUFFIXES, overwrite=overwrite)
         with progress() as report:
-            given = {name: run_model(path, images, report) if path.is_dir() else path for name, path in named.items()}
+            inputs = {name: run_model(path, images, report) if path.is_dir() else path for name, path in named.items()}
             result = evaluate_files(
-                given, calibration=calibration or (), calibration_labels=calibration_labels, ood=ood or (),
+                inputs, calibration=calibration or (), calibration_labels=calibration_labels, ood=ood or (),
                 posthoc=calibrators, folds=folds, bins=bins, level=level, resamples=resamples, seed=seed, images=images,
                 progress=report, **columns,
             )  # fmt: skip
-            # Files are written first: the output may be a closed pipe.
+            # Write files first, because standard output may be a closed pipe.
             options: dict[str, Any] = {"level": level, "resamples": resamples, "seed": seed}
             if json not in {None, "-"}:
                 write_text(str(json), result.to_json())
@@ -129,13 +131,13 @@ def evaluate_command(
                 from fedlas.report.html import save_page
 
                 about = {"title": " and ".join(result.models), "command": command_line()}
-                made.append(save_page(result, html, bins=bins, **options, **about))
+                written.append(save_page(result, html, bins=bins, **options, **about))
             if figures is not None:
                 from fedlas.report.figures import save_figures
 
-                made += save_figures(result, figures, **options)
-        with reader_may_leave():
-            show_result(result, made, err=json == "-")
+                written += save_figures(result, figures, **options)
+        with ignore_closed_pipe():
+            show_result(result, written, err=json == "-")
             if json == "-":
                 write_text(json, result.to_json())
         failed = result.failed(fail_if or ())
@@ -184,15 +186,19 @@ def detect_ood(
         check_overwrite([json_file], overwrite=overwrite)
         with progress() as report:
             in_distribution = read_file(predictions, report, columns)
-            others = {word: value for word, value in columns.items() if word not in {"label_column", "labels"}}
-            given = {name: read_file(path, report, others) for name, path in named.items()}
+            without_labels = {
+                option: value for option, value in columns.items() if option not in {"label_column", "labels"}
+            }
+            ood_predictions = {name: read_file(path, report, without_labels) for name, path in named.items()}
             report("OOD detection", 0.0)
             side: Literal["ood", "id"] = "id" if positive is Positive.ID else "ood"
-            found = detect(in_distribution, given, split_list(scores), tpr=tpr, positive=side, level=level, seed=seed)
+            result = detect(
+                in_distribution, ood_predictions, split_list(scores), tpr=tpr, positive=side, level=level, seed=seed
+            )
             report("OOD detection", 1.0)
         if json is not None:
-            write_text(json, dumps({"format": OOD_FORMAT} | found.to_dict(), allow_nan=False))
-        show(found, err=json == "-")
+            write_text(json, dumps({"format": OOD_FORMAT} | result.to_dict(), allow_nan=False))
+        show(result, err=json == "-")
 
 
 def run_model(folder: Path, images: Path | None, progress: Callable[[str, float], None]) -> Any:
@@ -220,20 +226,20 @@ def run_model(folder: Path, images: Path | None, progress: Callable[[str, float]
     return model
 
 
-def parse_ood_files(given: Sequence[str]) -> dict[str, Path]:
-    """Split NAME=FILE."""
-    found: dict[str, Path] = {}
-    for text in given:
+def parse_ood_files(arguments: Sequence[str]) -> dict[str, Path]:
+    """Parse arguments of the form NAME=FILE."""
+    files: dict[str, Path] = {}
+    for text in arguments:
         name, equals, path = text.partition("=")
         if not equals or not name or not path:
             raise UserError(f"OOD data is given as NAME=FILE, not as {text!r}")
-        if name in found:
+        if name in files:
             raise UserError(f"two files are called {name!r}")
-        found[name] = Path(path)
-    return found
+        files[name] = Path(path)
+    return files
 
 
-def show_result(result: Any, made: Sequence[Path], *, err: bool) -> None:
+def show_result(result: Any, written: Sequence[Path], *, err: bool) -> None:
     """Print the result and the paths of written files."""
     for line in result.lines():
         show(line, err=err)
@@ -242,5 +248,5 @@ def show_result(result: Any, made: Sequence[Path], *, err: bool) -> None:
         show(note, err=err)
     for title, table in result.detections().items():
         show(f"\n{title}\n{table}", err=err)
-    for path in made:
+    for path in written:
         show(path, err=err)

@@ -19,64 +19,78 @@ def check_seed(seed: int) -> int:
 
 
 def seed_option(text: str) -> Any:
-    """Return the option of a random seed; Typer would print the whole range of an integer with limits."""
+    """Return the option of a random seed; a callback checks it, because Typer would print the range of an integer."""
     return typer.Option(callback=check_seed, help=text)
 
 
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Set a field of the recipe; may be repeated.")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Set a field of the recipe, such as epochs=10 or loss_options.alpha=0.1; may be repeated.",
+    ),
 ]
 Root = Annotated[
     Path | None, typer.Option("--data-root", help="Data folder; by default $FEDLAS_DATA, or the user's cache.")
 ]
 Level = Annotated[float, typer.Option(help="Confidence level of intervals.")]
 Seed = Annotated[int, seed_option("Random seed for bootstrap intervals.")]
+ProtocolName = Annotated[
+    str | None,
+    typer.Option(
+        "--protocol",
+        help="Training protocol: paper, official, fast, small or standard; by default the first that defines the data "
+        "set (see: fedlas list recipes).",
+    ),
+]
+LedgerFolder = Annotated[Path, typer.Option("--ledger", help="Folder of the results of finished runs.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU, if there is one.")]
 
 
 def split_list(text: str | None) -> tuple[str, ...] | None:
-    """Split a text at commas; an empty text or a repeated item is an error."""
+    """Split a text at commas; raise for an empty text or a repeated item."""
     if text is None:
         return None
-    found = tuple(word.strip() for word in text.split(",") if word.strip())
-    if not found:
+    items = tuple(item.strip() for item in text.split(",") if item.strip())
+    if not items:
         raise UserError(f"{text!r} names nothing; leave the option out, or give names separated by commas")
-    if twice := sorted({word for word in found if found.count(word) > 1}):
+    if twice := sorted({item for item in items if items.count(item) > 1}):
         raise UserError(f"{', '.join(twice)}: named twice in {text!r}")
-    return found
+    return items
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
-    """Parse integers separated by commas; a repeated one is an error."""
+    """Parse comma-separated integers; raise for a repeated integer."""
     try:
-        found = tuple(int(word) for word in text.split(","))
+        seeds = tuple(int(item) for item in text.split(","))
     except ValueError:
         raise UserError(f"--seeds takes whole numbers separated by commas, not {text!r}") from None
-    if len(set(found)) < len(found):
+    if len(set(seeds)) < len(seeds):
         raise UserError(f"--seeds {text}: a seed that counts twice makes the spread too small")
-    return found
+    return seeds
 
 
 def parse_settings(settings: Sequence[str] | None) -> dict[str, str]:
-    """Parse FIELD=VALUE; a repeated field is an error."""
-    found: dict[str, str] = {}
+    """Parse FIELD=VALUE; raise for a repeated field."""
+    parsed: dict[str, str] = {}
     for text in settings or ():
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise UserError(f"--set takes FIELD=VALUE, not {text!r}")
-        if name.strip() in found:
-            raise UserError(f"--set {name.strip()} is given twice: {found[name.strip()]!r} and {value.strip()!r}")
-        found[name.strip()] = value.strip()
-    return found
+        if name.strip() in parsed:
+            raise UserError(f"--set {name.strip()} is given twice: {parsed[name.strip()]!r} and {value.strip()!r}")
+        parsed[name.strip()] = value.strip()
+    return parsed
 
 
 def parse_recipe_fields(settings: Sequence[str] | None) -> dict[str, str]:
-    """Parse fields of a recipe; those that select the recipe are an error."""
-    found = parse_settings(settings)
+    """Parse fields of a recipe; raise for fields that select the recipe (data, model, loss)."""
+    fields = parse_settings(settings)
     for name in ("data", "model", "loss"):
-        if name in found:
-            raise UserError(f"give --{name} {found[name]} and not --set {name}: it decides about the other fields")
-    return found
+        if name in fields:
+            raise UserError(f"give --{name} {fields[name]} and not --set {name}: it decides about the other fields")
+    return fields
 
 
 def _column_option(text: str, *names: str) -> Any:
@@ -106,9 +120,9 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
 
 
 def with_columns(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that say how to read a file to a command, which takes them as `columns`."""
-    given = inspect.signature(command)
-    own = [one for name, one in given.parameters.items() if name != "columns"]
+    """Add the options for reading files to a command, which receives them as the argument `columns`."""
+    signature = inspect.signature(command)
+    own = [parameter for name, parameter in signature.parameters.items() if name != "columns"]
     kind = inspect.Parameter.KEYWORD_ONLY
     added = [inspect.Parameter(name, kind, default=value, annotation=hint) for name, (hint, value) in COLUMNS.items()]
 
@@ -120,6 +134,6 @@ def with_columns(command: Callable[..., None]) -> Callable[..., None]:
             columns["header"] = False
         command(**options, columns=columns)
 
-    run.__signature__ = given.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in [*own, *added]}
+    run.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *added]}
     return run

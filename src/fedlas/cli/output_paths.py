@@ -51,7 +51,7 @@ def check_overwrite(outputs: Iterable[Path | None], *, overwrite: bool) -> None:
     """Raise if an output file exists and is not empty, unless it may be overwritten.
 
     Args:
-        outputs: output files; None stands for an option that was not given.
+        outputs: output files; None for an option that is not set.
         overwrite: value of the option `--overwrite`.
     """
     for path in filter(None, outputs):
@@ -63,7 +63,7 @@ def check_overwrite_in(folder: Path | None, names: str, suffixes: Sequence[str],
     """Raise if a folder holds a file with the name of an output, unless it may be overwritten.
 
     Args:
-        folder: output folder; None stands for an option that was not given.
+        folder: output folder; None for an option that is not set.
         names: regular expression of the names of the outputs, without suffix.
         suffixes: suffixes of the outputs, such as `FIGURE_SUFFIXES`.
         overwrite: value of the option `--overwrite`.
@@ -76,7 +76,7 @@ def check_overwrite_in(folder: Path | None, names: str, suffixes: Sequence[str],
 
 
 def is_own_folder(folder: Path | None, work: str) -> bool:
-    """Return whether this work has written to the folder before, so that it may replace its own files."""
+    """Return whether this command has written to the folder before and may replace its own files."""
     return folder is not None and (folder / f".fedlas-{work}").is_file()
 
 
@@ -87,7 +87,7 @@ def mark_own_folder(folder: Path, work: str) -> None:
 
 
 def check_writable(files: Sequence[Path | None], folder: Path | None = None) -> None:
-    """Raise if an output file or the output folder cannot be written, or if two outputs have one path."""
+    """Raise if an output file or the output folder cannot be written, or if two outputs have the same path."""
     seen: set[Path] = set()
     for path in filter(None, files):
         if path.resolve() in seen:

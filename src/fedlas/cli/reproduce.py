@@ -1,4 +1,4 @@
-"""`fedlas demo`, `reproduce` and `compare`: tables of many runs."""
+"""`fedlas demo` and `fedlas reproduce`: train many runs and print their tables."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -7,22 +7,19 @@ from typing import Annotated, Any
 import typer
 
 from fedlas.cli.errors import one_line_errors
-from fedlas.cli.options import Level, Seed, parse_seeds, parse_settings, split_list, with_columns
+from fedlas.cli.options import parse_seeds, parse_settings, split_list
 from fedlas.cli.output_paths import (
     FIGURE_SUFFIXES,
     TABLE_SUFFIXES,
     Overwrite,
-    check_not_input,
     check_overwrite,
     check_overwrite_in,
     check_writable,
     is_own_folder,
     mark_own_folder,
-    write_text,
 )
-from fedlas.cli.terminal import is_quiet, show, show_table
+from fedlas.cli.terminal import command_line, is_quiet, show, show_table
 
-COMPARISON = "fedlas.compare/1"  # the format of what `compare --json` writes
 WHAT, HOW, WHERE = "What to reproduce", "How to train", "Where to read and write"  # panels of the help
 
 
@@ -42,27 +39,30 @@ class Detail(StrEnum):
 
 
 def demo_run(
-    out: Annotated[Path, typer.Option(help="Output folder for runs and figures.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(help="Output folder for the report, figures and runs.")] = Path("runs/demo"),
     overwrite: Overwrite = False,
 ) -> None:
     """Train five losses on handwritten digits and compare their calibration."""
     with one_line_errors():
-        from fedlas.experiments.demo import FIGURE, FIGURES, run_demo
+        from fedlas.experiments.demo import FIGURE, FIGURES, HEAD, PAGE, introduction, run_demo
 
-        check_writable([], out)
+        check_writable([out / PAGE], out)
         own = is_own_folder(out, "demo")
+        check_overwrite([out / PAGE], overwrite=overwrite or own)
         check_overwrite_in(out / FIGURES, FIGURE, FIGURE_SUFFIXES, overwrite=overwrite or own)
         mark_own_folder(out, "demo")
-        result = run_demo(out, progress=False if is_quiet() else None)
-        show(result.text)
-        show_table(result.head, result.rows)
-        for path in result.files:
+        show(f"{introduction()}\n")
+        result = run_demo(out, progress=False if is_quiet() else None, command=command_line())
+        show(f"{result.explanation}\n")
+        show_table(HEAD, result.rows)
+        show(f"\n{result.conclusion}\n")
+        for path in (result.page, *result.figures):
             show(path)
 
 
 def reproduce_experiment(
     experiment: Annotated[
-        str, typer.Argument(metavar="EXPERIMENT", help="Table or figure; see: fedlas list experiments")
+        str, typer.Argument(metavar="EXPERIMENT", help="Name of the table or figure; see: fedlas list experiments")
     ],
     data: Annotated[
         str | None, typer.Option(rich_help_panel=WHAT, help="Data sets, separated by commas; all by default.")
@@ -129,7 +129,7 @@ def reproduce_experiment(
         str | None, typer.Option(rich_help_panel=HOW, help="cpu or cuda; by default a GPU, if there is one.")
     ] = None,
     runs: Annotated[Path, typer.Option(rich_help_panel=WHERE, help="Folder for the runs.")] = Path("runs"),
-    ledger: Annotated[Path, typer.Option(rich_help_panel=WHERE, help="Folder of the ledger of finished runs.")] = Path(
+    ledger: Annotated[Path, typer.Option(rich_help_panel=WHERE, help="Folder of the results of finished runs.")] = Path(
         "results"
     ),
     out: Annotated[
@@ -199,56 +199,3 @@ def reproduce_experiment(
             if chosen.draws_runs and not written:
                 show(f"no figure is drawn: none of its runs is finished in {runs}", err=True)
                 raise typer.Exit(0 if dry_run or limit_minutes is not None else 1)
-
-
-@with_columns
-def compare_models(
-    first: Annotated[
-        str,
-        typer.Argument(
-            metavar="FIRST", help="Run folder, file of predictions, or runs of the ledger: DATA/PROTOCOL/METHOD."
-        ),
-    ],
-    second: Annotated[str, typer.Argument(metavar="SECOND", help="The same for the second model.")],
-    metrics: Annotated[
-        str | None,
-        typer.Option(help="Metrics, separated by commas; by default those of reports."),
-    ] = None,
-    level: Level = 0.95,
-    resamples: Annotated[int | None, typer.Option(help="Number of bootstrap resamples; 2,000 by default.")] = None,
-    seed: Seed = 0,
-    ledger: Annotated[Path, typer.Option(help="Folder of the ledger of finished runs.")] = Path("results"),
-    json: Annotated[
-        str | None, typer.Option(help="Write all results as JSON to this file; - is standard output.")
-    ] = None,
-    overwrite: Overwrite = False,
-    *,
-    columns: Any,
-) -> None:
-    """Compare two models on the same samples by paired tests."""
-    with one_line_errors():
-        from fedlas.comparison import TABLE_HEAD, compare_runs, comparison_notes
-        from fedlas.experiments.ledger import Ledger
-        from fedlas.experiments.ledger_lookup import find_runs
-
-        json_file = None if json in {None, "-"} else Path(str(json))
-        check_writable([json_file])
-        check_not_input([Path(first), Path(second)], [json_file])
-        check_overwrite([json_file], overwrite=overwrite)
-        book, asked = Ledger(ledger), split_list(metrics)
-        options: dict[str, Any] = {"level": level, "resamples": resamples, "seed": seed}
-        runs = find_runs(first, book, **columns), find_runs(second, book, **columns)
-        comparisons = compare_runs(*runs, asked, **options)
-        show_table(TABLE_HEAD, [row for comparison in comparisons for row in comparison.rows()], err=json == "-")
-        seeds = any(comparison.standard_error is not None for comparison in comparisons)
-        over = "; ±: standard error over seeds; interval and p of a mean: over seeds and test samples" if seeds else ""
-        show(f"Difference: first minus second{over}.", err=json == "-")
-        for note in comparison_notes(*runs):
-            show(f"note: {note}", err=True)
-        if json is not None:
-            from json import dumps
-
-            write_text(
-                json,
-                dumps([{"format": COMPARISON} | comparison.to_dict() for comparison in comparisons], allow_nan=False),
-            )

@@ -1,6 +1,6 @@
 """Terminal output: sanitised text, tables, progress bars and log messages.
 
-A table that does not go to a terminal is as wide as its content.
+A table that is not printed to a terminal is as wide as its content.
 """
 
 import logging
@@ -72,7 +72,7 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, err: bool 
     content_width = sum(max(len(row[n]) for row in [head, *rows]) + 4 for n in range(len(head)))
     width = None if terminal else content_width
     console = Console(width=width, highlight=False, markup=False, stderr=err)
-    # Rich exits the process if standard output is closed, so it only renders.
+    # Rich only renders, because it exits the process if standard output is closed.
     with console.capture() as rendered:
         console.print(table)
     typer.echo(rendered.get(), nl=False, err=err)
@@ -85,7 +85,7 @@ def command_line() -> str:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str, float], None]]:
-    """Yield a callback (stage, fraction done) that drives a progress bar, on a terminal and without `--quiet` only."""
+    """Yield a callback (stage, fraction done) that drives a progress bar (on terminals, without `--quiet`)."""
     if not sys.stderr.isatty() or is_quiet():
         yield lambda *_: None
         return

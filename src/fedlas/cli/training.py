@@ -1,4 +1,4 @@
-"""`fedlas train`, `predict` and `search`: commands that need a model."""
+"""`fedlas train`, `predict` and `search`: commands that train or apply a model."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fedlas.cli.errors import one_line_errors
-from fedlas.cli.options import Device, Root, Settings, parse_recipe_fields, parse_seeds, parse_settings
+from fedlas.cli.options import Device, ProtocolName, Root, Settings, parse_recipe_fields, parse_seeds, parse_settings
 from fedlas.cli.output_paths import Overwrite, check_overwrite, check_writable
 from fedlas.cli.terminal import is_quiet, show, show_table
 
@@ -20,10 +20,7 @@ def train_run(
     model: Annotated[
         str | None, typer.Option(help="Model (see: fedlas list models); by default that of the protocol.")
     ] = None,
-    protocol: Annotated[
-        str | None,
-        typer.Option(help="Training protocol: paper, official, fast, small or standard; see: fedlas list recipes"),
-    ] = None,
+    protocol: ProtocolName = None,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; by default runs/<data>-<model>-<loss>-<key>.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the folder, if there is one.")] = False,
@@ -45,7 +42,7 @@ def train_run(
 def predict_run(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, as written by `fedlas train`.")],
     data: Annotated[
-        str, typer.Option(help="Data set (see: fedlas list data), or folder with --set path=DIR for your own images.")
+        str, typer.Option(help="Data set (see: fedlas list data); for your own images: folder, with --set path=DIR.")
     ],
     split: Annotated[
         str | None,
@@ -87,11 +84,11 @@ def predict_run(
 
 def search_options(
     data: Annotated[str, typer.Option(help="Data set; see: fedlas list data")],
-    loss: Annotated[str, typer.Option(help="Loss whose options are searched.")],
+    loss: Annotated[str, typer.Option(help="Loss whose options are searched; see: fedlas list losses")],
     over: Annotated[
         list[str],
         typer.Option(
-            metavar="NAME=RANGE", help="Range of an option: LOW:HIGH, LOW:HIGH:log or A,B,C; may be repeated."
+            metavar="NAME=RANGE", help="Option and its range: LOW:HIGH, LOW:HIGH:log or A,B,C; may be repeated."
         ),
     ],
     trials: Annotated[int, typer.Option(help="Number of trials.")] = 20,
@@ -101,9 +98,7 @@ def search_options(
     model: Annotated[
         str | None, typer.Option(help="Model (see: fedlas list models); by default that of the protocol.")
     ] = None,
-    protocol: Annotated[
-        str | None, typer.Option(help="Training protocol: paper, official, fast, small or standard.")
-    ] = None,
+    protocol: ProtocolName = None,
     seeds: Annotated[str, typer.Option(help="Seeds of the runs of each trial, separated by commas.")] = "1",
     settings: Settings = None,
     out: Annotated[Path, typer.Option(help="Output folder for runs and search.json.")] = Path("runs/search"),

@@ -1,13 +1,13 @@
 """FGVC-Aircraft, 100 variants, as unpacked to `fgvc-aircraft-2013b/`.
 
-The training part is the official training and validation lists together. The strip with the copyright below each image
-is kept.
+The training part consists of the official training and validation lists. The copyright strip at the bottom of each
+image is not removed.
 """
 
 from functools import cached_property
 from typing import ClassVar
 
-from fedlas.data.base import Part, as_labels, there
+from fedlas.data.base import Part, as_labels, require_files
 from fedlas.data.base.fetching import DamagedFileError, Source
 from fedlas.data.base.fine_grained import AbstractFineGrained
 from fedlas.data.base.formats import lines_of, read_names
@@ -47,4 +47,4 @@ class Aircraft(AbstractFineGrained):
                 raise DamagedFileError(f"{file} is damaged: the line {line!r} does not name a known variant")
             images.append(folder / "images" / f"{image}.jpg")
             labels.append(numbers[variant])
-        return Part(there(images, file), as_labels(labels))
+        return Part(require_files(images, file), as_labels(labels))

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from fedlas.data.base import Part, as_labels, there
+from fedlas.data.base import Part, as_labels, require_files
 from fedlas.data.base.fetching import DamagedFileError, Source
 from fedlas.data.base.fine_grained import AbstractFineGrained
 from fedlas.data.base.formats import lines_of
@@ -47,7 +47,7 @@ class CUB200(AbstractFineGrained):
         chosen = [n for n, row in enumerate(training) if (row[1] == "1") == (part == "train")]
         images = [folder / "images" / files[n][1] for n in chosen]
         return Part(
-            there(images, folder / names[0]),
+            require_files(images, folder / names[0]),
             as_labels([int(labels[n][1]) - 1 for n in chosen]),
             torch.tensor(chosen, dtype=torch.int64),
         )

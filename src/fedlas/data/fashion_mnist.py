@@ -1,7 +1,7 @@
 """Fashion-MNIST: images of clothes in MNIST's format.
 
-The IDX files, compressed or not, are in `fashion-mnist/`, in torchvision's `FashionMNIST/raw/`, or where the Debian
-package `dataset-fashion-mnist` puts them.
+The IDX files, compressed or not, are in `fashion-mnist/`, in torchvision's `FashionMNIST/raw/`, or in the folder of the
+Debian package `dataset-fashion-mnist`.
 """
 
 from typing import ClassVar
@@ -18,7 +18,7 @@ class FashionMNIST(AbstractMNIST):
     citation = "Xiao et al., Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning Algorithms, 2017."
     transform = Transform(size=28, channels=1, mean=(0.2860,), std=(0.3530,), pad=2, flip=True)
     per_class: ClassVar = {"train": (6000,) * 10, "test": (1000,) * 10}
-    # One store, with TLS and, as its publishers write the address, without.
+    # Two URLs of the same storage: with TLS, and the published one without TLS.
     addresses = (
         "https://fashion-mnist.s3.eu-central-1.amazonaws.com",
         "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
@@ -39,5 +39,5 @@ class FashionMNIST(AbstractMNIST):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        words = "T-shirt/top,trouser,pullover,dress,coat,sandal,shirt,sneaker,bag,ankle boot"
-        return tuple(words.split(","))
+        names = "T-shirt/top,trouser,pullover,dress,coat,sandal,shirt,sneaker,bag,ankle boot"
+        return tuple(names.split(","))

@@ -1,11 +1,11 @@
 """Custom images: a directory per class, or a CSV file with paths and labels.
 
-    PATH/cat/1.png, PATH/dog/2.png ...          a fixed tenth of each class is for testing, another is held out
-    PATH/train/cat/1.png, PATH/test/dog/2.png   given splits; without `val/` a tenth of `train/` is held out
+    PATH/cat/1.png, PATH/dog/2.png ...          a fixed tenth of each class is for testing, another for validation
+    PATH/train/cat/1.png, PATH/test/dog/2.png   predefined splits; without `val/` a tenth of `train/` is held out
     PATH/1.png, PATH/2.png ...                  one class with the name of the folder: for predictions only
-    PATH.csv with columns path, label and perhaps split; paths are relative to the file
+    PATH.csv with columns path, label and optionally split; paths are relative to the file
 
-Classes are numbered in the order of their names, or of `class_names` if it is given. The split "all" holds every image.
+Classes are numbered in the order of their names, or of `class_names` if set. The split "all" contains every image.
 """
 
 import csv
@@ -48,13 +48,13 @@ class Folder(AbstractDataset):
 
     Args:
         path: the directory or the CSV file; a relative path is searched in the working directory, then below the root.
-        class_names: names in the order of the class numbers, for a network with more classes than the images have; a
-            list, or a string separated by commas.
+        class_names: class names in the order of the class numbers (a list or a comma-separated string), needed for a
+            network with more classes than the images have.
         image_size: side of the square that the network sees.
         resize: side of the square that images are resized to before they are cropped; by default a little larger.
         normalisation: "imagenet", or "half" for networks that expect values from -1 to 1.
         flip: whether to flip images horizontally with probability 0.5 in training.
-        antialias: whether to blur before an image is made smaller.
+        antialias: whether to apply antialiasing when an image is downsized.
         common: root, seed, download and progress, as for every data set.
     """
 
@@ -89,18 +89,18 @@ class Folder(AbstractDataset):
 
     @property
     def num_classes(self) -> int:  # type: ignore[override]
-        """The number of classes found, or of the names given."""
+        """The number of class names."""
         return len(self.class_names)
 
     @cached_property
     def class_names(self) -> tuple[str, ...]:
-        """The given names, or those found, sorted."""
+        """The option `class_names`, or else the sorted names in the directory or file."""
         if self._names is not None and not self.path.exists():  # for a trained network whose training images are gone
             return self._names
-        found = {row.label for row in self._rows}
+        labels = {row.label for row in self._rows}
         if self._names is None:
-            return tuple(sorted(found, key=int) if all(name.isdecimal() for name in found) else sorted(found))
-        unknown = sorted(found - set(self._names))
+            return tuple(sorted(labels, key=int) if all(name.isdecimal() for name in labels) else sorted(labels))
+        unknown = sorted(labels - set(self._names))
         if unknown:
             raise UserError(f"{self.path} has classes that class_names lacks: {', '.join(unknown)}")
         return self._names
@@ -127,7 +127,7 @@ class Folder(AbstractDataset):
         return rows
 
     def read(self, part: str) -> Part:
-        """Read the rows of one given split, or all of them."""
+        """Read the rows of one split, or all rows."""
         chosen = [n for n, row in enumerate(self._rows) if part in {row.split, "all"}]
         numbers = {name: number for number, name in enumerate(self.class_names)}
         labels = as_labels([numbers[self._rows[n].label] for n in chosen])
@@ -135,38 +135,40 @@ class Folder(AbstractDataset):
 
     def split(self, name: str) -> Split:
         one_of("split", name, self.splits)
-        given = {row.split for row in self._rows}
-        pooled = given == {""}
-        wanted = "all" if pooled or name == "all" else "train" if name == "val" and "val" not in given else name
-        if not pooled and wanted != "all" and wanted not in given:
-            raise MissingFileError(f"{self.path} has no {wanted} split; it has {', '.join(sorted(given))}")
-        part = self.part(wanted)
+        splits = {row.split for row in self._rows}
+        pooled = splits == {""}
+        part_name = "all" if pooled or name == "all" else "train" if name == "val" and "val" not in splits else name
+        if not pooled and part_name != "all" and part_name not in splits:
+            raise MissingFileError(f"{self.path} has no {part_name} split; it has {', '.join(sorted(splits))}")
+        part = self.part(part_name)
         assert part.index is not None
-        if wanted == "train":
+        if part_name == "train":
             _warn_of_empty_classes(self.path, self.class_names, part.labels)
-        whole = Split(name, part.images, part.labels, part.index, self.class_names, self.name)
-        if name == "all" or wanted in {"val", "test"} or (wanted == "train" and "val" in given):
-            return whole
-        rest = whole
+        full_part = Split(name, part.images, part.labels, part.index, self.class_names, self.name)
+        if name == "all" or part_name in {"val", "test"} or (part_name == "train" and "val" in splits):
+            return full_part
+        rest = full_part
         if pooled:
             # The test split does not depend on the seed.
-            places, test = held_out_of_each_class(whole.labels, 0, self.val_share)
+            positions, test = held_out_of_each_class(full_part.labels, 0, self.val_share)
             if name == "test":
-                return self._not_empty(whole.picked(test), whole)
-            rest = whole.picked(places)
+                return self._not_empty(full_part.picked(test), full_part)
+            rest = full_part.picked(positions)
         train, val = self.halves(rest.labels)
-        return self._not_empty(rest.picked(train if name == "train" else val), whole)
+        return self._not_empty(rest.picked(train if name == "train" else val), full_part)
 
-    def _not_empty(self, made: Split, whole: Split) -> Split:
+    def _not_empty(self, chosen: Split, full_part: Split) -> Split:
         """Return the split; raise if no class has enough images for it."""
-        if len(made):
-            return made
-        counts = zip(self.class_names, torch.bincount(whole.labels, minlength=self.num_classes).tolist(), strict=True)
+        if len(chosen):
+            return chosen
+        counts = zip(
+            self.class_names, torch.bincount(full_part.labels, minlength=self.num_classes).tolist(), strict=True
+        )
         shown = ", ".join(f"{name} {count}" for name, count in list(counts)[:SHOWN])
         more = f" and {self.num_classes - SHOWN} more classes" if self.num_classes > SHOWN else ""
         raise UserError(
-            f"{self.path} has too few images for its {made.name} split, which is a tenth of each class: {shown}{more}; "
-            "add images, or divide them yourself into train/, val/ and test/"
+            f"{self.path} has too few images for its {chosen.name} split, which is a tenth of each class: {shown}{more}"
+            "; add images, or divide them yourself into train/, val/ and test/"
         )
 
 
@@ -179,14 +181,14 @@ def _warn_of_empty_classes(path: Path, names: tuple[str, ...], labels: torch.Ten
 
 
 def _rows_of_directory(folder: Path) -> list[_Row]:
-    inside = _directories(folder)
-    divided = [one for one in inside if _directories(one)]
-    for one in divided:
-        meant = ALSO.get(one.name.lower(), one.name.lower())
-        if meant in GIVEN and one.name != meant:
-            raise UserError(f"{one} contains directories like a split; rename it to {meant} to use it as one")
-    if any(one.name in GIVEN for one in divided):
-        others = [one.name for one in inside if one.name not in GIVEN]
+    directories = _directories(folder)
+    divided = [directory for directory in directories if _directories(directory)]
+    for directory in divided:
+        split = ALSO.get(directory.name.lower(), directory.name.lower())
+        if split in GIVEN and directory.name != split:
+            raise UserError(f"{directory} contains directories like a split; rename it to {split} to use it as one")
+    if any(directory.name in GIVEN for directory in divided):
+        others = [directory.name for directory in directories if directory.name not in GIVEN]
         if others:
             warnings.warn(f"{folder} is divided into splits; ignored: {', '.join(others)}", stacklevel=2)
         return [row._replace(split=name) for name in GIVEN for row in _rows_below(folder / name)]
@@ -199,7 +201,7 @@ def _directories(folder: Path) -> list[Path]:
 
 
 def _seen(paths: Iterable[Path], folder: Path) -> list[Path]:
-    """Sort paths and skip hidden ones, such as copies left by editors and other systems."""
+    """Sort paths and skip hidden ones, such as backups of editors and metadata of operating systems."""
     return sorted(path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
 
@@ -216,7 +218,7 @@ def _rows_below(folder: Path) -> list[_Row]:
 
 
 def _may_be_image(path: Path) -> bool:
-    """Skip folders, devices and pipes; a broken link stays, and is reported as a missing image."""
+    """Return whether a path is a file or a broken link, which is reported as a missing image later."""
     return path.is_file() or not path.exists()
 
 
@@ -251,12 +253,12 @@ def _rows_of_text(file: Path) -> list[_Row]:
     return rows
 
 
-def _names(given: str | Sequence[str]) -> tuple[str, ...]:
+def _names(names: str | Sequence[str]) -> tuple[str, ...]:
     """Parse class names; raise if one is empty or occurs twice."""
-    parts = given.strip("[]() ").split(",") if isinstance(given, str) else given
+    parts = names.strip("[]() ").split(",") if isinstance(names, str) else names
     names = tuple(str(part).strip() for part in parts)
     if not all(names):
-        raise UserError(f"class_names has an empty name: {given!r}")
+        raise UserError(f"class_names has an empty name: {names!r}")
     if len(set(names)) < len(names):
         raise UserError(f"class_names has a name twice: {', '.join(names)}")
     return names

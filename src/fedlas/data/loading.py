@@ -1,8 +1,8 @@
 """A data loader that reads images in worker processes and prefetches them into pinned memory.
 
-Workers decode, resize, crop and flip uint8 images; normalisation happens on the device, so that a quarter of the bytes
-are copied. The augmentation is that of `Resident`: a function of (seed, epoch, sample) for any number of workers, so
-both give the same images.
+Workers decode, resize, crop and flip uint8 images. Images are normalised on the device, so that uint8 and not float32
+data is copied. As in `Resident`, the augmentation depends only on (seed, epoch, sample), not on the number of workers,
+so both classes give the same images.
 """
 
 import gc
@@ -24,27 +24,27 @@ from fedlas.data.base.images import Transform, decode, fitted, normalised
 from fedlas.data.base.keyed import crops, order
 from fedlas.extras import optional_module
 
-Place = tuple[int, int]  # epoch and position in the split, sent to a worker
+EpochPosition = tuple[int, int]  # epoch and position in the split, sent to a worker
 
 
 class Loader:
-    """Batches of a split, read in the background.
+    """Iterate over the batches of a split, which are read in the background.
 
-    `index` in a batch is the position in the split when training, and in the data set's own order otherwise.
-    In training, `world` ranks share each batch; otherwise they share the samples, none of which is seen twice.
+    `index` of a batch is the position in the split in training, and in the original data set order otherwise.
+    In training, `world` ranks share each batch; otherwise each sample is assigned to one rank.
 
     Args:
         split: image files, or images as bytes.
-        transform: that of the data set the network was trained on, also for OOD images.
+        transform: transform of the data set on which the network was trained, also for OOD images.
         batch_size: samples in a batch of all ranks together when training, of one rank otherwise.
         train: whether to augment, and to visit the samples in a new order each epoch.
-        seed: decides augmentation and order.
-        device: where batches go.
-        dtype: of the images that come out.
-        channels_last: memory layout of the images that come out.
+        seed: random seed of augmentation and order.
+        device: device of the batches.
+        dtype: dtype of the returned images.
+        channels_last: whether returned images have the channels-last memory layout.
         drop_last: leave out a last batch that is not full.
-        rank: which of the ranks this is.
-        world: how many ranks there are.
+        rank: rank of this process.
+        world: number of ranks.
         workers: worker processes; 0 reads in this process. By default one per processor of this rank when training,
             and half as many otherwise.
         cache: a folder in which decoded and resized images are cached for the workers.
@@ -70,54 +70,54 @@ class Loader:
         self.split, self.transform, self.train = split, transform, train
         self.device, self.dtype, self.channels_last = torch.device(device), dtype, channels_last
         self._constants = transform.constants(device)
-        self._places = _Places(
+        self._sampler = _BatchPositions(
             len(split), batch_size=batch_size, train=train, seed=seed, drop_last=drop_last, rank=rank, world=world
         )
         workers = usual_workers(train) if workers is None else workers
         pinned = self.device.type == "cuda"
         self._loader: DataLoader[Any] = DataLoader(
             _Crops(split, transform, train, seed, cache),
-            batch_sampler=self._places,
+            batch_sampler=self._sampler,
             collate_fn=_as_it_is,
             num_workers=workers,
             pin_memory=pinned,
-            persistent_workers=train and workers > 0,  # evaluations are rare; their workers end with them
+            persistent_workers=train and workers > 0,  # evaluations are rare, so their workers are not kept
             worker_init_fn=_begin_worker,
             generator=torch.Generator().manual_seed(seed),
         )
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Set the epoch of the next pass and its first batch; the batches before are not read."""
-        self._places.epoch, self._places.start = epoch, start
+        """Set the epoch of the next pass and its first batch; earlier batches are not read."""
+        self._sampler.epoch, self._sampler.start = epoch, start
 
     def close(self) -> None:
         """Stop the worker processes; another pass would start new ones."""
-        # torch does this when the iterator is collected, which may be late, because tracebacks keep references.
+        # torch does this when the iterator is garbage-collected, which may be late, because tracebacks keep references.
         iterator, self._loader._iterator = self._loader._iterator, None
         if iterator is not None and self._loader.num_workers:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._sampler)
 
     def __iter__(self) -> Iterator[Sample]:
         for batch in self._loader:
             if isinstance(batch, Exception):
                 raise batch
-            there = [tensor.to(self.device, non_blocking=True) for tensor in batch]
-            seen = normalised(there[0], self._constants, self.dtype, self.channels_last)
-            yield Sample(seen, there[1], there[2])
+            tensors = [tensor.to(self.device, non_blocking=True) for tensor in batch]
+            images = normalised(tensors[0], self._constants, self.dtype, self.channels_last)
+            yield Sample(images, tensors[1], tensors[2])
 
 
 def usual_workers(train: bool) -> int:
-    """Return the default number of workers: the processors, divided by the ranks of this machine."""
+    """Return the default number of workers: processors per rank of this machine, and half of that in evaluation."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    mine = max(1, processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return mine if train else max(1, mine // 2)
+    workers = max(1, processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return workers if train else max(1, workers // 2)
 
 
-class _Places(Sampler[list[Place]]):
-    """Samples of each batch, with the epoch, so that workers can persist across epochs."""
+class _BatchPositions(Sampler[list[EpochPosition]]):
+    """Yield the sample positions of each batch together with the epoch, so that workers can persist across epochs."""
 
     def __init__(
         self, samples: int, *, batch_size: int, train: bool, seed: int, drop_last: bool, rank: int, world: int
@@ -129,10 +129,10 @@ class _Places(Sampler[list[Place]]):
 
     def _batches(self) -> tuple[Tensor, ...]:
         if self.train:
-            places = order(self.samples, self.seed, self.epoch)
+            positions = order(self.samples, self.seed, self.epoch)
         else:
-            places = share_of_batch(torch.arange(self.samples), self.rank, self.world)
-        batches = places.split(self.batch_size) if len(places) else ()
+            positions = share_of_batch(torch.arange(self.samples), self.rank, self.world)
+        batches = positions.split(self.batch_size) if len(positions) else ()
         if self.drop_last and batches and len(batches[-1]) < self.batch_size:
             batches = batches[:-1]
         return batches
@@ -140,11 +140,11 @@ class _Places(Sampler[list[Place]]):
     def __len__(self) -> int:
         return len(self._batches())
 
-    def __iter__(self) -> Iterator[list[Place]]:
+    def __iter__(self) -> Iterator[list[EpochPosition]]:
         epoch = self.epoch
-        for whole in self._batches()[self.start :]:
-            part = share_of_batch(whole, self.rank, self.world) if self.train else whole
-            yield [(epoch, place) for place in part.tolist()]
+        for global_batch in self._batches()[self.start :]:
+            part = share_of_batch(global_batch, self.rank, self.world) if self.train else global_batch
+            yield [(epoch, position) for position in part.tolist()]
 
 
 class _Crops(Dataset[Any]):
@@ -155,38 +155,38 @@ class _Crops(Dataset[Any]):
     ) -> None:
         self.split, self.transform, self.train, self.seed = split, transform, train, seed
         self.images: Images = split.images
-        self.places = torch.arange(len(split))
-        if cache is not None:  # cached images are memory-mapped from a file that splits share
-            self.images, self.places = split.kept(transform, cache)
+        self.positions = torch.arange(len(split))
+        if cache is not None:  # memory-mapped from a file that all splits share
+            self.images, self.positions = split.kept(transform, cache)
 
-    def __getitems__(self, places: list[Place]) -> tuple[Tensor, Tensor, Tensor] | Exception:
-        """Read a batch; return errors of files, which torch would wrap into a traceback if they were raised."""
+    def __getitems__(self, positions: list[EpochPosition]) -> tuple[Tensor, Tensor, Tensor] | Exception:
+        """Read a batch; return file errors instead of raising them, because torch would wrap them in a traceback."""
         try:
-            return self._read(places)
+            return self._read(positions)
         except (OSError, DamagedFileError) as error:
             return error
 
-    def _read(self, places: list[Place]) -> tuple[Tensor, Tensor, Tensor]:
-        index = torch.tensor([place for _, place in places], dtype=torch.int64)
+    def _read(self, positions: list[EpochPosition]) -> tuple[Tensor, Tensor, Tensor]:
+        index = torch.tensor([position for _, position in positions], dtype=torch.int64)
         size, centre = self.transform.size, self.transform.centre
-        if self.train and places:
-            drawn = crops(index, self.seed, places[0][0], self.transform.room, self.transform.flip)
+        if self.train and positions:
+            drawn = crops(index, self.seed, positions[0][0], self.transform.room, self.transform.flip)
             tops, lefts, mirrored = (values.tolist() for values in drawn)
         else:
             tops, lefts, mirrored = [centre] * len(index), [centre] * len(index), [False] * len(index)
         images = torch.empty(len(index), self.transform.channels, size, size, dtype=torch.uint8)
-        for number, place in enumerate(index.tolist()):
-            images[number] = self._cropped(place, tops[number], lefts[number], mirrored[number])
+        for number, position in enumerate(index.tolist()):
+            images[number] = self._cropped(position, tops[number], lefts[number], mirrored[number])
         return images, self.split.labels[index], index if self.train else self.split.index[index]
 
-    def _cropped(self, place: int, top: int, left: int, mirrored: bool) -> UInt8[Tensor, "channels size size"]:
+    def _cropped(self, position: int, top: int, left: int, mirrored: bool) -> UInt8[Tensor, "channels size size"]:
         tools = optional_module("torchvision.transforms.v2.functional", "train")
-        images, place = self.images, int(self.places[place])
+        images, position = self.images, int(self.positions[position])
         if isinstance(images, Tensor):
-            image = fitted(images[place : place + 1], self.transform)[0]
+            image = fitted(images[position : position + 1], self.transform)[0]
         else:
-            image = decode(images[place], self.transform)
-        # The crop of a padded image begins outside of it; torchvision's crop fills with black there.
+            image = decode(images[position], self.transform)
+        # A crop that extends beyond the image is padded with black by torchvision.
         border = self.transform.pad if self.train else 0
         cropped: Tensor = tools.crop(image, top - border, left - border, self.transform.size, self.transform.size)
         return cropped.flip(-1) if mirrored else cropped
@@ -198,7 +198,7 @@ def _as_it_is(batch: Any) -> Any:
 
 def _begin_worker(number: int) -> None:
     """Initialise a worker process."""
-    gc.freeze()  # do not collect objects of the parent, whose threads and devices do not exist here
+    gc.freeze()  # never collect objects of the parent: its threads and devices do not exist here
     _seed_worker(number)
 
 

@@ -17,7 +17,7 @@ class MNIST(AbstractMNIST):
         "train": (5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949),
         "test": (980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009),
     }
-    # The author's own address often refuses; the first one is PyTorch's copy.
+    # The first URL is PyTorch's mirror; the author's server often refuses connections.
     addresses = ("https://ossci-datasets.s3.amazonaws.com/mnist", "http://yann.lecun.com/exdb/mnist")
     folders = ("mnist", "MNIST/raw")
     files: ClassVar[dict[str, tuple[str, str]]] = {

@@ -2,8 +2,8 @@
 
     padded uint8 images on the device ─► rows and columns of each crop ─► scale, shift
 
-The augmentation is torchvision's RandomCrop(size, padding) and RandomHorizontalFlip in distribution, but a function of
-(seed, epoch, sample), whatever the batch, rank or device. The draws of an epoch are made for all samples at once by
+The augmentation has the distribution of torchvision's RandomCrop(size, padding) and RandomHorizontalFlip, but depends
+only on (seed, epoch, sample), not on batch, rank or device. The draws of an epoch are made for all samples at once by
 `set_epoch`, in place, so that `batch` is six small kernels with fixed shapes, without synchronisation, and can be
 compiled or captured in a CUDA graph; a captured `batch` uses the new draws after `set_epoch` is called outside.
 """
@@ -26,12 +26,12 @@ class Resident:
 
     Args:
         split: uint8 images, or image files, which are then decoded.
-        transform: that of the data set the network was trained on, also for OOD images.
+        transform: transform of the data set on which the network was trained, also for OOD images.
         train: whether to augment, and to visit the samples in a new order each epoch.
-        seed: decides augmentation and order.
-        device: where the images live.
-        dtype: of the images that come out.
-        channels_last: memory layout of the images that come out.
+        seed: random seed of augmentation and order.
+        device: device of the images.
+        dtype: dtype of the returned images.
+        channels_last: whether returned images have the channels-last memory layout.
         cache: a folder in which decoded images are cached.
     """
 
@@ -65,7 +65,7 @@ class Resident:
     def _placed(self, split: Split) -> tuple[Tensor, Tensor, Tensor]:
         images = split.decoded(self.transform, cache=self.cache).images
         assert isinstance(images, Tensor)
-        # Channels last: a crop then copies whole pixels.
+        # Channels last, so that a crop copies contiguous pixels.
         images = images.to(self.device).permute(0, 2, 3, 1)
         border = self.transform.pad if self.train else 0
         images = functional.pad(images, (0, 0, border, border, border, border)).contiguous()
@@ -83,8 +83,8 @@ class Resident:
             _set(self.seed, seed)
         if not self.train:
             return
-        places = torch.arange(len(self), device=self.device)
-        top, left, mirrored = crops(places, self.seed, self.epoch, self.transform.room, self.transform.flip)
+        positions = torch.arange(len(self), device=self.device)
+        top, left, mirrored = crops(positions, self.seed, self.epoch, self.transform.room, self.transform.flip)
         last = self.transform.size - 1
         self._crops.copy_(torch.stack([top, left + last * mirrored, 1 - 2 * mirrored.long()], dim=1))
 
@@ -97,7 +97,7 @@ class Resident:
         return normalised(pixels.permute(0, 3, 1, 2), self._constants, self.dtype, self.channels_last)
 
     def order(self) -> Int[Tensor, " n"]:
-        """Return the positions of all samples in the order of this epoch, which is not shuffled in evaluation."""
+        """Return the positions of all samples in the order of this epoch (shuffled in training only)."""
         if not self.train:
             return torch.arange(len(self), device=self.device)
         return order(len(self), self.seed, self.epoch, self.device)
@@ -105,22 +105,22 @@ class Resident:
     def batches(self, batch_size: int, *, drop_last: bool = False, rank: int = 0, world: int = 1) -> Iterator[Sample]:
         """Iterate over the split once.
 
-        `index` in a batch is the position in the split when training, and in the data set's own order otherwise.
-        In training, `world` ranks share each batch; otherwise they share the samples, none of which is seen twice.
+        `index` of a batch is the position in the split in training, and in the original data set order otherwise.
+        In training, `world` ranks share each batch; otherwise each sample is assigned to one rank.
 
         Args:
             batch_size: samples in a batch of all ranks together when training, of one rank otherwise.
             drop_last: leave out a last batch that is not full.
-            rank: which of the ranks this is.
-            world: how many ranks there are.
+            rank: rank of this process.
+            world: number of ranks.
         """
-        places = self.order()
+        positions = self.order()
         if not self.train:
-            places = share_of_batch(places, rank, world)
-        for whole in places.split(batch_size):
-            if drop_last and len(whole) < batch_size:
+            positions = share_of_batch(positions, rank, world)
+        for global_batch in positions.split(batch_size):
+            if drop_last and len(global_batch) < batch_size:
                 return
-            part = share_of_batch(whole, rank, world) if self.train else whole
+            part = share_of_batch(global_batch, rank, world) if self.train else global_batch
             yield Sample(self.batch(part), self.labels[part], part if self.train else self.index[part])
 
 

@@ -1,7 +1,7 @@
 """Street View House Numbers, the 32 x 32 crops: MATLAB files in `svhn/` or the root.
 
-If the MATLAB file of the test part is missing, a reconstruction of the crops (`svhn_rebuilt/test.npz`) is read. It has
-the same digits, cropped again from the full images, so its pixels are close but not equal; `title` names it.
+If the MATLAB file of the test part is missing, a reconstruction (`svhn_rebuilt/test.npz`) is read if it exists: the
+same digits, cropped again from the full images, with slightly different pixels. `title` then mentions it.
 """
 
 import hashlib
@@ -18,10 +18,10 @@ from fedlas.data.base.images import CIFAR, Transform
 from fedlas.errors import UserError
 from fedlas.extras import optional_module
 
-# No address with TLS is known.
+# No URL with TLS is known.
 ADDRESS = "http://ufldl.stanford.edu/housenumbers"
 REBUILT = "svhn_rebuilt/test.npz"
-LARGEST_REBUILT = 2**28  # unpacked; the test images are 80 million bytes
+LARGEST_REBUILT = 2**28  # bytes after unpacking; the test images have 80 million
 
 
 class SVHN(AbstractDataset):
@@ -41,30 +41,29 @@ class SVHN(AbstractDataset):
         "train_32x32.mat": "e26dedcc434d2e4c54c9b2d4a06d8373",
         "test_32x32.mat": "eb5a983be6a315427106f1b164d9cef3",
     }
-    # The publishers give no checksum. TensorFlow Datasets and torchvision's prototypes recorded the same ones.
+    # Not published by the authors; TensorFlow Datasets and torchvision's prototypes have the same checksums.
     sha256: ClassVar[dict[str, str]] = {
         "train_32x32.mat": "435e94d69a87fde4fd4d7f3dd208dfc32cb6ae8af2240d066de1df7508d083b8",
         "test_32x32.mat": "cdce80dfb2a2c4c6160906d0bd7c68ec5a99d7ca4831afa54f09182025b6a75b",
     }
 
-    rebuilt_md5: ClassVar[str] = (
-        "7e6f3efe9513517d256691902b9ff42a"  # of the pixels; an archive's bytes depend on its maker
-    )
+    # MD5 of the pixels, because the bytes of an archive depend on the program that wrote it.
+    rebuilt_md5: ClassVar[str] = "7e6f3efe9513517d256691902b9ff42a"
 
     @property
     def title(self) -> str:  # type: ignore[override]
-        """The name in tables; the rebuilt crops are not quite the official data set."""
+        """The name in tables, which mentions rebuilt crops."""
         return "SVHN (rebuilt crops)" if self._is_rebuilt("test") else "SVHN"
 
     @property
     def class_names(self) -> tuple[str, ...]:
         return tuple("0123456789")
 
-    def _places(self, part: str) -> list[str]:
+    def _possible_paths(self, part: str) -> list[str]:
         return [f"svhn/{part}_32x32.mat", f"{part}_32x32.mat"]
 
     def _is_rebuilt(self, part: str) -> bool:
-        official = any((self.root / place).exists() for place in self._places(part))
+        official = any((self.root / path).exists() for path in self._possible_paths(part))
         return part == "test" and not official and (self.root / REBUILT).exists()
 
     def read(self, part: str) -> Part:
@@ -72,14 +71,14 @@ class SVHN(AbstractDataset):
             return _rebuilt(self.root / REBUILT, self.rebuilt_md5)
         file = f"{part}_32x32.mat"
         source = Source((f"{ADDRESS}/{file}",), self.files[file], self.sha256.get(file))
-        path = self.first_file(self._places(part), source, "svhn")
+        path = self.first_file(self._possible_paths(part), source, "svhn")
         content = io.BytesIO(checked_bytes(path, source.md5, source.sha256))
         try:
             arrays = optional_module("scipy.io", "train").loadmat(content, variable_names=["X", "y"])
             images, labels = arrays["X"].transpose(3, 2, 0, 1), arrays["y"].reshape(-1).astype(np.int64)
         except Exception as error:  # SciPy does not document what it raises for a damaged file
             raise DamagedFileError(f"{path} is damaged: {error!r}") from error
-        labels[labels == 10] = 0  # MATLAB counts from 1, and the digit 0 came last
+        labels[labels == 10] = 0  # the class numbers start at 1, and 10 is the digit 0
         return Part(as_images(images), as_labels(labels))
 
 
@@ -94,7 +93,7 @@ def _rebuilt(path: Path, md5: str) -> Part:
         raise DamagedFileError(f"{path} is damaged: {error!r}") from error
     if images.dtype != np.uint8 or images.shape != (len(labels), 32, 32, 3):
         raise DamagedFileError(f"{path} is damaged: its images are {images.dtype} {images.shape}")
-    found = hashlib.md5(images.tobytes(), usedforsecurity=False).hexdigest()
-    if found != md5:
-        raise DamagedFileError(f"{path} is damaged: the MD5 of its pixels is {found}, that of the rebuilt crops {md5}")
+    digest = hashlib.md5(images.tobytes(), usedforsecurity=False).hexdigest()
+    if digest != md5:
+        raise DamagedFileError(f"{path} is damaged: the MD5 of its pixels is {digest}, that of the rebuilt crops {md5}")
     return Part(as_images(images.transpose(0, 3, 1, 2)), as_labels(labels))

@@ -1,16 +1,16 @@
 """Tiny ImageNet: 200 of ImageNet's classes at 64 x 64 pixels, as unpacked to `tiny-imagenet-200/`.
 
-The labels of its test images were never released, so the validation images are the test part, as is usual. They are in
-one folder, and `val_annotations.txt` has their classes: reading folders as classes gives an accuracy of half a percent.
-Class numbers are the ranks of the WordNet ids in `wnids.txt`; training images are ordered by class, then by name as
-text, on which the official splits depend.
+The labels of the test images were never released, so the validation images are used as the test part, as is usual. They
+are in one folder, and `val_annotations.txt` has their classes (do not read folders as classes). Class numbers are the
+positions of the sorted WordNet ids of `wnids.txt`. Training images are sorted by class, then by file name as text; the
+official splits depend on this order.
 """
 
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
-from fedlas.data.base import AbstractDataset, Part, as_labels, there
+from fedlas.data.base import AbstractDataset, Part, as_labels, require_files
 from fedlas.data.base.fetching import DamagedFileError, Source
 from fedlas.data.base.formats import lines_of, read_names
 from fedlas.data.base.images import IMAGENET, Transform
@@ -29,7 +29,7 @@ class TinyImageNet(AbstractDataset):
     stratified = True
     sizes: ClassVar = {"train": 100_000, "test": 10_000}
     per_class: ClassVar = {"train": (500,) * 200, "test": (50,) * 200}
-    # The publishers give no checksum; several projects recorded the same ones.
+    # Not published by the authors; several projects have the same checksums.
     archive: ClassVar[Source] = Source(
         ("https://cs231n.stanford.edu/tiny-imagenet-200.zip", "http://cs231n.stanford.edu/tiny-imagenet-200.zip"),
         "90528d7ca1a48142e341f4ef8d21d0de",
@@ -64,4 +64,4 @@ class TinyImageNet(AbstractDataset):
                 raise DamagedFileError(f"{file} is damaged: the line {line!r} does not name a known class")
             images.append(folder / "images" / name)
             labels.append(numbers[wnid])
-        return Part(there(images, file), as_labels(labels))
+        return Part(require_files(images, file), as_labels(labels))

@@ -1,1 +1,1 @@
-"""Experiments: what is trained, measured and shown together, one file each."""
+"""Experiments: the tables and figures of the paper and of this project, one file each."""

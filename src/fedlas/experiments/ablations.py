@@ -1,8 +1,8 @@
-"""What each part of the method is worth: the parts exchanged one at a time, and controls that the paper lacks.
+"""Ablations of FeDLaS: its parts are replaced one at a time; controls that the paper lacks are added.
 
-Controls: label smoothing with the mean alpha that FeDLaS ended with (is it only less smoothing?), the learned gate's
-directions shuffled across samples of the batch (does it matter which sample gets which?), and the indicator shuffled
-in the same way. The first of them can be planned when FeDLaS-LS is in the ledger.
+Controls: label smoothing with the mean alpha of the last epoch of FeDLaS (is the effect only less smoothing?), the
+directions of the learned gate shuffled across the samples of a batch (does the assignment to samples matter?), and the
+indicator shuffled in the same way. The first control is planned once FeDLaS-LS is in the ledger.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import Any
 
 from fedlas.errors import UserError
 from fedlas.experiments.base import Choice
-from fedlas.experiments.grid import AbstractGrid, Measured, Place, evaluated_split
+from fedlas.experiments.grid import AbstractGrid, Benchmark, Measured, evaluated_split
 from fedlas.experiments.ledger import ADVICE, Ledger
 from fedlas.training import recipe_for
 from fedlas.training.recipe import Recipe
@@ -21,8 +21,8 @@ BASE = OURS.removeprefix("fedlas_")
 MARGIN = "fedlas_mbls"
 HALF = "ls half"
 SAME_ALPHA = "ls same mean alpha"
-ALPHA = 0.05  # of the losses themselves, where a protocol names none
-DIGITS = 5  # of the mean alpha: more would make another recipe of rounding
+ALPHA = 0.05  # default of the losses, used if the protocol does not set alpha
+DIGITS = 5  # decimals of the mean alpha; with more, rounding noise would change the recipe
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Variant:
 
     Args:
         loss: the loss.
-        about: what is different, in a few words.
-        options: its keywords that differ from the protocol's.
+        about: short description of the change.
+        options: keywords of the loss that differ from the protocol.
     """
 
     loss: str
@@ -41,16 +41,16 @@ class Variant:
 
 
 def _variants() -> dict[str, Variant]:
-    found = {
+    variants = {
         "ce": Variant("ce", "cross-entropy"),
         BASE: Variant(BASE, "label smoothing"),
         HALF: Variant(BASE, "label smoothing, half the alpha"),
-        OURS: Variant(OURS, "FeDLaS-LS as published"),
+        OURS: Variant(OURS, "FeDLaS-LS as in the paper"),
         SAME_ALPHA: Variant(BASE, "control: label smoothing with the mean alpha that FeDLaS-LS ended with"),
         f"{OURS} gate=shuffled": Variant(OURS, "control: directions of other samples", {"gate": "shuffled"}),
         f"{OURS} indicator=shuffled": Variant(OURS, "control: norms of other samples", {"shuffle_indicator": True}),
     }
-    exchanged: list[tuple[str, str, dict[str, Any]]] = [
+    changes: list[tuple[str, str, dict[str, Any]]] = [
         ("gate=positive", "gate fixed: more smoothing for larger norms", {"gate": "positive"}),
         ("gate=negative", "gate fixed: less smoothing for larger norms", {"gate": "negative"}),
         ("gate=soft", "gate without the sign", {"gate": "soft"}),
@@ -64,17 +64,17 @@ def _variants() -> dict[str, Variant]:
         *((f"theta={v}", f"weight of the batch {v}", {"theta": v}) for v in (0.001, 0.1, 0.5)),
         *((f"beta={v}", f"strength {v}", {"beta": v}) for v in (0.5, 1.0, 2.0, 8.0)),
     ]
-    found |= {f"{OURS} {name}": Variant(OURS, about, options) for name, about, options in exchanged}
-    found |= {MARGIN: Variant(MARGIN, "FeDLaS-MbLS as published")}
-    found |= {
+    variants |= {f"{OURS} {name}": Variant(OURS, about, options) for name, about, options in changes}
+    variants |= {MARGIN: Variant(MARGIN, "FeDLaS-MbLS as in the paper")}
+    variants |= {
         f"{MARGIN} {name}": Variant(MARGIN, about, options)
         for name, about, options in (
             ("margin_reduction=sum", "margins added up over classes", {"margin_reduction": "sum"}),
-            *((n, a, o) for n, a, o in exchanged if n.startswith("gate=")),
+            *((n, a, o) for n, a, o in changes if n.startswith("gate=")),
             ("start=first_batch", "running statistics start with the first batch", {"start": "first_batch"}),
         )
     }
-    return found
+    return variants
 
 
 class Ablations(AbstractGrid):
@@ -96,23 +96,23 @@ class Ablations(AbstractGrid):
         directions = Measured("over_ece", "O-ECE %"), Measured("under_ece", "U-ECE %")
         return (*super().measured(data, choice), *directions)
 
-    def recipe(self, place: Place, row: str, seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:
+    def recipe(self, benchmark: Benchmark, row: str, seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:
         variant = _variants()[row]
         options = dict(variant.options)
         if row == SAME_ALPHA:
-            alpha = self._mean_alpha(place, seed, choice, ledger)
+            alpha = self._mean_alpha(benchmark, seed, choice, ledger)
             if alpha is None:
                 return None
             options["alpha"] = alpha
-        made = recipe_for(place.data, place.model, variant.loss, protocol=choice.protocol, seed=seed)
+        base = recipe_for(benchmark.data, benchmark.model, variant.loss, protocol=choice.protocol, seed=seed)
         if row == HALF:
-            options["alpha"] = float(made.loss_options.get("alpha", ALPHA)) / 2
-        varied = made.replace(loss_options={**made.loss_options, **options}).with_settings(choice.changes)
+            options["alpha"] = float(base.loss_options.get("alpha", ALPHA)) / 2
+        varied = base.replace(loss_options={**base.loss_options, **options}).with_settings(choice.changes)
         return varied.replace(splits=tuple(dict.fromkeys((*varied.splits, evaluated_split(varied, choice)))))
 
-    def _mean_alpha(self, place: Place, seed: int, choice: Choice, ledger: Ledger) -> float | None:
+    def _mean_alpha(self, benchmark: Benchmark, seed: int, choice: Choice, ledger: Ledger) -> float | None:
         """Return the mean alpha of the last epoch of FeDLaS-LS with the same seed."""
-        ours = self.recipe(place, OURS, seed, choice, ledger)
+        ours = self.recipe(benchmark, OURS, seed, choice, ledger)
         line = None if ours is None else ledger.find(ours)
         if line is None or ours is None:
             return None

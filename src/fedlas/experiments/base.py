@@ -1,10 +1,10 @@
 """The base class of experiments: planned runs, and the tables and figures made from their ledger lines.
 
-plan(choice)   ─► recipes             (what has to be trained)
-tables(ledger) ─► rows and columns    (from ledger lines and printed numbers alone)
+plan(choice)   ─► runs to train
+tables(ledger) ─► tables, from ledger lines and the paper's numbers alone
 draw(...)      ─► figures and their data
 
-An experiment never trains: `reproduce.py` does, and writes each finished run into the ledger.
+An experiment does not train: `reproduce.py` trains the runs and writes each finished one into the ledger.
 """
 
 import re
@@ -19,30 +19,30 @@ from fedlas.errors import UserError
 from fedlas.experiments.ledger import TEST, Ledger, Line
 from fedlas.report.tables import Table
 from fedlas.training import protocol_named
-from fedlas.training.recipe import Recipe
+from fedlas.training.recipe import OFFICIAL_SUFFIX, Recipe
 from fedlas.training.run_folder import Run
 
-FOR = "For "  # prefix of notes on data that replaces the data of a heading
+SUBSTITUTED = "For "  # prefix of notes such as "For SVHN: ...", which name the data used in place of SVHN
 CHANGED = "Changed: "  # prefix of notes on fields that differ from the protocol
 
-# Fields that decide to which cell of a table a run belongs; they have options of their own.
-NAMING = {"data": "--data", "model": "--model", "loss": "--losses", "seed": "--seeds"}
-LOOKS = (TEST, f"{TEST}-published")  # splits of the test images: our preprocessing, and that of the official code
+# Fields that determine the table cell of a run, with the command-line option that sets each of them.
+CELL_FIELDS = {"data": "--data", "model": "--model", "loss": "--losses", "seed": "--seeds"}
+TEST_SPLITS = (TEST, f"{TEST}{OFFICIAL_SUFFIX}")  # normalisation of this package, and of the official code
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The part of an experiment that a user chooses; None leaves it to the experiment.
+    """The part of an experiment to reproduce; None stands for the default of the experiment.
 
     Args:
         data: data sets.
         models: networks.
-        losses: losses, or other rows of the experiment, by name.
-        seeds: one run for each.
-        protocol: "paper", "official", "fast" or "small".
-        changes: fields of all recipes that shall be otherwise, as on the command line.
+        losses: losses, or other rows of the table, by name.
+        seeds: seeds; each row has one run per seed.
+        protocol: training protocol: "paper", "official", "fast" or "small".
+        changes: recipe fields to override in all runs, with values as strings (`--set` on the command line).
         split: split to evaluate: "test", or "test-published" with the normalisation of the official code.
-        data_root: where data lies; experiments that take what is at hand look there.
+        data_root: folder of the data sets; by default $FEDLAS_DATA, or the user's cache.
     """
 
     data: tuple[str, ...] | None = None
@@ -55,30 +55,30 @@ class Choice:
     data_root: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.split not in LOOKS:
-            raise UserError(f"nothing is evaluated on {self.split!r}; {nearest(self.split, list(LOOKS))}")
-        for name, option in NAMING.items():
+        if self.split not in TEST_SPLITS:
+            raise UserError(f"cannot evaluate on split {self.split!r}; {nearest(self.split, list(TEST_SPLITS))}")
+        for name, option in CELL_FIELDS.items():
             if name in self.changes:
-                raise UserError(f"{name} names a row, a column or a seed of the table: choose it with {option}")
+                raise UserError(f"--set cannot change {name}, which determines the table cell of a run; use {option}")
 
     @property
     def summary(self) -> str:
         """The protocol in a sentence, with a remark if a field is changed."""
-        return protocol_named(self.protocol).summary + (", but for what is changed" if self.changes else "")
+        return protocol_named(self.protocol).summary + (", except for the changed fields" if self.changes else "")
 
     @property
     def changed(self) -> tuple[str, ...]:
         """A note on fields that differ from the protocol, if any."""
-        said = ", ".join(f"{name}={value}" for name, value in self.changes.items())
-        return (f"{CHANGED}{said}.",) if said else ()
+        changes = ", ".join(f"{name}={value}" for name, value in self.changes.items())
+        return (f"{CHANGED}{changes}.",) if changes else ()
 
-    def of(self, known: Iterable[str], asked: Sequence[str] | None, kind: str) -> list[str]:
+    def select(self, known: Iterable[str], requested: Sequence[str] | None, kind: str) -> list[str]:
         """Return the requested names in the order of the known ones; raise if one is unknown."""
         names = list(known)
-        for name in asked or ():
+        for name in requested or ():
             if name not in names:
                 raise UserError(f"this experiment has no {kind} {name!r}; {nearest(name, names)}")
-        return [name for name in names if asked is None or name in asked]
+        return [name for name in names if requested is None or name in requested]
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ class PlannedRun:
     """One run of an experiment.
 
     Args:
-        recipe: what to train.
-        protocol: the recipe's protocol, by name.
-        posthoc: which of its lines the experiment reads: as trained (None), or after a calibrator.
+        recipe: recipe of the run.
+        protocol: name of the training protocol.
+        posthoc: calibrators of the ledger lines that the experiment reads; None stands for no calibrator.
         split: split to evaluate.
-        rows: the rows of the table that it fills, by name; without any, the loss says what it is.
+        rows: names of the table rows that use the run; empty for the row named after the loss.
     """
 
     recipe: Recipe
@@ -105,7 +105,7 @@ class PlannedRun:
 
     def lines(self, ledger: Ledger) -> list[Line | None]:
         """Return the ledger line of each evaluation of the run."""
-        return [ledger.find(self.recipe, one, self.split) for one in self.posthoc]
+        return [ledger.find(self.recipe, posthoc, self.split) for posthoc in self.posthoc]
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,12 @@ class Drawing:
     """Inputs and output folder of figures.
 
     Args:
-        ledger: what was measured.
-        choice: what was asked for.
-        folder: for figures and their data.
-        find: gives the folder of a recipe's run, or None where it is not on this machine.
-        data_root: where data lies.
-        device: where networks look at images.
+        ledger: ledger of finished runs.
+        choice: part of the experiment.
+        folder: output folder.
+        find: returns the finished run of a recipe, or None if it is not on this machine.
+        data_root: folder of the data sets.
+        device: device for inference.
     """
 
     ledger: Ledger
@@ -133,9 +133,9 @@ class AbstractExperiment(ABC):
     """One table or figure of the paper or of this project."""
 
     name: ClassVar[str]
-    seeds: ClassVar[tuple[int, ...]] = (1, 2, 3)  # by default
+    seeds: ClassVar[tuple[int, ...]] = (1, 2, 3)  # default seeds
     needs_runs: ClassVar[bool] = True
-    draws_runs: ClassVar[bool] = False  # whether figures need the networks themselves, not only what they said
+    draws_runs: ClassVar[bool] = False  # whether figures need the trained networks and not only their predictions
 
     @property
     def file_names(self) -> str:
@@ -146,7 +146,7 @@ class AbstractExperiment(ABC):
     def plan(self, choice: Choice, ledger: Ledger) -> list[PlannedRun]:
         """Return the runs of the experiment, the most important first.
 
-        Runs whose recipe depends on the results of others follow once those are in the ledger.
+        A run whose recipe depends on results of other runs is included only once those results are in the ledger.
         """
 
     @abstractmethod

@@ -48,7 +48,7 @@ class ClosedLoopEvaluation(AbstractExperiment):
                     ]
                     row = design.row_name(method, posthoc)
                     runs += [_planned_run(recipe, row) for recipe in recipes if recipe is not None]
-        for data in design.controlled(choice):
+        for data in design.control_data_sets(choice):
             for row in design.control_rows(choice):
                 recipes = [design.control_recipe(data, row, seed, choice, ledger) for seed in design.CONTROLS["seeds"]]
                 runs += [_planned_run(recipe, row) for recipe in recipes if recipe is not None]

@@ -19,9 +19,8 @@ _DESIGN = json.loads(resources.files("fedlas.experiments").joinpath("closed_loop
 METHODS: Mapping[str, str] = _DESIGN["methods"]
 OOD: Mapping[str, list[str]] = _DESIGN["ood"]
 FAMILIES: Sequence[Sequence[str]] = _DESIGN["families"]  # data sets whose p-values are corrected together
-CONFIRMATION: Mapping[str, str] = _DESIGN[
-    "confirmation"
-]  # data sets without a search: the data set whose configurations they use
+# For each data set without a search, the data set whose selected configurations it uses.
+CONFIRMATION: Mapping[str, str] = _DESIGN["confirmation"]
 CONTROLS: Mapping[str, Any] = _DESIGN["controls"]
 ABLATIONS: Mapping[str, Any] = _DESIGN["ablations"]
 OURS = "closed_loop"
@@ -59,15 +58,17 @@ def search_recipe(data: str, candidate: Candidate, choice: Choice) -> Recipe:
 
 
 def primary_recipe(data: str, row: tuple[str, str | None], seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:
-    """Return the recipe of a method, with or without temperature scaling; None if its search is incomplete."""
-    chosen = selected(data, *row, choice, ledger)
+    """Return the recipe of a primary-table row (method, calibrator or None); None if its search is incomplete."""
+    chosen = select_configuration(data, *row, choice, ledger)
     if chosen is None:
         return None
     return _recipe(data, chosen, seed, choice, ood=tuple(OOD.get(data, ())))
 
 
-def selected(data: str, method: str, posthoc: str | None, choice: Choice, ledger: Ledger) -> Candidate | None:
-    """Return the configuration with the lowest NLL on V2; None if the search is incomplete."""
+def select_configuration(
+    data: str, method: str, posthoc: str | None, choice: Choice, ledger: Ledger
+) -> Candidate | None:
+    """Return the configuration with the lowest NLL on V2 (half of the validation split); None if runs are missing."""
     data = CONFIRMATION.get(data, data)
     searched = [candidate for candidate in candidates(choice) if candidate.method == method]
     lines = [ledger.find(search_recipe(data, candidate, choice), posthoc, V2) for candidate in searched]
@@ -76,7 +77,7 @@ def selected(data: str, method: str, posthoc: str | None, choice: Choice, ledger
 
 
 def control_recipe(data: str, row: str, seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:
-    """Return the recipe of a control of the label budget, with the configuration selected for temperature scaling."""
+    """Return the recipe of a label-budget control, based on the configuration selected with temperature scaling."""
     control = CONTROLS["rows"][row]
     base = primary_recipe(data, (control["method"], TEMPERATURE), seed, choice, ledger)
     return None if base is None else base.replace(ood=(), **control["recipe"])
@@ -89,7 +90,7 @@ def ablation_recipe(row: str, seed: int, choice: Choice, ledger: Ledger) -> Reci
     if base is None:
         return None
     options = {**base.loss_options, **variant.get("loss_options", {})}
-    if "strengths" in variant:
+    if "strengths" in variant:  # no feedback: use the smoothing strengths recorded in the run with the other seed
         other = next(other for other in ABLATIONS["seeds"] if other != seed)
         recorded = ledger.find(base.replace(seed=other))
         if recorded is None:
@@ -99,8 +100,9 @@ def ablation_recipe(row: str, seed: int, choice: Choice, ledger: Ledger) -> Reci
 
 
 def _strengths(line: Line) -> list[dict[str, Any]]:
-    """Return the strengths and edges of each epoch; all strengths are equal in the first epoch."""
+    """Return the strengths and edges that each epoch used; the log of an epoch has the values for the next epoch."""
     states = [{name: epoch["loss_state"][name] for name in ("strengths", "edges")} for epoch in line.curve]
+    # The first epoch is not logged; all of its strengths are equal, so its edges have no effect.
     start = {**states[0], "strengths": [ABLATIONS["start"]] * len(states[0]["strengths"])}
     return [start, *states[:-1]]
 
@@ -129,7 +131,7 @@ def data_sets(choice: Choice) -> tuple[str, ...]:
     return choice.data or tuple(data for family in FAMILIES for data in family)
 
 
-def controlled(choice: Choice) -> list[str]:
+def control_data_sets(choice: Choice) -> list[str]:
     """Return the data sets that have controls."""
     return [data for data in data_sets(choice) if data in CONTROLS["data"]]
 
@@ -141,13 +143,13 @@ def control_rows(choice: Choice) -> list[str]:
 
 def ablation_rows(choice: Choice) -> list[str]:
     """Return the rows of the table of ablations."""
-    wanted = ABLATIONS["data"] in data_sets(choice) and OURS in methods(choice)
-    return list(ABLATIONS["variants"]) if wanted else []
+    requested = ABLATIONS["data"] in data_sets(choice) and OURS in methods(choice)
+    return list(ABLATIONS["variants"]) if requested else []
 
 
 def methods(choice: Choice) -> list[str]:
     """Return the methods to compare."""
-    return choice.of(METHODS, choice.losses, "method")
+    return choice.select(METHODS, choice.losses, "method")
 
 
 def candidates(choice: Choice) -> list[Candidate]:

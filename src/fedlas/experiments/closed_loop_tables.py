@@ -7,7 +7,15 @@ from torch import Tensor
 from fedlas.comparison import paired_metrics
 from fedlas.experiments import closed_loop_design as design
 from fedlas.experiments.base import Choice
-from fedlas.experiments.closed_loop_design import OURS, POSTHOC, Candidate, data_sets, methods, row_name, selected
+from fedlas.experiments.closed_loop_design import (
+    OURS,
+    POSTHOC,
+    Candidate,
+    data_sets,
+    methods,
+    row_name,
+    select_configuration,
+)
 from fedlas.experiments.grid import Measured
 from fedlas.experiments.ledger import TEMPERATURE, V2, Ledger, Line
 from fedlas.experiments.paper import data_name
@@ -20,14 +28,14 @@ from fedlas.training.recipe import Recipe
 FEWEST_SEEDS = 5  # minimum for comparisons, by the design
 OTHERS = (("ce", TEMPERATURE), ("pskd", None), ("pskd", TEMPERATURE))
 TESTED = {"nll": "NLL", "aurc": "AURC x 1000"}
-METRIC_COLUMNS = (
-    ("accuracy", "accuracy %", True),
-    ("ece", "ECE %", False),
-    ("aece", "AECE %", False),
-    ("classwise_ece", "class-wise ECE %", False),
-    ("nll", "NLL", False),
-    ("brier", "Brier", False),
-    ("aurc", "AURC x 1000", False),
+METRICS = (
+    Measured("accuracy", "accuracy %", higher_is_better=True),
+    Measured("ece", "ECE %"),
+    Measured("aece", "AECE %"),
+    Measured("classwise_ece", "class-wise ECE %"),
+    Measured("nll", "NLL", percent=False, digits=4),
+    Measured("brier", "Brier", percent=False, digits=4),
+    Measured("aurc", "AURC x 1000", percent=False),
 )
 MARGINS = {"accuracy": ("accuracy", -0.005), "ece": ("ECE", 0.005), "brier": ("Brier", 0.005)}
 
@@ -54,7 +62,7 @@ def search_table(ledger: Ledger, choice: Choice) -> Table:
     ]
     for data in searched:
         chosen = {
-            row_name(method, posthoc): selected(data, method, posthoc, choice, ledger)
+            row_name(method, posthoc): select_configuration(data, method, posthoc, choice, ledger)
             for method in methods(choice)
             for posthoc in POSTHOC
         }
@@ -119,11 +127,11 @@ def _family_tables(ledger: Ledger, choice: Choice, family: Sequence[str]) -> lis
         about = f"{data_name(data)}: closed loop - {_label(*other)}, {TESTED[metric]}"
         cells = (*_difference(test, metric), Cell((test.p_value,)), Cell((adjusted[data, other, metric],)))
         rows.append(Row(f"{data}/{row_name(*other)}/{metric}", about, cells))
-    columns = tuple(_plain_column(word) for word in ("difference", "low", "high", "p", "p (Holm)"))
+    columns = tuple(_plain_column(heading) for heading in ("difference", "low", "high", "p", "p (Holm)"))
     note = "Mean difference over seeds, 95 % interval over seeds and test samples (t), Holm correction over all rows."
     names = ("comparison", "margins") if len(family) > 1 else ("confirmation", "confirmation-margins")
     title = "Primary comparison" if len(family) > 1 else f"Confirmation on {data_name(family[0])}"
-    tests_table = Table(f"closed_loop-{names[0]}", title, columns, tuple(rows), (note,))
+    tests_table = Table(f"closed_loop-{names[0]}", title, columns, tuple(rows), (note,), row_heading="comparison")
     return [tests_table, _margin_table(f"closed_loop-{names[1]}", values, lines, family)]
 
 
@@ -133,37 +141,38 @@ def _margin_table(
     """Return the table of one-sided bounds of the difference from CE + TS, with their margins."""
     rows = []
     for data in family:
-        for metric, (word, margin) in MARGINS.items():
+        for metric, (title, margin) in MARGINS.items():
             comparison = values.compare(lines[data, OURS, None], lines[data, "ce", TEMPERATURE], metric)
             ends = comparison.interval(0.9)
             bound = ends.low if margin < 0 else ends.high
             inside = float(bound > margin if margin < 0 else bound < margin)
             cells = tuple(Cell((value,)) for value in (comparison.difference, bound, margin, inside))
-            rows.append(Row(f"{data}/{metric}", f"{data_name(data)}: {word}", cells))
-    columns = tuple(_plain_column(word) for word in ("difference", "bound", "margin", "inside"))
+            rows.append(Row(f"{data}/{metric}", f"{data_name(data)}: {title}", cells))
+    columns = tuple(_plain_column(title) for title in ("difference", "bound", "margin"))
+    columns += (Column("inside", percent=False, digits=0, ranked=False),)
     note = "closed loop - (CE + TS); one-sided 95 % bound over seeds and test samples. inside: 1 if within the margin."
-    return Table(name, "Margins against CE + TS", columns, tuple(rows), (note,))
+    return Table(name, "Margins against CE + TS", columns, tuple(rows), (note,), row_heading="metric")
 
 
 def control_tables(ledger: Ledger, choice: Choice) -> list[Table]:
     """Return the tables of controls of the label budget, and of their differences from `closed_loop`."""
     seeds, tables = design.CONTROLS["seeds"], []
-    measures = _measures(design.controlled(choice), ood=False)
+    measures = _measures(design.control_data_sets(choice), ood=False)
     lines = {
         (data, row): _finished_lines(
             ledger, [design.control_recipe(data, row, seed, choice, ledger) for seed in seeds], TEMPERATURE
         )
-        for data in design.controlled(choice)
+        for data in design.control_data_sets(choice)
         for row in design.control_rows(choice)
     }
     if not any(lines.values()):
         return []
     about = {row: f"{design.CONTROLS['rows'][row]['about']} + TS" for row in design.control_rows(choice)}
     rows = [
-        Row(row, words, tuple(_cell(lines[data, row], measured, len(seeds)) for data, measured in measures))
-        for row, words in about.items()
+        Row(row, description, tuple(_cell(lines[data, row], measured, len(seeds)) for data, measured in measures))
+        for row, description in about.items()
     ]
-    ours = {data: primary_lines(ledger, choice, data, (OURS, None), seeds) for data in design.controlled(choice)}
+    ours = {data: primary_lines(ledger, choice, data, (OURS, None), seeds) for data in design.control_data_sets(choice)}
     rows.append(
         Row(OURS, _label(OURS, None), tuple(_cell(ours[data], measured, len(seeds)) for data, measured in measures))
     )
@@ -185,10 +194,11 @@ def control_tables(ledger: Ledger, choice: Choice) -> list[Table]:
         if len(theirs) == len(ours[data]) == len(seeds)
     ]
     if differences:
-        columns = tuple(_plain_column(word) for word in ("difference", "low", "high"))
+        columns = tuple(_plain_column(heading) for heading in ("difference", "low", "high"))
         note = "Mean difference over seeds, 95 % interval over seeds and test samples (t)."
         title = "Closed loop against the controls"
-        tables.append(Table("closed_loop-controls-comparison", title, columns, tuple(differences), (note,)))
+        name = "closed_loop-controls-comparison"
+        tables.append(Table(name, title, columns, tuple(differences), (note,), row_heading="comparison"))
     return tables
 
 
@@ -220,24 +230,14 @@ def _measures(sets: Sequence[str], *, ood: bool = True) -> list[tuple[str, Measu
     """Return the metrics in the columns of a table, each with its data set."""
     measures = []
     for data in sets:
-        measures += [(data, Measured(metric, heading, higher_is_better=up)) for metric, heading, up in METRIC_COLUMNS]
+        measures += [(data, measured) for measured in METRICS]
         for name in design.OOD.get(data, ()) if ood else ():
             measures.append((data, Measured("auroc", f"AUROC {data_name(name)} %", higher_is_better=True, ood=name)))
     return measures
 
 
 def _columns(measures: Sequence[tuple[str, Measured]]) -> tuple[Column, ...]:
-    formats = {"NLL": (False, 4), "Brier": (False, 4), "AURC x 1000": (False, 2)}
-    return tuple(
-        Column(
-            measured.heading,
-            data_name(data),
-            measured.higher_is_better,
-            percent=formats.get(measured.heading, (True, 2))[0],
-            digits=formats.get(measured.heading, (True, 2))[1],
-        )
-        for data, measured in measures
-    )
+    return tuple(measured.column(data_name(data)) for data, measured in measures)
 
 
 def _cell(lines: Sequence[Line], measured: Measured, planned: int) -> Cell:

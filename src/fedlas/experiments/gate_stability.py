@@ -4,8 +4,9 @@ The mode psi of a training sample in an epoch is +1 or -1. The figure shows the 
 the flip rate: the fraction of samples whose mode differs from the previous epoch, among those seen in both epochs.
 Runs log these numbers; mean and range over seeds are computed here. The runs are those of the main table.
 
-The paper calls +1 "overconfident" and -1 "under-confident". Since the gate learns to lower the training loss, the
-table has two more statistics: the mean of alpha_i / alpha, and the fraction of samples with psi = -sign(gamma).
+The paper calls +1 "overconfident" and -1 "under-confident". However, the gate may simply lower the training loss
+by psi = -sign(gamma), which makes alpha_i smaller than alpha. Therefore the table also has the mean of alpha_i / alpha
+and the fraction of samples with psi = -sign(gamma).
 """
 
 from collections.abc import Sequence
@@ -21,40 +22,40 @@ from fedlas.report.tables import Cell, Column, Row, Table
 from fedlas.training.protocols import compared_losses, list_recipes, recipe_for
 from fedlas.training.recipe import Recipe
 
-PAPER = "cifar10"
+PAPER_DATA = "cifar10"
 
 
-class Place(NamedTuple):
-    """A data set and a network; None for the protocol's first."""
+class Benchmark(NamedTuple):
+    """A data set and a network; None stands for the first network of the protocol."""
 
     data: str
     model: str | None
 
 
 @dataclass(frozen=True)
-class Number:
-    """A number of the table.
+class EpochStatistic:
+    """A column of the table: one statistic in the first or the last epoch.
 
     Args:
-        word: its name in the log.
-        heading: what stands above its column.
-        last: whether the last epoch counts, or the first that has the number.
+        field: name of the statistic in the log.
+        heading: heading of the column.
+        last: whether to show the last epoch; otherwise, the first epoch that has the statistic.
         percent: whether it is shown times 100.
     """
 
-    word: str
+    field: str
     heading: str
     last: bool = True
     percent: bool = True
 
 
-NUMBERS = (
-    Number("positive", "psi = +1 %, first epoch", last=False),
-    Number("positive", "psi = +1 %, last epoch"),
-    Number("flip_rate", "flip rate %, second epoch", last=False),
-    Number("flip_rate", "flip rate %, last epoch"),
-    Number("alpha_ratio", "alpha_i / alpha, last epoch", percent=False),
-    Number("against_gamma", "psi = -sign(gamma) %, last epoch"),
+STATISTICS = (
+    EpochStatistic("positive", "psi = +1 %, first epoch", last=False),
+    EpochStatistic("positive", "psi = +1 %, last epoch"),
+    EpochStatistic("flip_rate", "flip rate %, second epoch", last=False),
+    EpochStatistic("flip_rate", "flip rate %, last epoch"),
+    EpochStatistic("alpha_ratio", "alpha_i / alpha, last epoch", percent=False),
+    EpochStatistic("against_gamma", "psi = -sign(gamma) %, last epoch"),
 )
 
 
@@ -68,21 +69,29 @@ class GateStability(AbstractExperiment):
         del ledger
         return [
             PlannedRun(recipe, choice.protocol)
-            for place in _places(choice)
+            for benchmark in _benchmarks(choice)
             for loss in _losses(choice)
-            for recipe in _recipes(choice, place, loss)
+            for recipe in _recipes(choice, benchmark, loss)
         ]
 
     def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
         """Return a table of the first and the last epoch."""
-        places, losses = _places(choice), _losses(choice)
+        benchmarks, losses = _benchmarks(choice), _losses(choice)
         columns = tuple(
-            Column(one.heading, _heading(choice, place), percent=one.percent, ranked=False)
-            for place in places
-            for one in NUMBERS
+            Column(statistic.heading, _heading(choice, benchmark), percent=statistic.percent, ranked=False)
+            for benchmark in benchmarks
+            for statistic in STATISTICS
         )
         rows = tuple(
-            Row(loss, paper, tuple(_cell(ledger, choice, place, loss, one) for place in places for one in NUMBERS))
+            Row(
+                loss,
+                paper,
+                tuple(
+                    _cell(ledger, choice, benchmark, loss, statistic)
+                    for benchmark in benchmarks
+                    for statistic in STATISTICS
+                ),
+            )
             for loss, paper in losses.items()
         )
         notes = (
@@ -97,15 +106,21 @@ class GateStability(AbstractExperiment):
     def draw(self, drawing: Drawing) -> list[Path]:
         """Draw the paper's two plots for each data set and network that has runs."""
         choice, files = drawing.choice, []
-        for place in _places(choice):
-            found = {paper: _lines(drawing.ledger, choice, place, loss) for loss, paper in _losses(choice).items()}
-            there = [line for lines in found.values() for line in lines]
-            if not there:
+        for benchmark in _benchmarks(choice):
+            lines_of_loss = {
+                paper: _lines(drawing.ledger, choice, benchmark, loss) for loss, paper in _losses(choice).items()
+            }
+            finished = [line for lines in lines_of_loss.values() for line in lines]
+            if not finished:
                 continue
-            recipe = there[0].recipe
+            recipe = finished[0].recipe
             milestones = recipe.milestones if recipe.schedule == "multi_step" else ()
-            curves = {_counted(name, lines): [line.curve for line in lines] for name, lines in found.items() if lines}
-            title = f"{_heading(choice, place)}, {choice.protocol} protocol{', changed' if choice.changes else ''}"
+            curves = {
+                _curve_label(name, lines): [line.curve for line in lines]
+                for name, lines in lines_of_loss.items()
+                if lines
+            }
+            title = f"{_heading(choice, benchmark)}, {choice.protocol} protocol{' (changed)' if choice.changes else ''}"
             data = gate_data(curves, title, milestones)
             name = f"{self.name}-{choice.protocol}-{recipe.data}-{recipe.model}"
             files += save_with_data(gate_figure(data), data, drawing.folder, name)
@@ -115,37 +130,39 @@ class GateStability(AbstractExperiment):
 def _losses(choice: Choice) -> dict[str, str]:
     """Return the requested losses with a gate, with the paper's names."""
     gated = {name: paper for name, paper in compared_losses().items() if name.startswith("fedlas_")}
-    return {name: gated[name] for name in choice.of(gated, choice.losses, "loss")}
+    return {name: gated[name] for name in choice.select(gated, choice.losses, "loss")}
 
 
-def _places(choice: Choice) -> list[Place]:
-    """Return the requested data sets and models; by default the paper's, if the protocol has a model."""
+def _benchmarks(choice: Choice) -> list[Benchmark]:
+    """Return the requested data sets and models; by default CIFAR-10 if the protocol has it."""
     known = list(dict.fromkeys(r.data for protocol, r in list_recipes(["ce"]) if protocol == choice.protocol))
-    usual = [PAPER] if PAPER in known else known[:1]
-    wanted = choice.of(known, usual if choice.data is None else choice.data, "data set")
-    return [Place(data, model) for data in wanted for model in choice.models or (None,)]
+    default = [PAPER_DATA] if PAPER_DATA in known else known[:1]
+    data_sets = choice.select(known, default if choice.data is None else choice.data, "data set")
+    return [Benchmark(data, model) for data in data_sets for model in choice.models or (None,)]
 
 
-def _recipes(choice: Choice, place: Place, loss: str) -> list[Recipe]:
-    made = [recipe_for(*place, loss, protocol=choice.protocol, seed=seed) for seed in choice.seeds]
-    return [recipe.with_settings(choice.changes) for recipe in made]
+def _recipes(choice: Choice, benchmark: Benchmark, loss: str) -> list[Recipe]:
+    recipes = [recipe_for(*benchmark, loss, protocol=choice.protocol, seed=seed) for seed in choice.seeds]
+    return [recipe.with_settings(choice.changes) for recipe in recipes]
 
 
-def _lines(ledger: Ledger, choice: Choice, place: Place, loss: str) -> list[Line]:
-    found = [ledger.find(recipe) for recipe in _recipes(choice, place, loss)]
-    return [line for line in found if line is not None]
+def _lines(ledger: Ledger, choice: Choice, benchmark: Benchmark, loss: str) -> list[Line]:
+    lines = [ledger.find(recipe) for recipe in _recipes(choice, benchmark, loss)]
+    return [line for line in lines if line is not None]
 
 
-def _cell(ledger: Ledger, choice: Choice, place: Place, loss: str, one: Number) -> Cell:
-    courses = [epoch_statistics(loss, [line.curve], one.word) for line in _lines(ledger, choice, place, loss)]
-    values = tuple(course.mean[-1 if one.last else 0] for course in courses if course.mean)
+def _cell(ledger: Ledger, choice: Choice, benchmark: Benchmark, loss: str, statistic: EpochStatistic) -> Cell:
+    all_epochs = [
+        epoch_statistics(loss, [line.curve], statistic.field) for line in _lines(ledger, choice, benchmark, loss)
+    ]
+    values = tuple(epochs.mean[-1 if statistic.last else 0] for epochs in all_epochs if epochs.mean)
     return Cell(values, planned=len(choice.seeds))
 
 
-def _heading(choice: Choice, place: Place) -> str:
-    model = recipe_for(*place, protocol=choice.protocol).model
-    return f"{data_name(place.data)}, {model}"
+def _heading(choice: Choice, benchmark: Benchmark) -> str:
+    model = recipe_for(*benchmark, protocol=choice.protocol).model
+    return f"{data_name(benchmark.data)}, {model}"
 
 
-def _counted(name: str, lines: Sequence[Line]) -> str:
+def _curve_label(name: str, lines: Sequence[Line]) -> str:
     return f"{name} ({len(lines)} seed{'s' if len(lines) > 1 else ''})"

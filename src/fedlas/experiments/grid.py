@@ -13,14 +13,15 @@ from fedlas.errors import UserError
 from fedlas.experiments import paper
 from fedlas.experiments.base import AbstractExperiment, Choice, PlannedRun
 from fedlas.experiments.ledger import TEST, Ledger, Line, Measure
+from fedlas.formatting import PERCENT_DECIMALS
 from fedlas.report.tables import Cell, Column, Row, Table, mean_rank_columns
-from fedlas.training import official_preprocessing_differs, protocol_named, published_models, recipe_for
+from fedlas.training import official_preprocessing_differs, paper_models, protocol_named, recipe_for
 from fedlas.training.recipe import Recipe
 
-PUBLISHED = ("paper", "official")
+PAPER_PROTOCOLS = ("paper", "official")
 
 
-class Place(NamedTuple):
+class Benchmark(NamedTuple):
     """A data set and a model."""
 
     data: str
@@ -36,18 +37,26 @@ class Measured:
         heading: heading of its column.
         higher_is_better: whether larger is better.
         ood: the OOD data set of an AUROC.
-        printed_as: name of the OOD data set in the paper's numbers.
+        ood_in_paper: name of the OOD data set in the paper's numbers.
         score: the OOD score of an AUROC.
-        printed: whether the paper has this metric.
+        in_paper: whether the paper has this metric.
+        percent: whether values are multiplied by 100.
+        digits: number of decimals.
     """
 
     metric: str
     heading: str
     higher_is_better: bool = False
     ood: str | None = None
-    printed_as: str | None = None
+    ood_in_paper: str | None = None
     score: str = "entropy"
-    printed: bool = True
+    in_paper: bool = True
+    percent: bool = True
+    digits: int = PERCENT_DECIMALS
+
+    def column(self, group: str, *, compared: bool = True) -> Column:
+        """Return the column of the metric, below the heading of its group."""
+        return Column(self.heading, group, self.higher_is_better, self.percent, self.digits, compared=compared)
 
     def of(self, line: Line) -> Measure | None:
         """Return the value and interval in a ledger line."""
@@ -56,7 +65,7 @@ class Measured:
 
 
 def evaluated_split(recipe: Recipe, choice: Choice) -> str:
-    """Return the split to evaluate: "test" if the official code preprocesses images as the recipe does."""
+    """Return the chosen split, or "test" if the official code preprocesses test images in the same way."""
     return choice.split if official_preprocessing_differs(recipe.data, recipe.data_options) else TEST
 
 
@@ -78,7 +87,7 @@ class AbstractGrid(AbstractExperiment):
         return paper.data_sets(self.name)
 
     def measured(self, data: str, choice: Choice) -> Sequence[Measured]:
-        """Return the metrics of a data set."""
+        """Return the metrics of a data set; by default, the metrics of the paper's main table."""
         del data, choice
         return (
             Measured("accuracy", "accuracy %", higher_is_better=True),
@@ -91,7 +100,7 @@ class AbstractGrid(AbstractExperiment):
         return tuple(sorted({measured.ood for measured in self.measured(data, choice) if measured.ood is not None}))
 
     def uses_official_ood(self, data: str, choice: Choice) -> bool:
-        """Return whether OOD data is preprocessed as by the official code, and that differs from ours."""
+        """Return whether to preprocess OOD data as the official code does, where that differs from this package."""
         del data, choice
         return False
 
@@ -100,110 +109,111 @@ class AbstractGrid(AbstractExperiment):
         models = protocol_named(protocol).models(data)
         return models[:1] if self.one_network else models
 
-    def places(self, choice: Choice) -> list[Place]:
+    def benchmarks(self, choice: Choice) -> list[Benchmark]:
         """Return the chosen data sets and models."""
         protocol = protocol_named(choice.protocol)
-        # The default are the data sets of the paper for which the protocol has a network.
+        # By default, use the data sets of the paper for which the protocol has a network.
         data_sets = choice.data or [data for data in self.data_sets() if protocol.models(data)]
-        places = []
+        benchmarks = []
         for data in data_sets:
             # If the protocol has no network for the data set, creating the recipe raises the error.
             models = choice.models or self.models(data, choice.protocol) or (self._no_model(data, choice),)
-            places += [Place(data, model) for model in models]
-        if not places:
+            benchmarks += [Benchmark(data, model) for model in models]
+        if not benchmarks:
             raise UserError(f"the protocol {protocol.name!r} has no network for the data of this experiment")
-        return places
+        return benchmarks
 
     def _no_model(self, data: str, choice: Choice) -> str:
         return recipe_for(data, protocol=choice.protocol).model
 
     def rows(self, choice: Choice) -> list[str]:
         """Return the chosen rows."""
-        return choice.of(self.methods, choice.losses, "row")
+        return choice.select(self.methods, choice.losses, "row")
 
-    def recipe(self, place: Place, row: str, seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:
+    def recipe(self, benchmark: Benchmark, row: str, seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:
         """Return the recipe of one run; None if it depends on runs that are not in the ledger."""
         del ledger
-        recipe = recipe_for(place.data, place.model, loss_of(row), protocol=choice.protocol, seed=seed)
+        recipe = recipe_for(benchmark.data, benchmark.model, loss_of(row), protocol=choice.protocol, seed=seed)
         recipe = recipe.with_settings(choice.changes)
         splits = tuple(dict.fromkeys((*recipe.splits, evaluated_split(recipe, choice))))
-        return recipe.replace(ood=self.ood_data(place.data, choice), splits=splits)
+        return recipe.replace(ood=self.ood_data(benchmark.data, choice), splits=splits)
 
     def plan(self, choice: Choice, ledger: Ledger) -> list[PlannedRun]:
         return [
             PlannedRun(recipe, choice.protocol, (calibrator_of(row),), evaluated_split(recipe, choice), (row,))
-            for place in self.places(choice)
+            for benchmark in self.benchmarks(choice)
             for row in self.rows(choice)
             for seed in choice.seeds
-            if (recipe := self.recipe(place, row, seed, choice, ledger)) is not None
+            if (recipe := self.recipe(benchmark, row, seed, choice, ledger)) is not None
         ]
 
     def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
-        places, rows = self.places(choice), self.rows(choice)
-        cells = [(place, measured) for place in places for measured in self.measured(place.data, choice)]
-        compared = choice.protocol in PUBLISHED and not choice.changes
-        columns = [
-            Column(measured.heading, _heading(place), measured.higher_is_better, compared=compared)
-            for place, measured in cells
+        benchmarks, rows = self.benchmarks(choice), self.rows(choice)
+        cells = [
+            (benchmark, measured) for benchmark in benchmarks for measured in self.measured(benchmark.data, choice)
         ]
+        compared = choice.protocol in PAPER_PROTOCOLS and not choice.changes
+        columns = [measured.column(_heading(benchmark), compared=compared) for benchmark, measured in cells]
         filled = [
             Row(
                 row,
                 self.methods[row],
-                tuple(cell for place in places for cell in self._cells(ledger, choice, place, row)),
+                tuple(cell for benchmark in benchmarks for cell in self._cells(ledger, choice, benchmark, row)),
             )
             for row in rows
         ]
         others = tuple(
-            Row(row, about, tuple(self._cell((), choice, place, row, measured) for place, measured in cells))
+            Row(row, about, tuple(self._cell((), choice, benchmark, row, measured) for benchmark, measured in cells))
             for row, about in self.methods.items()
             if row not in rows
         )
         name, notes = f"{self.name}-{choice.protocol}", self.notes(choice)
         table = Table(name, self.title, tuple(columns), tuple(filled), notes, others)
-        if paper.mean_accuracies(self.name) and set(places) >= set(paper.places(self.name)):
+        if paper.mean_accuracies(self.name) and set(benchmarks) >= set(paper.benchmarks(self.name)):
             table = self._with_mean_accuracy(table, ledger, choice)
         return [mean_rank_columns(table, self.ranked) if len(rows) > 1 and self.ranked else table]
 
     def _with_mean_accuracy(self, table: Table, ledger: Ledger, choice: Choice) -> Table:
         """Add a column of the mean accuracy over all data sets and models of the paper."""
-        places = [Place(*place) for place in paper.places(self.name)]
-        printed = paper.mean_accuracies(self.name)
+        benchmarks = [Benchmark(*benchmark) for benchmark in paper.benchmarks(self.name)]
+        means = paper.mean_accuracies(self.name)
 
-        def extended(row: Row, *, shown: bool) -> Row:
-            values = [self._mean_accuracy(ledger, choice, places, row.name, seed) for seed in choice.seeds if shown]
+        def extended(row: Row, *, fill: bool) -> Row:
+            values = [self._mean_accuracy(ledger, choice, benchmarks, row.name, seed) for seed in choice.seeds if fill]
             known = tuple(value for value in values if value is not None)
-            cell = Cell(known, (), printed.get(row.name), planned=len(choice.seeds))
+            cell = Cell(known, (), means.get(row.name), planned=len(choice.seeds))
             return replace(row, cells=(*row.cells, cell))
 
-        group = f"All {len(places)} pairs of data and network"
+        group = f"All {len(benchmarks)} pairs of data and network"
         column = Column("mean accuracy %", group, higher_is_better=True, compared=table.columns[0].compared)
         note = (
-            f"Mean accuracy: over the {len(places)} pairs of data set and network that the paper has, seed by seed; "
-            "empty until a seed of the row was run at all of them."
+            f"Mean accuracy over the paper's {len(benchmarks)} pairs of data set and network, computed per seed; empty "
+            "until one seed has been run on all pairs."
         )
-        single = [paper.printed(self.name, row, *place, metric="accuracy") for row in printed for place in places]
+        single = [
+            paper.value(self.name, row, *benchmark, metric="accuracy") for row in means for benchmark in benchmarks
+        ]
         if not any(single):
-            note += " The paper prints no single accuracies, so its means cannot be checked."
+            note += " The paper does not report the individual accuracies, so its means cannot be checked."
         return replace(
             table,
             columns=(*table.columns, column),
-            rows=tuple(extended(row, shown=True) for row in table.rows),
-            left_out=tuple(extended(row, shown=False) for row in table.left_out),
+            rows=tuple(extended(row, fill=True) for row in table.rows),
+            left_out=tuple(extended(row, fill=False) for row in table.left_out),
             notes=(*table.notes, note),
         )
 
     def _mean_accuracy(
-        self, ledger: Ledger, choice: Choice, places: Sequence[Place], row: str, seed: int
+        self, ledger: Ledger, choice: Choice, benchmarks: Sequence[Benchmark], row: str, seed: int
     ) -> float | None:
         """Return the mean accuracy of one seed; None if a run is missing."""
-        recipes = [self.recipe(place, row, seed, choice, ledger) for place in places]
+        recipes = [self.recipe(benchmark, row, seed, choice, ledger) for benchmark in benchmarks]
         lines = [
             None if recipe is None else ledger.find(recipe, calibrator_of(row), evaluated_split(recipe, choice))
             for recipe in recipes
         ]
         accuracies = [line.metrics["accuracy"][0] for line in lines if line is not None]
-        return fmean(accuracies) if len(accuracies) == len(places) else None
+        return fmean(accuracies) if len(accuracies) == len(benchmarks) else None
 
     def notes(self, choice: Choice) -> tuple[str, ...]:
         """Return the notes below a table."""
@@ -211,35 +221,37 @@ class AbstractGrid(AbstractExperiment):
         test = (
             ()
             if choice.split == TEST
-            else ("Test images are seen as by the published code, where it sees them otherwise.",)
+            else ("Test images are preprocessed as in the official code, where that differs.",)
         )
-        theirs = "Printed numbers are the paper's own, {}: for orientation, not for comparison."
-        if choice.protocol in PUBLISHED:
+        theirs = "The paper's numbers are those {}: for orientation, not for comparison."
+        if choice.protocol in PAPER_PROTOCOLS:
             beside = (theirs.format("without the changes"),) if choice.changes and self.compared else ()
             return (f"Protocol: {choice.summary}.", *choice.changed, *beside, *test)
         short = f"The {protocol.name} protocol ({choice.summary}): a short version of the comparison."
         long = f"{short} {theirs.format('of its network and its many epochs')}"
         return (*test, long if self.compared else short, *choice.changed)
 
-    def _cells(self, ledger: Ledger, choice: Choice, place: Place, row: str) -> list[Cell]:
+    def _cells(self, ledger: Ledger, choice: Choice, benchmark: Benchmark, row: str) -> list[Cell]:
         """Return the cells of a row for one data set and model, one per metric."""
-        recipes = [self.recipe(place, row, seed, choice, ledger) for seed in choice.seeds]
+        recipes = [self.recipe(benchmark, row, seed, choice, ledger) for seed in choice.seeds]
         posthoc, available = calibrator_of(row), [recipe for recipe in recipes if recipe is not None]
         lines = [ledger.find(recipe, posthoc, evaluated_split(recipe, choice)) for recipe in available]
         finished = [line for line in lines if line is not None]
-        return [self._cell(finished, choice, place, row, measured) for measured in self.measured(place.data, choice)]
+        return [
+            self._cell(finished, choice, benchmark, row, measured) for measured in self.measured(benchmark.data, choice)
+        ]
 
-    def _cell(self, lines: Sequence[Line], choice: Choice, place: Place, row: str, measured: Measured) -> Cell:
+    def _cell(self, lines: Sequence[Line], choice: Choice, benchmark: Benchmark, row: str, measured: Measured) -> Cell:
         measures = [measure for line in lines if (measure := measured.of(line)) is not None]
-        paper_models = (place.model,) if choice.protocol in PUBLISHED else published_models(place.data)[:1]
-        printed = [
-            paper.printed(self.name, row, place.data, model, metric=measured.metric, ood=measured.printed_as)
-            for model in paper_models
+        models = (benchmark.model,) if choice.protocol in PAPER_PROTOCOLS else paper_models(benchmark.data)[:1]
+        paper_values = [
+            paper.value(self.name, row, benchmark.data, model, metric=measured.metric, ood=measured.ood_in_paper)
+            for model in models
         ]
         return Cell(
             values=tuple(value for value, _, _ in measures),
             intervals=tuple((low, high) for _, low, high in measures if low is not None and high is not None),
-            printed=printed[0] if printed and measured.printed else None,
+            paper=paper_values[0] if paper_values and measured.in_paper else None,
             planned=len(choice.seeds),
         )
 
@@ -254,5 +266,5 @@ def calibrator_of(row: str) -> str | None:
     return row.partition("+")[2] or None
 
 
-def _heading(place: Place) -> str:
-    return f"{paper.data_name(place.data)}, {place.model}"
+def _heading(benchmark: Benchmark) -> str:
+    return f"{paper.data_name(benchmark.data)}, {benchmark.model}"

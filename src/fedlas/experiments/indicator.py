@@ -1,24 +1,24 @@
 """The paper's first figure: feature norms against confidence, activations of easy and of hard images, and the theorem.
 
 The theorem (Park et al., ICCV 2023, as the paper's section 3 cites it). Let a be the features that enter the last
-layer, W its weights, B = sign(W) those of the hidden classifier with the logits B a, and sign(x) = 1 above zero and -1
+layer, W its weights, B = sign(W) the weights of a hidden classifier with logits B a, and sign(x) = 1 above zero and -1
 otherwise. Then for every class j
 
     0 <= ||a||_1 - (B a)_j <= ||a||_inf ||sign(a) - b_j||_1
 
-Why: ||a||_1 = Σ_k sign(a_k) a_k, so the difference is Σ_k (sign(a_k) - b_jk) a_k. A unit whose signs agree adds 0, any
-other adds 2 |a_k|: that is the left side, and Hölder's inequality is the right one. So both bounds hold for all
-features and weights, trained or not: to check them on every sample is to check that norms, features and weights are
-what they are taken for, no more. After a rectifier, where a >= 0, the difference is twice the activation of the units
-that vote against class j. What training can change is how small that is: how much of the norm the largest hidden logit
-makes up, and how closely it follows the norm. So both are measured with the weights as drawn too.
+Proof: ||a||_1 = Σ_k sign(a_k) a_k, so the difference is Σ_k (sign(a_k) - b_jk) a_k. A unit adds 0 if its signs agree
+and 2 |a_k| otherwise, which gives the left inequality; Hölder's inequality gives the right one. Both bounds hold for
+all features and weights, trained or not, so checking them on every sample only validates the extraction of norms,
+features and weights. After a ReLU (a >= 0), the difference is twice the activation of the units whose weight for class
+j is not positive. Training can change the ratio of the largest hidden logit to the norm, and their correlation, so both
+are measured at initialisation too.
 
-The theorem leaves out the last layer's bias; `Theorem.remarks` says so where there is one, and where features are
-negative. The paper's caption and text disagree about the axes of the scatter plot; this follows the text, norm on x.
-"Normalised" is not defined there; here it is the indicator, with mean and deviation of the test split.
+The theorem ignores the bias of the last layer; `Theorem.remarks` mentions a bias and negative features, if any. The
+paper's caption and text disagree about the axes of the scatter plot; this module follows the text (norm on x). The
+paper does not define "normalised"; here it is the indicator, with mean and standard deviation of the test split.
 
-The paper shows MNIST. Where its files are not there Fashion-MNIST takes its place, and where that is missing too the
-8 x 8 digits that come with scikit-learn; figures say which.
+The paper uses MNIST. If its files are missing, Fashion-MNIST is used, or else the 8 x 8 digits of scikit-learn; the
+title of each figure names the data set.
 """
 
 from collections.abc import Iterator
@@ -59,14 +59,14 @@ PAPER, ALWAYS_THERE = "mnist", "digits"
 
 
 @dataclass(frozen=True, eq=False)
-class Look:
+class ModelOutputs:
     """Outputs of a model on all test images.
 
     Args:
-        predictions: with all features, not only their norm.
-        images: the images as they are published.
-        weight: of the last layer.
-        bias: of the last layer.
+        predictions: predictions with all features, not only their norm.
+        images: the images before any transform.
+        weight: weight of the last layer.
+        bias: bias of the last layer, if any.
     """
 
     predictions: Predictions
@@ -76,7 +76,7 @@ class Look:
 
 
 class Indicator(AbstractExperiment):
-    """Feature norm and confidence, activations, and the theorem behind them, of a small network."""
+    """Feature norm and confidence, activations, and the theorem, for a small network."""
 
     name = "indicator"
     draws_runs = True
@@ -85,8 +85,8 @@ class Indicator(AbstractExperiment):
         """Return one run, on the first data set with a run or on disk; or one on each requested data set."""
         recipes = list(_recipes(choice))
         if choice.data is None:
-            known = [one for one in recipes if ledger.find(one) is not None]
-            recipes = known[:1] or [next(one for one in recipes if _at_hand(one, choice.data_root))]
+            known = [recipe for recipe in recipes if ledger.find(recipe) is not None]
+            recipes = known[:1] or [next(recipe for recipe in recipes if _at_hand(recipe, choice.data_root))]
         return [PlannedRun(recipe, PROTOCOL) for recipe in recipes]
 
     def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
@@ -96,31 +96,31 @@ class Indicator(AbstractExperiment):
 
     def draw(self, drawing: Drawing) -> list[Path]:
         """Draw the first finished run, or the runs on all requested data sets."""
-        found = [drawing.find(recipe) for recipe in _recipes(drawing.choice)]
-        there = [run for run in found if run is not None]
-        used = there[:1] if drawing.choice.data is None else there
+        runs = [drawing.find(recipe) for recipe in _recipes(drawing.choice)]
+        finished = [run for run in runs if run is not None]
+        used = finished[:1] if drawing.choice.data is None else finished
         return [path for run in used for path in _drawn(drawing, run)]
 
 
 def _recipes(choice: Choice) -> Iterator[Recipe]:
     """Return the recipes of all requested or available data sets, the paper's first."""
-    choice.of([MODEL], choice.models, "network")
-    choice.of([LOSS], choice.losses, "loss")
+    choice.select([MODEL], choice.models, "network")
+    choice.select([LOSS], choice.losses, "loss")
     small = {recipe.data for name, recipe in list_recipes([LOSS]) if name == PROTOCOL and recipe.model == MODEL}
     order = sorted(small, key=lambda data: (data != PAPER, data == ALWAYS_THERE, data))
-    for data in choice.of(order, choice.data, "data set"):
-        made = recipe_for(data, MODEL, LOSS, protocol=PROTOCOL, seed=choice.seeds[0])
-        yield made.with_settings(choice.changes)
+    for data in choice.select(order, choice.data, "data set"):
+        recipe = recipe_for(data, MODEL, LOSS, protocol=PROTOCOL, seed=choice.seeds[0])
+        yield recipe.with_settings(choice.changes)
 
 
 def _at_hand(recipe: Recipe, data_root: Path | None) -> bool:
     """Return whether the data can be read without a download."""
-    # A session is the way to data from here; this variant of the recipe, which may not fetch, is never trained.
+    # Experiments access data through a session. This recipe, which does not allow downloads, is never trained.
     offline = recipe.replace(data_options={**recipe.data_options, "download": False})
     cpu = torch.device("cpu")
     try:
         with backend_flags(offline, cpu):
-            Session(offline, cpu, data_root, capture=False).evaluation("test")
+            Session(offline, cpu, data_root, capture=False).evaluation_source("test")
     except FileNotFoundError:
         return False
     return True
@@ -131,11 +131,11 @@ def _drawn(drawing: Drawing, run: Run) -> Iterator[Path]:
     recipe, device = run.recipe, select_device(drawing.device)
     with backend_flags(recipe, device):
         session = Session(recipe, device, drawing.data_root, capture=False)
-        before = look(session)
+        before = run_model(session)
         saved = load(run.checkpoint)
         check_recipe(saved, run.checkpoint, recipe)
         restore_module(session.net.model, saved["best"])
-        after = look(session)
+        after = run_model(session)
     written = run.predictions("best-test")
     if written.index is None or not torch.equal(written.index, cast("Tensor", after.predictions.index)):
         raise RunError(f"the test split of {recipe.data} is not the one that {run.folder} was evaluated on")
@@ -150,27 +150,27 @@ def _drawn(drawing: Drawing, run: Run) -> Iterator[Path]:
     yield from save_with_data(theorem_figure(theorems), theorems, drawing.folder, name)
 
 
-def _theorem(seen: Look, title: str, written: Predictions | None = None) -> Theorem:
-    """Check the theorem, on the norms that the run stored, if any."""
+def _theorem(outputs: ModelOutputs, title: str, written: Predictions | None = None) -> Theorem:
+    """Check the theorem with the norms that the run stored, if any."""
     norms = None if written is None or written.features is None else written.features[:, 0]
-    return theorem_data(seen.predictions, seen.weight, seen.bias, norms=norms, title=title)
+    return theorem_data(outputs.predictions, outputs.weight, outputs.bias, norms=norms, title=title)
 
 
 @torch.no_grad()
-def look(session: Session) -> Look:
+def run_model(session: Session) -> ModelOutputs:
     """Run the model of a session on all test images."""
     split, net = session.data.split("test"), session.net
-    source: Any = session.evaluation("test")  # small images live on the device
+    source: Any = session.evaluation_source("test")  # small images are kept on the device
     net.eval()
     rows = []
     for images, labels, index in source.batches(session.recipe.eval_batch_size):
         with autocast(session.recipe.precision, session.device):
-            logits, features = net.forward(images)  # as predictions are made: not compiled
+            logits, features = net.forward(images)  # not compiled, as in prediction
         rows.append((logits.float(), labels, features.float().flatten(1), index))
     logits, labels, features, index = (torch.cat(parts).cpu() for parts in zip(*rows, strict=True))
     head: Any = net.model.get_submodule(net.head_name)
     bias = None if head.bias is None else head.bias.detach().cpu().clone()
-    return Look(
+    return ModelOutputs(
         Predictions(logits, labels, features=features, index=index, class_names=split.class_names, split="test"),
         cast("Tensor", split.images),
         head.weight.detach().flatten(1).cpu().clone(),

@@ -4,8 +4,8 @@
     results/predictions/<id>.npz              the stored predictions from which both lines were computed
 
 All measured numbers in tables come from the ledger. A line is valid if the file of its predictions exists, has the
-stored checksum and yields the same numbers, which `stored_predictions.py` recomputes. A lock admits one writing process
-at a time. Older runs stored no validation logits; they have one line, or a separate file for each of two lines.
+stored checksum and yields the same numbers, which `stored_predictions.py` recomputes. A file lock allows one
+writer at a time. Older runs have no validation logits; they have one line, or two lines with a file each.
 """
 
 import fcntl
@@ -31,7 +31,7 @@ FORMAT = "fedlas.ledger/1"
 TEST = "test"
 V2 = "V2"  # the half of the validation split on which temperature and hyperparameters are selected
 TEMPERATURE = "temperature"  # name of the calibrator of the second line, and of its parameter
-SHOWN = ("accuracy", "ece", "aece", "over_ece", "under_ece")  # metrics in tables, required in every line
+SHOWN = ("accuracy", "ece", "aece", "over_ece", "under_ece")  # metrics of the paper's tables, required in every line
 ADVICE = "put back a copy of the file, or remove the line, and `fedlas reproduce` writes it again"
 Measure: TypeAlias = tuple[float, float | None, float | None]  # value, lower and upper end of its interval
 
@@ -155,7 +155,7 @@ class Ledger:
     def add(self, lines: Sequence[Line], content: bytes) -> None:
         """Add the lines of a run and the stored predictions that they share.
 
-        If the ledger has all of them with at least the same OOD data, nothing changes; else all are replaced.
+        If the ledger has all lines, with at least the same OOD data, nothing changes; otherwise all are replaced.
         """
         with self._locked():
             self.__dict__.pop("lines", None)  # another process may have added lines
@@ -205,7 +205,7 @@ class Ledger:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock of the ledger, and remove partial files of interrupted writes."""
+        """Acquire the lock of the ledger and remove partial files of interrupted writes."""
         self.folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.own(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         with os.fdopen(descriptor, "w") as file:
@@ -234,10 +234,10 @@ def _fields(parsed: Any) -> dict[str, Any]:
     if values.pop("format", None) != FORMAT:
         raise UserError("it has another format")
     known = fields(Line)
-    unknown = set(values) - {each.name for each in known}
+    unknown = set(values) - {f.name for f in known}
     if unknown:
         raise UserError(f"it has unknown fields: {', '.join(sorted(unknown))}")
-    required = [each.name for each in known if each.default is MISSING and each.default_factory is MISSING]
+    required = [f.name for f in known if f.default is MISSING and f.default_factory is MISSING]
     if missing := [name for name in required if name not in values]:
         raise UserError(f"it has no {', '.join(missing)}")
     return values
@@ -248,9 +248,9 @@ def _table(value: Any, name: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _measures(given: Any, name: str, required: tuple[str, ...] = ()) -> dict[str, Measure]:
-    """Return measures; raise unless each is a number with the ends of its interval, which may be null."""
-    measures = _table(given, name)
+def _measures(parsed: Any, name: str, required: tuple[str, ...] = ()) -> dict[str, Measure]:
+    """Return measures; raise unless each is a number with both ends of its interval (or null)."""
+    measures = _table(parsed, name)
     missing = [metric for metric in required if metric not in measures]
     if missing or not measures:
         raise UserError(f"{name} lack {', '.join(missing) or 'every number'}")
@@ -258,7 +258,7 @@ def _measures(given: Any, name: str, required: tuple[str, ...] = ()) -> dict[str
         valid = isinstance(measure, list) and len(measure) == 3 and _is_number(measure[0])
         valid = valid and all(end is None or _is_number(end) for end in measure[1:])
         _check(valid, f"{metric} of {name}", measure, "a finite number and the two ends of its interval")
-        if metric in required or not required:  # AUROC too
+        if metric in required or not required:  # without required metrics, all are AUROC values
             _check(0 <= measure[0] <= 1, f"{metric} of {name}", measure[0], "a fraction, from 0 to 1")
     return {metric: tuple(measure) for metric, measure in measures.items()}
 

@@ -1,8 +1,8 @@
 """Look up the predictions of a model by a run folder, a file, or the name of ledger rows.
 
-Ledger rows are named by a line's id, or by `data/method`, such as `cifar10/fedlas_ls` or
-`cifar10/fast/ce+temperature`, which means all seeds of the protocol's own recipe; rows of other tables have their names
-there, such as `cifar10/fast/fedlas_ls gate=shuffled` of the ablations.
+Ledger rows are named by the id of a line, or by `data/method` or `data/protocol/method`, such as `cifar10/fedlas_ls` or
+`cifar10/fast/ce+temperature`, which selects all seeds of the unchanged recipe of the protocol. Other table rows are
+selected by their names, such as `cifar10/fast/fedlas_ls gate=shuffled` of the ablations.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ def find_runs(text: str, ledger: Ledger, **columns: Any) -> ModelRuns:
 
     Args:
         text: a run folder, a file of predictions, or ledger rows.
-        ledger: where rows are looked up.
+        ledger: ledger that contains the rows.
         columns: options of `read_predictions` for files.
     """
     path = Path(text)
@@ -43,21 +43,21 @@ def find_runs(text: str, ledger: Ledger, **columns: Any) -> ModelRuns:
         return ModelRuns(text, {None: require_labels(read_predictions(path, **columns), path)})
     lines = [ledger.lines[text]] if text in ledger.lines else find_lines(text, ledger)
     if not lines:
-        held = ", ".join(_known(ledger)) or "it is empty, or not there: --ledger says where it lies"
+        known = ", ".join(_known(ledger)) or "it is empty, or not there: --ledger says where it lies"
         raise UserError(
             f"{text!r} is neither a run folder nor a file nor in the ledger {ledger.folder}; rows of the ledger are"
-            f" written as data/method or data/protocol/method: {held}"
+            f" written as data/method or data/protocol/method: {known}"
         )
-    found: dict[int | None, AnyPredictions] = {}
-    each: dict[int | None, Mapping[str, EachSample]] = {}
+    predictions_of_seed: dict[int | None, AnyPredictions] = {}
+    samples_of_seed: dict[int | None, Mapping[str, EachSample]] = {}
     for line in lines:
-        if line.seed in found:
-            several = ", ".join(one.id for one in lines if one.seed == line.seed)
+        if line.seed in predictions_of_seed:
+            several = ", ".join(other.id for other in lines if other.seed == line.seed)
             raise UserError(f"{text!r} means several runs of seed {line.seed}: {several}; name one of them")
         with content_errors(ledger.file_of(line)):
-            kept = load_stored_predictions(line, ledger)
-            found[line.seed], each[line.seed] = kept.tops(), kept.of_each_sample()
-    return ModelRuns(text, found, each, {line.seed: _settings(line.recipe) for line in lines})
+            stored = load_stored_predictions(line, ledger)
+            predictions_of_seed[line.seed], samples_of_seed[line.seed] = stored.tops(), stored.of_each_sample()
+    return ModelRuns(text, predictions_of_seed, samples_of_seed, {line.seed: _settings(line.recipe) for line in lines})
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
@@ -67,43 +67,45 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
 def find_lines(text: str, ledger: Ledger) -> list[Line]:
     """Return the lines that `data/method` or `data/protocol/method` stands for.
 
-    Where a recipe of the protocol was run, its variants are left out; they can be named by their id.
+    If the ledger has unchanged recipes of a protocol, variants are omitted; select those by their id.
     """
     data, *protocol, method = text.split("/") if "/" in text else ("", text)
-    found = [
+    matching = [
         line
         for line in ledger.lines.values()
         if line.recipe.data == data and line.method == method and line.split == TEST
         and (not protocol or line.protocol == protocol[0])
     ]  # fmt: skip
-    usual = [line for line in found if _is_usual(line)]
-    return usual or found or _lines_of_row(data, protocol, method, ledger)
+    unchanged = [line for line in matching if _is_unchanged(line)]
+    return unchanged or matching or _lines_of_row(data, protocol, method, ledger)
 
 
 def _lines_of_row(data: str, protocol: Sequence[str], row: str, ledger: Ledger) -> list[Line]:
-    """Return the lines of a row that is a variant of a method, by its name in its table."""
-    held = [line for line in ledger.lines.values() if line.recipe.data == data]
-    places = {(line.protocol, line.recipe.model) for line in held if not protocol or line.protocol == protocol[0]}
-    tables = [made for cls in CATALOG.entries.values() if isinstance(made := cls(), AbstractGrid)]
-    seeds = tuple(sorted({line.seed for line in held}))
-    found: dict[str, Line] = {}
-    for table in tables:
-        for name, model in sorted(places) if row in table.methods else ():
+    """Return the lines of a table row, by the name of the row."""
+    lines_of_data = [line for line in ledger.lines.values() if line.recipe.data == data]
+    benchmarks = {
+        (line.protocol, line.recipe.model) for line in lines_of_data if not protocol or line.protocol == protocol[0]
+    }
+    grids = [experiment for cls in CATALOG.entries.values() if isinstance(experiment := cls(), AbstractGrid)]
+    seeds = tuple(sorted({line.seed for line in lines_of_data}))
+    lines_by_id: dict[str, Line] = {}
+    for grid in grids:
+        for name, model in sorted(benchmarks) if row in grid.methods else ():
             choice = Choice(data=(data,), models=(model,), losses=(row,), protocol=name, seeds=seeds)
-            for wanted in table.plan(choice, ledger):
-                lines = [ledger.find(wanted.recipe, posthoc, wanted.split) for posthoc in wanted.posthoc]
-                found |= {line.id: line for line in lines if line is not None}
-    return list(found.values())
+            for planned in grid.plan(choice, ledger):
+                lines = [ledger.find(planned.recipe, posthoc, planned.split) for posthoc in planned.posthoc]
+                lines_by_id |= {line.id: line for line in lines if line is not None}
+    return list(lines_by_id.values())
 
 
-def _is_usual(line: Line) -> bool:
-    """Return whether a line is of the unchanged recipe of its protocol."""
+def _is_unchanged(line: Line) -> bool:
+    """Return whether a line has the unchanged recipe of its protocol."""
     recipe = line.recipe
     try:
-        ready = recipe_for(recipe.data, recipe.model, recipe.loss, protocol=line.protocol, seed=recipe.seed)
+        unchanged = recipe_for(recipe.data, recipe.model, recipe.loss, protocol=line.protocol, seed=recipe.seed)
     except ValueError:  # a custom protocol
         return False
-    return ready.name == recipe.name
+    return unchanged.name == recipe.name
 
 
 def _known(ledger: Ledger) -> list[str]:

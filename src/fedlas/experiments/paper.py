@@ -1,4 +1,4 @@
-"""The numbers that the paper prints, by table, method, data set, network and metric."""
+"""The numbers of the paper, by table, method, data set, network and metric."""
 
 import json
 from functools import cache
@@ -21,8 +21,8 @@ def _numbers() -> dict[tuple[str | None, ...], float]:
     }
 
 
-def printed(table: str, method: str, data: str, model: str, *, metric: str, ood: str | None = None) -> float | None:
-    """Give a number of the paper as a fraction; None where it has none.
+def value(table: str, method: str, data: str, model: str, *, metric: str, ood: str | None = None) -> float | None:
+    """Return a number of the paper as a fraction; None if the paper does not have it.
 
     Args:
         table: "sota", "finegrained", "ood" or "over_under".
@@ -35,13 +35,13 @@ def printed(table: str, method: str, data: str, model: str, *, metric: str, ood:
     return _numbers().get((table, method, data, model, metric, ood))
 
 
-def printed_summaries(table: str) -> dict[str, dict[str, float]]:
-    """Give what the paper prints about a method over all data sets: mean accuracy in percent, and mean ranks."""
-    found: dict[str, dict[str, float]] = {}
+def summaries_of(table: str) -> dict[str, dict[str, float]]:
+    """Return the paper's numbers of each method over all data sets: mean accuracy in percent, and mean ranks."""
+    summaries: dict[str, dict[str, float]] = {}
     for row in _paper()["summaries"]:
         if row["table"] == table and not row.get("commented_out"):
-            found.setdefault(row["method"], {})[row["metric"]] = row["value"]
-    return found
+            summaries.setdefault(row["method"], {})[row["metric"]] = row["value"]
+    return summaries
 
 
 def methods(table: str) -> dict[str, str]:
@@ -57,15 +57,15 @@ def data_sets(table: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(row["data"] for row in _paper()["numbers"] if row["table"] == table))
 
 
-def places(table: str) -> tuple[tuple[str, str], ...]:
-    """List the data sets of a table with their networks; what is printed about a method as a whole is about them."""
+def benchmarks(table: str) -> tuple[tuple[str, str], ...]:
+    """List the data sets of a table with their networks; means of the paper are over these."""
     return tuple(dict.fromkeys((row["data"], row["model"]) for row in _paper()["numbers"] if row["table"] == table))
 
 
 def mean_accuracies(table: str) -> dict[str, float]:
-    """Give the mean accuracy over all places of a table that the paper prints for a method, as a fraction."""
-    found = printed_summaries(table)
-    return {method: held["mean_Acc"] / 100 for method, held in found.items() if "mean_Acc" in held}
+    """Return the paper's mean accuracy of each method over all benchmarks of a table, as a fraction."""
+    summaries = summaries_of(table)
+    return {method: summary["mean_Acc"] / 100 for method, summary in summaries.items() if "mean_Acc" in summary}
 
 
 def ood_data(table: str, data: str) -> tuple[str, ...]:

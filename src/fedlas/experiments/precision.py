@@ -1,14 +1,14 @@
-"""What the fast path costs: the same training in bfloat16 as one captured graph, and in float32 step by step."""
+"""Compare training in bfloat16 with CUDA graphs to eager training in float32 (accuracy and calibration)."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from fedlas.experiments.base import Choice
-from fedlas.experiments.grid import AbstractGrid, Place
+from fedlas.experiments.grid import AbstractGrid, Benchmark
 from fedlas.experiments.ledger import Ledger
 from fedlas.training.recipe import Recipe
 
-# As most people train: float32 weights and images, TF32 products, nothing compiled.
+# The usual setup: float32 weights and images, TF32 matrix products, no compilation.
 PLAIN: dict[str, Any] = {"precision": "tf32", "channels_last": False, "compile": False, "capture": False}
 FAST, SLOW = "ce", "ce plain"
 
@@ -28,6 +28,6 @@ class Precision(AbstractGrid):
     def data_sets(self) -> Sequence[str]:
         return ("cifar10",)
 
-    def recipe(self, place: Place, row: str, seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:
-        made = super().recipe(place, FAST, seed, choice, ledger)
-        return made if row == FAST or made is None else made.replace(**PLAIN).with_settings(choice.changes)
+    def recipe(self, benchmark: Benchmark, row: str, seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:
+        recipe = super().recipe(benchmark, FAST, seed, choice, ledger)
+        return recipe if row == FAST or recipe is None else recipe.replace(**PLAIN).with_settings(choice.changes)

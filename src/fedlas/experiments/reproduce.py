@@ -1,9 +1,9 @@
-"""Reproduce an experiment: plan it, train missing runs, write the ledger, make the tables.
+"""Reproduce an experiment: plan it, train missing runs, write the ledger and the tables.
 
-plan ─► what the ledger lacks ─► scheduler ─► run folders ─► ledger ─► tables
+plan ─► runs missing in the ledger ─► scheduler ─► run folders ─► ledger ─► tables
 
-Runs whose recipe depends on others are make_plan when those are done, so planning is repeated until nothing is missing.
-Everything can be stopped at any time, and started again: finished runs are found, broken ones continue.
+A run whose recipe depends on other runs is planned once they are finished, so planning is repeated until no run is
+missing. The program can be stopped and started again at any time: finished runs are skipped, interrupted ones continue.
 """
 
 import time
@@ -37,12 +37,12 @@ def reproduce(
 
     Args:
         experiment: the experiment.
-        choice: part of the experiment.
+        choice: the rows, columns and seeds of the experiment to run.
         ledger: ledger of finished runs.
         runs: folder of the run folders.
         only: train runs whose folder name contains this text; None for all.
         limit_minutes: time limit; the next call continues.
-        draws: also train runs of the ledger whose model is needed for a figure and not in `runs`.
+        draws: also train finished runs again if a figure needs their model and `runs` does not contain it.
         options: further options of `train_recipes`.
     """
     check_limit(limit_minutes)
@@ -51,23 +51,23 @@ def reproduce(
     failed: dict[str, str] = {}
     while True:
         plan = make_plan(experiment, choice, ledger, only, runs if draws else None)
-        new = [one for one in plan.missing if one.recipe.name not in tried]
+        new = [planned for planned in plan.missing if planned.recipe.name not in tried]
         if not new or clock.over:
             break
-        if tried:  # those before were the last that anybody knew of
+        if tried:  # the plan has new runs, which depend on results of earlier runs
             yield experiment.tables(ledger, choice)
-        tried |= {one.recipe.name for one in new}
-        by_name = {one.recipe.name: one for one in new}
-        recipes = [one.recipe for one in new]
+        tried |= {planned.recipe.name for planned in new}
+        by_name = {planned.recipe.name: planned for planned in new}
+        recipes = [planned.recipe for planned in new]
         try:
             trained = train_recipes(recipes, folder=runs, limit_minutes=clock.left, **options)
             for count, run in enumerate(trained, start=1):
-                one = by_name[run.folder.name]
-                if one.missing(ledger):  # not if it was trained again for its figures alone
-                    record(run, one.protocol, ledger, one.split)
+                planned = by_name[run.folder.name]
+                if planned.missing(ledger):  # not missing: trained again only for its figures
+                    record(run, planned.protocol, ledger, planned.split)
                 if count < len(new):
                     yield experiment.tables(ledger, choice)
-        except FailedRunsError as error:  # what does not depend on the failed runs goes on
+        except FailedRunsError as error:  # runs that do not depend on the failed ones continue
             failed |= error.reasons
     if failed:
         raise FailedRunsError(failed)

@@ -1,4 +1,4 @@
-"""The scheduler of many runs: skip finished runs, submit the others to an executor, and retry where that helps.
+"""The scheduler of many runs: skip finished runs, submit the others to an executor, and retry interrupted runs.
 
 recipe ─► finished in its folder?  ─► yielded at once
       └─► executor: this process, one process per GPU, or Ray tasks
@@ -6,10 +6,10 @@ recipe ─► finished in its folder?  ─► yielded at once
             ├ locked   ─► retried later: another process holds the lock of the folder
             ├ stopped  ─► left for the next call, if the scheduler stopped it; otherwise retried
             ├ died     ─► retried, from its checkpoint
-            └ failed   ─► logged at once, named at the end; the other runs continue
+            └ failed   ─► logged at once, raised at the end; the other runs continue
 
-The state of a run lies in its folder. So the scheduler may be killed at any time: started again, it looks into the
-folders and continues. Several schedulers may share a folder, and then share the work.
+The state of a run is in its folder. So the scheduler may be killed at any time; a new one reads the folders and
+continues. Several schedulers may share a folder, and then share the work.
 """
 
 import logging
@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 ExecutorName: TypeAlias = Literal["local", "ray"]
 
-MAX_ATTEMPTS = 3  # at a run whose process died or was stopped by a signal from elsewhere
-POLL_INTERVAL = 1.0  # seconds between two looks at the clock and at the runs
+MAX_ATTEMPTS = 3  # for a run whose process died or was stopped by an external signal
+POLL_INTERVAL = 1.0  # seconds between two polls of the runs and of the deadline
 LOCK_RETRY_INTERVAL = 5.0  # seconds until a locked folder is tried again
 LOCK_TIMEOUT = 3600.0  # seconds for which a locked folder may stay unchanged
 
@@ -121,7 +121,7 @@ def check_options(
     """Raise if `train_recipes` does not accept these options.
 
     Args:
-        folder: as for `train_recipes`, like all others.
+        folder: as in `train_recipes`, like the other arguments.
         executor: local or ray.
         address: address of the cluster.
         gpus_per_run: fraction of a GPU.
@@ -151,7 +151,7 @@ def check_options(
 
 
 def _in_order(recipes: Sequence[Recipe]) -> list[Recipe]:
-    """Drop duplicates; group recipes that can share a compiled network, and within a group those that share a step."""
+    """Drop duplicates; sort so that recipes sharing a compiled network, and then a compiled step, are adjacent."""
     networks: dict[tuple[Any, ...], int] = {}
     steps: dict[Recipe, int] = {}
 
@@ -179,7 +179,7 @@ def _worker_devices(device: str | None, gpus_per_run: float | None, workers: int
 
 @dataclass
 class _Job:
-    """A run to train: its number of failed attempts, and since when its folder is locked and unchanged."""
+    """A run to train, with its failed attempts and the time since which its folder is locked and unchanged."""
 
     recipe: Recipe
     run: Run
@@ -188,7 +188,7 @@ class _Job:
     modified: tuple[float, ...] = ()
 
     def finished(self) -> bool:
-        """Return whether the run is finished; training raises if the folder holds anything else."""
+        """Return whether the run is finished; training raises later if the folder has other content."""
         try:
             same = self.run.recipe_file.exists() and not differences(self.run.recipe, self.recipe)
             return same and self.run.finished_for(self.recipe)
@@ -249,7 +249,7 @@ class _Scheduler:
                     executor.shutdown(wait=False)
                 self._submit_jobs(executor)
                 runs = [self._handle(outcome) for outcome in executor.as_completed(self._poll_timeout())]
-                self._submit_jobs(executor)  # before the caller spends time on the finished runs
+                self._submit_jobs(executor)  # before yielding, because the caller may take long
                 yield from (run for run in runs if run is not None)
         finally:
             executor.shutdown()
@@ -309,7 +309,7 @@ class _Scheduler:
 
 
 def _wait_until_visible(job: _Job) -> bool:
-    """Wait until a run that another machine has finished is finished in this machine's view of the folder."""
+    """Wait until the files of a run that finished on another machine are visible on this machine."""
     deadline = time.monotonic() + VISIBLE_AFTER
     while not job.finished():
         if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
 """Search hyperparameters of a loss on the validation split; the test split is not used.
 
 The runs of a trial write predictions of the validation split only. The sampler is seeded and finished runs are reused,
-so a search that was interrupted can be started again and continues after its finished trials. `search.json` records
+so an interrupted search continues after its finished trials when it is started again. `search.json` records
 the search ranges, every trial, and the best one.
 """
 

@@ -1,21 +1,21 @@
 """Compact predictions stored beside the ledger, from which the numbers of its lines are computed.
 
-    labels              of the test samples
-    logits              of the test samples, up to 10 classes
-    confidence, ...     of more classes: what an `EvaluationAccumulator` keeps, and the predicted class
-    val/...             logits and labels of the validation samples, and which of them the temperature is fitted on
-    folds               of validation samples: temperatures are cross-fitted in these parts
+    labels              labels of the test samples
+    logits              logits of the test samples, for up to 10 classes
+    confidence, ...     for more classes: the columns of an `EvaluationAccumulator`, and the predicted class
+    val/...             logits and labels of the validation samples, and a mask of those used to fit the temperature
+    folds               fold of each validation sample, if temperatures are cross-fitted
     ood/NAME/...        two scores of each OOD sample
-    scaled/...          the same after temperature scaling: the accumulator, and the scores of OOD samples
+    scaled/...          columns of the accumulator and OOD scores after temperature scaling
 
 Test logits are float32: with float16 the AURC and AECE of losses that compress confidences change by 1e-4. Stored
-confidences are float64 and log(1 - confidence) is float32, because float32 confidences near 1 are equal, which changes
-the AURC. Validation logits of more classes are float16: only temperatures and the selection of hyperparameters depend
-on them. All other floats have 17 significant bits.
+confidences are float64 and log(1 - confidence) is float32, because float32 confidences near 1 would be tied, which
+changes the AURC. With more than 10 classes, validation logits are float16, because only temperatures and the selection
+of hyperparameters depend on them. All other floats have 17 significant bits.
 
-Numbers of a line are computed from its file, not from what the file was made of, so that anyone can compute them again.
-Zipped arrays without pickles or clock times: equal predictions give equal bytes. Older files have logits as float16, or
-no validation logits, or hold only what is after the calibrator, or have validation logits with 17 bits.
+The metrics of a line are computed from its file, not from the original predictions, so that anyone can recompute them.
+Files are zip archives without pickles or timestamps, so equal predictions give equal bytes. In older files logits may
+be float16, validation logits may be missing or have 17 bits, or only the predictions after calibration are stored.
 """
 
 import hashlib
@@ -55,14 +55,14 @@ from fedlas.training.validation import second_half, tuning_predictions
 
 FEW_CLASSES = 10
 SCORES = ("entropy", "max_probability")
-ROUNDED = ("loss", "squared_error", "label_square")  # columns of an accumulator; confidences are not
+ROUNDED = ("loss", "squared_error", "label_square")  # accumulator columns that are rounded
 SCALED = "scaled/"
-LARGEST_FILE = 64 * 2**20  # unpacked; a file that claims more is not one of ours
+LARGEST_FILE = 64 * 2**20  # bytes after unpacking; files written by this module are smaller
 Arrays: TypeAlias = Mapping[str, NDArray[np.generic]]
-FOLDS_SEED = 2027  # of the two parts of V2 in which temperatures are cross-fitted
-SAME = 1e-5  # numbers that differ by less are equal: of ten thousand confidences a few change places by processor
-SAME_ENDS = 2e-3  # ends of intervals: draws that fall on the other side of a tie
-DIGITS = 5  # significant digits of a run's log
+FOLDS_SEED = 2027  # seed of the two folds of V2 for cross-fitting temperatures
+SAME = 1e-5  # tolerance of metrics: on another processor a few of ten thousand confidences change their order
+SAME_ENDS = 2e-3  # tolerance of interval ends: resamples may break ties differently
+DIGITS = 5  # significant digits of logged values
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +70,8 @@ class StoredPredictions:
     """The stored predictions of one run, as trained or after temperature scaling.
 
     Args:
-        arrays: by name, as they lie in the file.
-        posthoc: the calibrator and what it learned; None as trained.
+        arrays: the arrays of the file, by name.
+        posthoc: the calibrator and its fitted parameters; None before calibration.
     """
 
     arrays: Arrays
@@ -85,13 +85,13 @@ class StoredPredictions:
         validation: Predictions | None = None,
         fitted_on: Tensor | None = None,
     ) -> "StoredPredictions":
-        """Select what the metrics need, as trained and, with validation logits, after temperature scaling.
+        """Select the arrays that the metrics need, before and, with validation logits, after temperature scaling.
 
         Args:
-            predictions: of the samples to evaluate.
+            predictions: predictions of the samples to evaluate.
             ood: predictions of OOD data, by name.
             validation: predictions of the validation split.
-            fitted_on: mask of the validation samples that the temperature is fitted on; None for all.
+            fitted_on: mask of the validation samples used to fit the temperature; None for all.
         """
         arrays, ood = _selected(predictions, ood or {}), ood or {}
         if validation is None:
@@ -101,13 +101,16 @@ class StoredPredictions:
         scaling = cls(arrays)._fitted()
         if scaling is None:
             return cls(arrays)
-        after = _selected(scaling.transform(predictions), {name: scaling.transform(one) for name, one in ood.items()})
+        after = _selected(
+            scaling.transform(predictions),
+            {name: scaling.transform(ood_predictions) for name, ood_predictions in ood.items()},
+        )
         shared = ("labels", "logits", "prediction")  # logits are divided by the temperature when they are read
         return cls(arrays | {f"{SCALED}{name}": array for name, array in after.items() if name not in shared})
 
     @classmethod
     def of_validation(cls, validation: Predictions, folds: Tensor) -> "StoredPredictions":
-        """Select all logits of validation samples, and the part to which each belongs when temperatures are fitted."""
+        """Select all logits of validation samples, and the fold of each sample for cross-fitting the temperature."""
         arrays = {"labels": _small_ints(validation.labels), "logits": _validation_logits(validation)}
         return cls(arrays | {"folds": _small_ints(folds)})
 
@@ -127,21 +130,21 @@ class StoredPredictions:
         return StoredPredictions(arrays, {"name": TEMPERATURE, "fitted_on": part, **learned})
 
     def _cross_fitted(self) -> "StoredPredictions | None":
-        """Divide the logits of each part by the temperature of the other part."""
-        given, folds = self.predictions(), self._tensor("folds")
-        assert given is not None
-        logits, temperatures = given.logits.clone(), []
+        """Divide the logits of each fold by the temperature fitted on the other fold."""
+        validation, folds = self.predictions(), self._tensor("folds")
+        assert validation is not None
+        logits, temperatures = validation.logits.clone(), []
         for fold in folds.unique():
-            scaling = build_calibrator(TEMPERATURE).fit(given[folds != fold])
+            scaling = build_calibrator(TEMPERATURE).fit(validation[folds != fold])
             if scaling.fitted is None or scaling.fitted.doubt:
                 return None
-            logits[folds == fold] = scaling.transform(given.logits[folds == fold])
+            logits[folds == fold] = scaling.transform(validation.logits[folds == fold])
             temperatures.append(float(scaling.learned[TEMPERATURE]))
         about = {"name": TEMPERATURE, "fitted_on": "V2, the other half", TEMPERATURE: fmean(temperatures)}
         return StoredPredictions({"labels": self.arrays["labels"], "logits": logits.numpy()}, about)
 
     def _fitted(self) -> AbstractCalibrator | None:
-        """Fit a temperature on the stored validation logits; None without them, and if it has no optimum."""
+        """Fit a temperature on the stored validation logits; return None without logits or without an optimum."""
         if not {"val/logits", "val/labels"} <= set(self.arrays):
             return None
         logits, labels = self._tensor("val/logits").double(), self._tensor("val/labels").long()
@@ -155,26 +158,26 @@ class StoredPredictions:
         """Compute every metric, and the ECE and AECE of the official code."""
         accumulator = self._accumulator()
         top = accumulator.top
-        found = accumulator.compute(intervals, top)
-        found |= {f"{metric.name}_official": metric(top, compat="official") for metric in (ece, aece)}
-        return {name: _measure(result) for name, result in found.items()}
+        results = accumulator.compute(intervals, top)
+        results |= {f"{metric.name}_official": metric(top, compat="official") for metric in (ece, aece)}
+        return {name: _measure(result) for name, result in results.items()}
 
     def detection(self) -> dict[str, dict[str, Measure]]:
         """Compute the AUROC of OOD detection, for each score and OOD data set."""
-        places = sorted({name.split("/")[1] for name in self.arrays if name.startswith("ood/")})
-        if not places:
+        ood_sets = sorted({name.split("/")[1] for name in self.arrays if name.startswith("ood/")})
+        if not ood_sets:
             return {}
-        known = self._known_scores()
+        id_scores = self._known_scores()
         return {
-            place: {score: _measure(auroc(known[score], self._tensor(f"ood/{place}/{score}"))) for score in SCORES}
-            for place in places
+            ood: {score: _measure(auroc(id_scores[score], self._tensor(f"ood/{ood}/{score}"))) for score in SCORES}
+            for ood in ood_sets
         }
 
     def predictions(self) -> Predictions | None:
         """Return the predictions; None where logits were not stored.
 
-        In float64: in float32 a tenth of the confidences are equal to others, or not, by processor, and samples at the
-        edges of bins of equal mass change places.
+        Logits are converted to float64. In float32 a tenth of the confidences are tied, which ones depends on the
+        processor, and samples at the edges of equal-mass bins would change bins.
         """
         return self._predictions
 
@@ -186,25 +189,25 @@ class StoredPredictions:
         return Predictions(self._tensor("logits").double(), self._tensor("labels").long(), split=split)
 
     def tops(self) -> AnyPredictions:
-        """Return the predictions, or the predicted classes and their confidences without logits."""
-        given = self.predictions()
-        if given is not None:
-            return given
+        """Return the predictions; without stored logits, only predicted classes and confidences."""
+        predictions = self.predictions()
+        if predictions is not None:
+            return predictions
         confidence, prediction, labels = map(self._tensor, ("confidence", "prediction", "labels"))
         return TopLabelPredictions(confidence, prediction=prediction, labels=labels, split="test")
 
     def of_each_sample(self) -> dict[str, EachSample]:
-        """Return NLL, Brier score and AURC sample by sample, where these were stored in place of logits."""
+        """Return NLL, Brier score and AURC of each sample if they were stored instead of logits; else nothing."""
         if "logits" in self.arrays:
             return {}
         accumulator = self._accumulator()
         top = accumulator.top
-        found, names = accumulator.compute(top=top), {"nll": "loss", "brier": "squared_error"}
-        each = {name: EachSample(found[name], self._tensor(column).double()) for name, column in names.items()}
-        return each | {"aurc": EachSample(found["aurc"], area_values(top, "aurc"))}
+        results, columns = accumulator.compute(top=top), {"nll": "loss", "brier": "squared_error"}
+        samples = {name: EachSample(results[name], self._tensor(column).double()) for name, column in columns.items()}
+        return samples | {"aurc": EachSample(results["aurc"], area_values(top, "aurc"))}
 
     def pack(self) -> bytes:
-        """Write everything as one zipped file."""
+        """Return the arrays as the bytes of one zip file."""
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w") as folder:
             for name in sorted(self.arrays):
@@ -216,7 +219,7 @@ class StoredPredictions:
 
     @classmethod
     def unpack(cls, content: bytes, name: str = "a file of stored predictions") -> "StoredPredictions":
-        """Read what `pack` wrote; nothing in it is unpickled."""
+        """Read the output of `pack`, without pickle."""
         with file_errors(name), zipfile.ZipFile(io.BytesIO(content)) as folder:
             size = sum(entry.file_size for entry in folder.infolist())
             if size > LARGEST_FILE:
@@ -227,20 +230,20 @@ class StoredPredictions:
         return cls(arrays)
 
     def _accumulator(self) -> EvaluationAccumulator:
-        given = self.predictions()
-        if given is None:
+        predictions = self.predictions()
+        if predictions is None:
             columns = {name: self._tensor(name) for name in self.arrays if "/" not in name}
             return EvaluationAccumulator.from_state_dict(
                 columns | {name: columns[name].double() for name in ROUNDED}, split="test"
             )
         accumulator = EvaluationAccumulator()
-        accumulator.update(given)
+        accumulator.update(predictions)
         return accumulator
 
     def _known_scores(self) -> dict[str, Tensor]:
-        given = self.predictions()
-        if given is not None:
-            return {score: score_of(given, score).float() for score in SCORES}
+        predictions = self.predictions()
+        if predictions is not None:
+            return {score: score_of(predictions, score).float() for score in SCORES}
         return {score: self._tensor(f"known/{score}") for score in SCORES}
 
     def _tensor(self, name: str) -> Tensor:
@@ -248,7 +251,7 @@ class StoredPredictions:
 
 
 def _read_array(folder: zipfile.ZipFile, entry: zipfile.ZipInfo) -> NDArray[np.generic]:
-    """Read an array that is not of Python objects; unpacking takes most of the time, so it is done once."""
+    """Read an array; raise for Python objects. The entry is decompressed once, because that takes most of the time."""
     file = io.BytesIO(folder.read(entry))
     check_array(entry, file)
     file.seek(0)
@@ -256,7 +259,7 @@ def _read_array(folder: zipfile.ZipFile, entry: zipfile.ZipInfo) -> NDArray[np.g
 
 
 def _selected(predictions: Predictions, ood: Mapping[str, Predictions]) -> dict[str, NDArray[np.generic]]:
-    """Select what the metrics need of test samples and OOD samples."""
+    """Return the arrays that the metrics need, for test samples and OOD samples."""
     arrays: dict[str, NDArray[np.generic]] = {"labels": _small_ints(predictions.labels)}
     few = predictions.num_classes <= FEW_CLASSES
     if few:
@@ -268,20 +271,22 @@ def _selected(predictions: Predictions, ood: Mapping[str, Predictions]) -> dict[
         columns["log_uncertainty"] = columns["log_uncertainty"].float()
         arrays |= {name: _rounded_floats(c) if name in ROUNDED else c.numpy() for name, c in columns.items()}
         arrays["prediction"] = _small_ints(predictions.logits.argmax(1))
-    seen = {f"ood/{name}": one for name, one in ood.items()} | ({} if few or not ood else {"known": predictions})
+    scored = {f"ood/{name}": samples for name, samples in ood.items()} | (
+        {} if few or not ood else {"known": predictions}
+    )
     return arrays | {
-        f"{n}/{score}": _rounded_floats(score_of(one, score)) for n, one in seen.items() for score in SCORES
+        f"{n}/{score}": _rounded_floats(score_of(samples, score)) for n, samples in scored.items() for score in SCORES
     }
 
 
 def _rounded_floats(values: Tensor) -> NDArray[np.float32]:
-    """Round to float32 with 17 significant bits: the last byte is zero, and takes no space in a zipped file."""
-    exact = values.float().clamp(-1e38, 1e38).cpu().numpy()  # rounded up, larger ones would be infinite
+    """Round to float32 with 17 significant bits: the last byte is zero and compresses well."""
+    exact = values.float().clamp(-1e38, 1e38).cpu().numpy()  # rounding up larger values would give infinity
     return ((exact.view(np.uint32) + 0x80) & 0xFFFFFF00).view(np.float32)
 
 
 def _validation_logits(validation: Predictions) -> NDArray[np.floating]:
-    """Round logits, to finite numbers."""
+    """Round validation logits; clamp them so that they stay finite."""
     if validation.num_classes <= FEW_CLASSES:
         return _rounded_floats(validation.logits)
     most = torch.finfo(torch.float16).max
@@ -294,12 +299,12 @@ def load_stored_predictions(line: Line, ledger: Ledger) -> StoredPredictions:
 
 
 def _stored(line: Line, ledger: Ledger) -> StoredPredictions:
-    """Read the file of a line, which the lines of a run share."""
+    """Read the file of a line; both lines of a run share one file."""
     return StoredPredictions.unpack(ledger.content_of(line), str(ledger.file_of(line)))
 
 
 def _of_line(line: Line, stored: StoredPredictions) -> StoredPredictions:
-    """Return the stored predictions as trained, or after temperature scaling, as the line evaluates them."""
+    """Return the stored predictions, after temperature scaling if the line evaluates a calibrator."""
     scaled = None if line.posthoc is None else stored.scaled()
     return stored if scaled is None else scaled
 
@@ -308,64 +313,64 @@ def record(run: Run, protocol: str, ledger: Ledger, split: str = TEST) -> None:
     """Evaluate a finished run, as trained and after temperature scaling, and write both lines into the ledger.
 
     Args:
-        run: the run; if it has no validation predictions, there is one line.
-        protocol: of its recipe.
-        ledger: where the lines go.
-        split: what to evaluate; "V2" of a run without test predictions.
+        run: the run; without validation predictions, only the line before calibration is written.
+        protocol: protocol of the recipe.
+        ledger: ledger to which the lines are added.
+        split: split to evaluate; "V2" for a run without test predictions.
     """
     recipe, state = run.recipe, run.recipe.evaluated
     validation = run.predictions_file(f"{state}-val").exists()
-    there = [ledger.find(recipe, posthoc, split) for posthoc in ((None, TEMPERATURE) if validation else (None,))]
-    if all(line is not None and set(recipe.ood) <= set(line.ood) for line in there):
+    existing = [ledger.find(recipe, posthoc, split) for posthoc in ((None, TEMPERATURE) if validation else (None,))]
+    if all(line is not None and set(recipe.ood) <= set(line.ood) for line in existing):
         return
-    kept = _stored_validation(run) if split == V2 else _stored_test(run, split, validation=validation)
-    content = kept.pack()
-    stored = {
+    predictions = _stored_validation(run) if split == V2 else _stored_test(run, split, validation=validation)
+    content = predictions.pack()
+    file = {
         "file": f"predictions/{line_id(recipe, None, split)}.npz",
         "sha256": hashlib.sha256(content).hexdigest(),
     }
     date, about = datetime.now(UTC).date().isoformat(), _about(run)
     lines = [
         Line(
-            id=line_id(recipe, None if one.posthoc is None else TEMPERATURE, split),
+            id=line_id(recipe, None if stored.posthoc is None else TEMPERATURE, split),
             recipe=recipe,
             protocol=protocol,
-            metrics=one.metrics(Resampling()),
-            ood=one.detection(),
-            posthoc=one.posthoc,
+            metrics=stored.metrics(Resampling()),
+            ood=stored.detection(),
+            posthoc=stored.posthoc,
             split=split,
-            predictions=stored,
+            predictions=file,
             date=date,
             **about,
         )
-        for one in (kept, kept.scaled())
-        if one is not None
+        for stored in (predictions, predictions.scaled())
+        if stored is not None
     ]
     ledger.add(lines, content)
 
 
 def _stored_test(run: Run, split: str, *, validation: bool) -> StoredPredictions:
     recipe, state = run.recipe, run.recipe.evaluated
-    made = run.predictions(f"{state}-{split}")
+    test = run.predictions(f"{state}-{split}")
     ood = {name: run.predictions(f"{state}-ood-{name}") for name in recipe.ood}
     if not validation:
-        return StoredPredictions.of(made, ood)
+        return StoredPredictions.of(test, ood)
     held_out = run.predictions(f"{state}-val")
-    return StoredPredictions.of(made, ood, held_out, second_half(held_out) if recipe.halve_validation else None)
+    return StoredPredictions.of(test, ood, held_out, second_half(held_out) if recipe.halve_validation else None)
 
 
 def _stored_validation(run: Run) -> StoredPredictions:
     if not run.recipe.halve_validation:
         raise UserError(f"{run.folder} has no V2: its recipe does not set halve_validation")
-    made = tuning_predictions(run)
-    return StoredPredictions.of_validation(made, second_half(made, FOLDS_SEED))
+    v2 = tuning_predictions(run)
+    return StoredPredictions.of_validation(v2, second_half(v2, FOLDS_SEED))
 
 
 def problems(ledger: Ledger, *, intervals: bool = False) -> Iterator[str]:
-    """Recompute every line and yield its differences.
+    """Recompute every line of a ledger and yield a message for each difference.
 
     Args:
-        ledger: the lines.
+        ledger: ledger to check.
         intervals: whether to compute intervals too, which takes longer.
     """
     named = {line.predictions.get("file") for line in ledger.lines.values()}
@@ -377,33 +382,33 @@ def problems(ledger: Ledger, *, intervals: bool = False) -> Iterator[str]:
 
 
 def _problems_of(lines: Sequence[Line], ledger: Ledger, intervals: bool) -> Iterator[str]:
-    """Yield the differences of lines with the same file of predictions."""
-    stored = None
+    """Yield the differences of lines that share a file of predictions."""
+    of_file = None
     for line in lines:
         try:
-            stored = _stored(line, ledger) if stored is None else stored
-            kept = _of_line(line, stored)
+            of_file = _stored(line, ledger) if of_file is None else of_file
+            stored = _of_line(line, of_file)
         except ValueError as error:
             yield f"{line.id}: {error}"
             continue
-        yield from (f"{line.id}: {problem}" for problem in _differences(line, kept, intervals))
+        yield from (f"{line.id}: {problem}" for problem in _differences(line, stored, intervals))
 
 
-def _differences(line: Line, kept: StoredPredictions, intervals: bool) -> Iterator[str]:
+def _differences(line: Line, stored: StoredPredictions, intervals: bool) -> Iterator[str]:
     """Yield the numbers of a line that its stored predictions do not reproduce."""
-    learned, said = ((one or {}).get(TEMPERATURE) for one in (kept.posthoc, line.posthoc))
-    if learned is not None and not _agree(learned, said, SAME):
-        yield f"the temperature is {said} in the ledger and {learned} now"
-    now = {"": kept.metrics(Resampling() if intervals else None), **kept.detection()}
-    for place in dict.fromkeys((*now, *line.ood)):  # also what only the line knows of
-        found = now.get(place, {})
-        written = line.metrics if not place else line.ood.get(place, {})
-        if unknown := set(written) - set(found):  # a metric that is younger than the line is not in it
-            yield f"{place or 'it'} has metrics that its predictions do not give: {sorted(unknown)}"
-        for name in set(found) & set(written):
-            pairs = list(zip(found[name], written[name], strict=True))
+    learned, recorded = ((posthoc or {}).get(TEMPERATURE) for posthoc in (stored.posthoc, line.posthoc))
+    if learned is not None and not _agree(learned, recorded, SAME):
+        yield f"the temperature is {recorded} in the ledger and {learned} now"
+    now = {"": stored.metrics(Resampling() if intervals else None), **stored.detection()}
+    for ood in dict.fromkeys((*now, *line.ood)):  # also OOD data sets that only the line has
+        computed = now.get(ood, {})
+        written = line.metrics if not ood else line.ood.get(ood, {})
+        if unknown := set(written) - set(computed):  # a new metric may be missing in an old line, but not the reverse
+            yield f"{ood or 'it'} has metrics that its predictions do not give: {sorted(unknown)}"
+        for name in set(computed) & set(written):
+            pairs = list(zip(computed[name], written[name], strict=True))
             if not _agree(*pairs[0], SAME) or (intervals and not all(_agree(*p, SAME_ENDS) for p in pairs[1:])):
-                yield f"{place} {name} is {written[name]} in the ledger and {found[name]} now".strip()
+                yield f"{ood} {name} is {written[name]} in the ledger and {computed[name]} now".strip()
 
 
 def _about(run: Run) -> dict[str, Any]:
@@ -430,16 +435,16 @@ def _shortened(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _rounded(one) for name, one in value.items()}
+        return {name: _rounded(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_rounded(one) for one in value]
+        return [_rounded(item) for item in value]
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
-def _agree(one: float | None, other: float | None, tolerance: float) -> bool:
-    if one is None or other is None:
-        return one is other
-    return math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
+def _agree(first: float | None, second: float | None, tolerance: float) -> bool:
+    if first is None or second is None:
+        return first is second
+    return math.isclose(first, second, rel_tol=tolerance, abs_tol=tolerance)
 
 
 def _measure(result: Result) -> Measure:

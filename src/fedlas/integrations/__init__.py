@@ -1,1 +1,1 @@
-"""Other people's frameworks, one file each; nobody imports them."""
+"""Adapters for other frameworks, one file each; no other module of fedlas imports them."""

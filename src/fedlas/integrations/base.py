@@ -8,12 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedlas.losses.base import AbstractLoss
-from fedlas.losses.fedlas import AbstractFeDLaS
 from fedlas.losses.flip_rate import GateHistory
-from fedlas.metrics.registry import find_metric
+from fedlas.metrics.registry import logged_metrics
 from fedlas.predictions import Predictions
-
-LOGGED = ("accuracy", "nll", "ece", "aece", "over_ece", "under_ece")
 
 
 class ValidationMetrics:
@@ -22,16 +19,16 @@ class ValidationMetrics:
     Args:
         bins: number of bins of calibration errors.
         ignore_index: label of ignored samples.
-        keep: keep all samples, for a loss that learns from validation data between epochs.
-        shared: the samples are distributed over ranks; otherwise each rank has all of them.
+        keep: whether to store all samples, for a loss that uses validation data between epochs.
+        shared: whether the samples are distributed over ranks; otherwise each rank has all samples.
     """
 
     def __init__(self, bins: int = 15, ignore_index: int = -100, *, keep: bool = False, shared: bool = True) -> None:
         self.ignore_index, self.keep, self.shared = ignore_index, keep, shared
         self.kept: list[tuple[Tensor, Tensor]] = []
-        metrics = {name: find_metric(name) for name in LOGGED}
         self.accumulators = {
-            name: metric.accumulator(**({"bins": bins} if metric.is_binned else {})) for name, metric in metrics.items()
+            name: metric.accumulator(**({"bins": bins} if metric.is_binned else {}))
+            for name, metric in logged_metrics().items()
         }
 
     @torch.no_grad()
@@ -53,11 +50,11 @@ class ValidationMetrics:
 
     @property
     def filled(self) -> bool:
-        """Whether there were samples; after `read`, on any rank."""
+        """Whether this rank has samples; after `read`, whether any rank has."""
         return self.accumulators["ece"].store.about.n > 0
 
     def read(self) -> dict[str, float]:
-        """Return the metrics by name, empty without samples. Call it on all ranks."""
+        """Return the metrics by name; empty if there are no samples. Call it on all ranks."""
         if self.shared:
             for accumulator in self.accumulators.values():
                 accumulator.sync()
@@ -68,7 +65,7 @@ class ValidationMetrics:
         )
 
     def predictions(self) -> Predictions | None:
-        """Return the samples of all processes, if they were kept. Call it on all ranks."""
+        """Return the samples of all ranks; None if they were not stored. Call it on all ranks."""
         every = [self.kept]
         if self.shared and _processes() > 1:
             every = [[] for _ in range(_processes())]
@@ -81,23 +78,24 @@ class ValidationMetrics:
 
 
 class Gate:
-    """Accumulates statistics of the gate of a FeDLaS loss; does nothing for other losses.
+    """Accumulates statistics of the gate of a loss; does nothing for losses without a gate.
 
     Args:
         loss: the loss.
     """
 
     def __init__(self, loss: AbstractLoss) -> None:
-        self.loss = loss if isinstance(loss, AbstractFeDLaS) else None
+        self.loss = loss
         self.history: GateHistory | None = None
         self.sums: Tensor | None = None
 
     @torch.no_grad()
     def add(self, index: Tensor | None = None, num_samples: int | None = None) -> None:
-        """Add the latest batch of the loss; with indices of the samples, also for the flip rate."""
-        if self.loss is None or self.loss.psi is None or self.loss.alpha_i is None:
+        """Add the latest batch of the loss; the flip rate needs the indices of the samples."""
+        state = self.loss.gate_state()
+        if state is None:
             return
-        psi, alpha_i = self.loss.psi, self.loss.alpha_i
+        psi, alpha_i = state.psi, state.alpha_i
         counts = ~psi.isnan()  # NaN: ignored samples
         sums = torch.stack([counts.sum(), (psi > 0).sum(), torch.where(counts, alpha_i, 0).sum()]).to(alpha_i.dtype)
         self.sums = sums if self.sums is None else self.sums.to(sums.device) + sums
@@ -111,7 +109,7 @@ class Gate:
 
         Call it on all ranks. A flip rate needs two epochs.
         """
-        if self.loss is None or self.sums is None:
+        if self.sums is None:
             return {}
         sums, self.sums = self.sums, None
         if _processes() > 1:

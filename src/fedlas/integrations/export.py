@@ -34,11 +34,11 @@ from fedlas.io.untrusted import file_errors
 from fedlas.models.base import WithFeatures
 from fedlas.posthoc import AbstractCalibrator, FeatureClipping
 from fedlas.posthoc.base import float32_or_better
-from fedlas.predictions import two_columns
+from fedlas.predictions.arrays import two_columns
 
 FORMAT = "fedlas.exported/1"
-ABOUT = "fedlas"  # name of the description: an extra file of a program, a metadata entry of an ONNX model
-FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch reads it at every load
+ABOUT = "fedlas"  # name of the stored metadata: an extra file of a program, or a property of an ONNX model
+FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # environment variable that torch reads at every load
 
 OutputType = Literal["probs", "logits"]
 Inputs = Tensor | tuple[Tensor, ...]
@@ -85,7 +85,7 @@ class CalibratedModel(nn.Module):
 
     @property
     def about(self) -> dict[str, Any]:
-        """Description that is stored in the file."""
+        """Metadata that is stored in the file."""
         known: dict[str, Any] = {"format": FORMAT, "output": self.output, "class_names": self.class_names}
         if isinstance(self.calibrator, AbstractCalibrator):
             assert self.calibrator.fitted is not None
@@ -93,18 +93,18 @@ class CalibratedModel(nn.Module):
             known["calibrator"]["fitted"] = asdict(self.calibrator.fitted)
         elif isinstance(self.calibrator, FeatureClipping):
             threshold = self.calibrator.threshold
-            # JSON has no infinity, the threshold if clipping does not help.
+            # The threshold is infinite if clipping does not help, and JSON has no infinity.
             known["calibrator"] = {"name": "feature_clipping", "threshold": threshold if _finite(threshold) else None}
         return known
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A program that was read from a file: `exported.model(images)`.
+    """A program that was loaded from a file: call `exported.model(images)`.
 
     Args:
         model: maps inputs to calibrated probabilities or logits.
-        about: description that is stored in the file: "output", "class_names", "calibrator".
+        about: metadata of the file: "output", "class_names", "calibrator".
     """
 
     model: nn.Module
@@ -120,7 +120,7 @@ def program(model: CalibratedModel, example: Inputs) -> torch.export.ExportedPro
     """
     inputs = _two_or_more(example)
     with _predicting(model), torch.no_grad():
-        output = model(*inputs)  # errors of network or inputs are raised here and not by the tracer
+        output = model(*inputs)  # raise errors of the network or its inputs here rather than in the tracer
         _check_classes(model, output)
         batch = torch.export.Dim("batch")
         shapes = (tuple({0: batch} for _ in inputs),)
@@ -139,7 +139,7 @@ def save_program(model: CalibratedModel, example: Inputs, path: str | Path) -> P
 
 
 def load_program(path: str | Path) -> Exported:
-    """Read a file of `save_program`; it needs torch, but not the code of the network.
+    """Load a file that `save_program` wrote; this needs torch, but not the code of the network.
 
     Only tensors are unpickled. The file contains a program: do not run a program that you do not trust.
     """
@@ -155,7 +155,7 @@ def load_program(path: str | Path) -> Exported:
 
 
 def _check_constants(content: bytes) -> None:
-    """Raise if the file has constants that torch would unpickle unsafely; a network with a calibrator has none."""
+    """Raise if the file has constants that torch would unpickle unsafely, which `save_program` never writes."""
     with zipfile.ZipFile(io.BytesIO(content)) as folder:
         for name in folder.namelist():
             parts = name.split("/")
@@ -165,7 +165,7 @@ def _check_constants(content: bytes) -> None:
 
 @contextmanager
 def _tensors_only() -> Iterator[None]:
-    """Restrict `torch.load` to tensors, also where torch calls it without the restriction."""
+    """Force `weights_only=True` in all calls of `torch.load`, including those inside torch."""
     before = os.environ.get(FORCED)
     os.environ[FORCED] = "1"
     try:
@@ -180,7 +180,7 @@ def _tensors_only() -> Iterator[None]:
 def save_onnx(
     model: CalibratedModel, example: Inputs, path: str | Path, *, tolerance: float | None = 1e-4, **options: Any
 ) -> Path:
-    """Write a calibrated network as a single ONNX file, and compare the output of onnxruntime.
+    """Write a calibrated network as a single ONNX file after a comparison with the output of onnxruntime.
 
     Its inputs are called `input` (`input_0`, `input_1` ... if there are several) and its output `probs` or `logits`.
 
@@ -188,7 +188,7 @@ def save_onnx(
         model: the network and its calibrator.
         example: inputs of the right shape and type; one sample is enough.
         path: the file.
-        tolerance: largest difference of onnxruntime and network for the example; None skips the comparison. Binning
+        tolerance: largest difference of the outputs of onnxruntime and network; None skips the comparison. Binning
             calibrators are discontinuous, so rounding of a logit may change their output.
         options: passed to `torch.onnx.export`, such as `opset_version`.
     """
@@ -248,8 +248,8 @@ def _logits(output: Any) -> Tensor:
 
 def _clipped(clipping: FeatureClipping, features: Tensor) -> Tensor:
     assert clipping.threshold is not None
-    given = float32_or_better(features)
-    clamped = given.clamp(-clipping.threshold, clipping.threshold) if _finite(clipping.threshold) else given
+    features_32 = float32_or_better(features)
+    clamped = features_32.clamp(-clipping.threshold, clipping.threshold) if _finite(clipping.threshold) else features_32
     return functional.linear(
         clamped, clipping.weight.to(clamped), None if clipping.bias is None else clipping.bias.to(clamped)
     )
@@ -304,10 +304,10 @@ def _explain_failure(model: CalibratedModel, output: Tensor, error: Exception) -
         try:
             torch.export.export(_Alone(model.calibrator), (output,))
         except Exception as reason:
-            why = str(reason).strip().partition("\n")[0]
+            first_line = str(reason).strip().partition("\n")[0]
             return (
                 f"{model.calibrator.name} cannot be exported: it computes outside of torch, or depends on values "
-                f"({why}). Use another calibrator, or export with calibrator=None and apply it afterwards"
+                f"({first_line}). Use another calibrator, or export with calibrator=None and apply it afterwards"
             )
     return f"torch.export cannot trace {type(model.net).__name__}: {error}"
 

@@ -8,10 +8,11 @@ The loss becomes a submodule, `model.calibration_loss`, so that the Trainer trai
 and moves, wraps, saves and restores both. Features are recorded by a hook and are not part of the outputs, so the
 configuration does not change.
 
-With gradient accumulation and `num_items_in_batch` = n samples in all parts of a batch, the value of each part is Σ_i
-l_i / n, so that the gradients of the parts add up to those of the whole batch. Batch statistics of a loss (mu and sigma
-of FeDLaS, the terms of MMCE, MDCA and CRL) are computed for each part. Class weights multiply l_i; the Trainer does not
-provide their sum, so the denominator is n, whereas `nn.CrossEntropyLoss` divides by the sum of weights.
+With gradient accumulation, `num_items_in_batch` = n is the number of samples of all micro-batches. The loss of a
+micro-batch is Σ_i l_i / n, so that the gradients of the micro-batches add up to the gradient of the full batch. Batch
+statistics of a loss (mu and sigma of FeDLaS, the terms of MMCE, MDCA and CRL) are computed for each micro-batch. Class
+weights multiply l_i; the Trainer does not provide their sum, so the denominator is n, whereas `nn.CrossEntropyLoss`
+divides by the sum of weights.
 """
 
 import functools
@@ -63,7 +64,7 @@ class Calibration(TrainerCallback):
         self._samples: int | None = None
         self._validation: Predictions | None = None
         self._epoch_is_over = False
-        # After `WithFeatures`, which searches the last linear layer: a gate has linear layers too.
+        # Assign the loss after `WithFeatures`, which searches the last linear layer: a gate has linear layers too.
         model.add_module(NAME, loss.to(next(model.parameters()).device))
         self._own_forward = vars(model).get("forward")
         model.forward = self._recording_forward(model.forward)
@@ -125,7 +126,7 @@ class Calibration(TrainerCallback):
         self._samples = len(data) if hasattr(data, "__len__") and data is not None else None
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:  # noqa: ARG002
-        """End the epoch of the loss, unless an evaluation follows, which comes before the checkpoint."""
+        """End the epoch of the loss, unless an evaluation follows; `on_evaluate` then does so before the checkpoint."""
         self._epoch_is_over = True
         if not control.should_evaluate:
             self._end_epoch()
@@ -151,9 +152,9 @@ class Calibration(TrainerCallback):
         # The Trainer drops columns that are not in the signature.
         signature = inspect.signature(forward)
         more = inspect.Parameter("index", inspect.Parameter.KEYWORD_ONLY, default=None)
-        named = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        rest = [p for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
-        recording.__signature__ = signature.replace(parameters=[*named, more, *rest])  # type: ignore[attr-defined]
+        parameters = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        variadic = [p for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+        recording.__signature__ = signature.replace(parameters=[*parameters, more, *variadic])  # type: ignore[attr-defined]
         return recording
 
 

@@ -69,7 +69,7 @@ class CalibrationCallback(_Callback):
         self._loss: AbstractLoss | None = None
         self._hook: Any = None
         self._gate: Gate | None = None
-        self._numbers: list[ValidationMetrics] = []  # of each loader, during validation or a test
+        self._numbers: list[ValidationMetrics] = []  # one per loader, during validation or a test
         self._batches: list[float] = []
         self._loader: int | None = None  # None if there is only one
         self._logged: set[int] = set()
@@ -80,7 +80,7 @@ class CalibrationCallback(_Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Find the loss and register a hook for its calls."""
         self._loss = _find_loss(pl_module, self.loss_name)
-        if stage == "fit" or self._gate is None:  # a checkpoint to resume from is read later
+        if stage == "fit" or self._gate is None:  # checkpoints are loaded after `setup`
             self._gate, self._ended_epoch = Gate(self._loss), None
         self._hook = self._loss.register_forward_hook(self._record, with_kwargs=True)
 
@@ -144,7 +144,7 @@ class CalibrationCallback(_Callback):
         if not self._called_loss and self._numbers and isinstance(outputs, Mapping) and {*outputs} >= PAIR:
             self._numbers[self._loader or 0].add(outputs["logits"], outputs["labels"])
         self._called_loss = False
-        # Here, and not when all have ended: Lightning would put the numbers of one loader into the rows of all.
+        # Log after each loader rather than after all of them: otherwise Lightning assigns the values to all loaders.
         if dataloader_idx is not None and batch_idx + 1 == self._batches[dataloader_idx]:
             self._logged.add(dataloader_idx)
             if not trainer.sanity_checking:
@@ -177,7 +177,7 @@ class CalibrationCallback(_Callback):
         self._gate.restore(state)
 
     def _start(self, batches: Sequence[float]) -> None:
-        """Create the metrics of each loader, given the numbers of batches."""
+        """Create the metrics of each loader from the numbers of batches."""
         assert self._loss is not None
         loss = self._loss
         self._batches, self._loader, self._logged = list(batches), None, set()
@@ -199,7 +199,7 @@ class CalibrationCallback(_Callback):
             self._index = inputs.get("index")
 
     def _log_rest(self, module: Any, prefix: str, numbers: Sequence[ValidationMetrics]) -> None:
-        """Log the remaining metrics: of a single loader, or of loaders of unknown length."""
+        """Log the metrics that were not logged after a batch: of a single loader, or of loaders of unknown length."""
         remaining = {loader: metrics.read() for loader, metrics in enumerate(numbers) if loader not in self._logged}
         several = len(numbers) > 1 and (self._loader is not None or bool(self._logged))
         for loader, values in remaining.items():
@@ -235,10 +235,10 @@ def _find_loss(module: nn.Module, name: str | None) -> AbstractLoss:
         return next(iter(losses.values()))
     if name in losses:
         return losses[name]
-    known = ", ".join(losses) or "none"
+    names = ", ".join(losses) or "none"
     problem = "which loss is meant" if name is None else f"there is no loss {name!r}"
     raise UserError(
-        f"{problem}: {type(module).__name__} has {known}; assign self.loss = fedlas.build_loss(...) in its __init__, "
+        f"{problem}: {type(module).__name__} has {names}; assign self.loss = fedlas.build_loss(...) in its __init__, "
         "or pass CalibrationCallback(loss=...) the name of one of several"
     )
 

@@ -1,9 +1,9 @@
-"""Reader of checkpoints of the official code, for the networks of this package.
+"""Load checkpoints of the official code into the networks of this package.
 
 The official code (github.com/nadarasarbahavan/FEDLAS) and the code that it is based on (ACLS, MbLS) write `best.pth`
 and `last.pth` with `torch.save`:
 
-    epoch        epoch, counted from 0
+    epoch        index of the epoch, starting at 0
     state_dict   weights of the network
     optimizer    state for network and gate
     scheduler    state of the learning-rate schedule
@@ -16,7 +16,7 @@ of the weights differ from those of this package in two networks:
     CIFAR ResNets   `shortcut` instead of `downsample`
     ViT             prefix `vit.`, and a copy of the head named `fc`
 
-Only tensors and plain values are unpickled: a stand-in for the function of numpy reads the scalar.
+Only tensors and plain values are unpickled. A replacement for numpy's function reads the scalar.
 """
 
 import re
@@ -67,8 +67,8 @@ def read_official(path: str | Path) -> OfficialCheckpoint:
         if depth > DEEPEST:  # a pickle can contain a dictionary that contains itself
             raise UserError(f"{path} has more than {DEEPEST} nested dictionaries {KEY!r}")
     if not isinstance(weights, Mapping) or not weights or not all(isinstance(v, Tensor) for v in weights.values()):
-        known = f"; it holds {_some(list(map(str, outer)))}" if outer else ""
-        raise UserError(f"{path} holds no weights, neither itself nor under {KEY!r}{known}")
+        keys = f"; it holds {_some(list(map(str, outer)))}" if outer else ""
+        raise UserError(f"{path} holds no weights, neither itself nor under {KEY!r}{keys}")
     epoch, accuracy = outer.get("epoch"), outer.get("val_score")
     return OfficialCheckpoint(
         _renamed(weights, path),
@@ -78,7 +78,7 @@ def read_official(path: str | Path) -> OfficialCheckpoint:
 
 
 def load_official(path: str | Path, net: nn.Module) -> OfficialCheckpoint:
-    """Load the weights of an official checkpoint into a network, all of them or none.
+    """Load all weights of an official checkpoint into a network; raise if names or shapes differ.
 
     Args:
         path: the checkpoint, such as `best.pth`.
@@ -86,17 +86,17 @@ def load_official(path: str | Path, net: nn.Module) -> OfficialCheckpoint:
     """
     checkpoint = read_official(path)
     model = net.model if isinstance(net, WithFeatures) else net
-    own = model.state_dict()
-    missing = [name for name in own if name not in checkpoint.weights]
-    unknown = [name for name in checkpoint.weights if name not in own]
+    expected = model.state_dict()
+    missing = [name for name in expected if name not in checkpoint.weights]
+    unknown = [name for name in checkpoint.weights if name not in expected]
     reshaped = [
-        f"{name} is {tuple(checkpoint.weights[name].shape)} instead of {tuple(own[name].shape)}"
-        for name in own
-        if name in checkpoint.weights and checkpoint.weights[name].shape != own[name].shape
+        f"{name} is {tuple(checkpoint.weights[name].shape)} instead of {tuple(expected[name].shape)}"
+        for name in expected
+        if name in checkpoint.weights and checkpoint.weights[name].shape != expected[name].shape
     ]
-    faults = {"not in the file": missing, "not in the network": unknown, "of another shape": reshaped}
-    if any(faults.values()):
-        listed = "; ".join(f"{fault}: {_some(names)}" for fault, names in faults.items() if names)
+    differences = {"not in the file": missing, "not in the network": unknown, "of another shape": reshaped}
+    if any(differences.values()):
+        listed = "; ".join(f"{difference}: {_some(names)}" for difference, names in differences.items() if names)
         raise UserError(f"{path} does not fit {type(model).__name__}: {listed}. {_advice(checkpoint.weights)}")
     model.load_state_dict(checkpoint.weights)
     return checkpoint
@@ -107,18 +107,18 @@ def _renamed(weights: Mapping[str, Tensor], path: str | Path) -> dict[str, Tenso
     names = {name: re.sub(r"^(module\.)+", "", str(name)) for name in weights}
     vision = any(name.startswith("vit.") for name in names.values())
     renamed: dict[str, Tensor] = {}
-    for given, name in names.items():
+    for original, name in names.items():
         if vision and name.startswith("fc."):
-            twin = weights.get(given.replace("fc.", "vit.head.", 1))
-            if twin is None or not torch.equal(twin, weights[given]):
+            twin = weights.get(original.replace("fc.", "vit.head.", 1))
+            if twin is None or not torch.equal(twin, weights[original]):
                 raise UserError(
-                    f"{path}: {given} should be the head vit.{name.replace('fc.', 'head.')} again, and is not"
+                    f"{path}: {original} should be the head vit.{name.replace('fc.', 'head.')} again, and is not"
                 )
             continue
         ours = name.removeprefix("vit.") if vision else re.sub(r"(?<=\.)shortcut(?=\.)", "downsample", name)
         if ours in renamed:
             raise UserError(f"{path} has two weights for {ours}")
-        renamed[ours] = weights[given]
+        renamed[ours] = weights[original]
     return renamed
 
 
@@ -140,7 +140,7 @@ def _some(names: list[str]) -> str:
 
 
 class _Kind:
-    """Replaces `numpy.dtype` in a pickle: the type of a number by its letter and size."""
+    """Replacement for `numpy.dtype` in a pickle: the letter and the size of a number type."""
 
     def __init__(self, code: str, *_: Any) -> None:
         self.code = code
@@ -154,7 +154,7 @@ _FORMATS = {"f8": "d", "f4": "f", "f2": "e", "i8": "q", "i4": "i"}
 
 
 def _number(kind: _Kind, content: bytes | str) -> float:
-    """Replace the function that creates a numpy scalar from bytes."""
+    """Return a number from its bytes; replaces the function that creates numpy scalars in a pickle."""
     raw = content.encode("latin-1") if isinstance(content, str) else content
     if not isinstance(kind, _Kind) or kind.code not in _FORMATS:
         raise UserError("a numpy object in the file is not a plain number")

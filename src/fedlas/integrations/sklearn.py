@@ -38,10 +38,10 @@ class CalibratedClassifier(base.ClassifierMixin, base.MetaEstimatorMixin, base.B
     Args:
         estimator: a classifier; cloned unless `cv` is "prefit".
         calibrator: a name of `fedlas.list_calibrators()`, or a calibrator with options, such as
-            `HistogramBinning(bins=10)`, which is not fitted itself.
+            `HistogramBinning(bins=10)`, of which a copy is fitted.
         response_method: output of the estimator to calibrate: "predict_proba", whose logarithms are the logits, or
             "decision_function", whose values are the logits.
-        cv: number of folds, a splitter of scikit-learn, a list of pairs of positions, or "prefit".
+        cv: number of folds, a splitter of scikit-learn, a list of pairs of train and test indices, or "prefit".
         floor: lower limit of the probabilities of the estimator, because log(0) is not finite; trees and nearest
             neighbours often return 0.
     """
@@ -130,12 +130,12 @@ class CalibratedClassifier(base.ClassifierMixin, base.MetaEstimatorMixin, base.B
             raise UserError(f"floor is {self.floor}; a small positive probability is needed, such as 1e-7")
         if not hasattr(self.estimator, self.response_method):
             other = next(name for name in RESPONSES if name != self.response_method)
-            there = f'; it has {other}: pass response_method="{other}"' if hasattr(self.estimator, other) else ""
-            raise UserError(f"{type(self.estimator).__name__} has no {self.response_method}{there}")
+            advice = f'; it has {other}: pass response_method="{other}"' if hasattr(self.estimator, other) else ""
+            raise UserError(f"{type(self.estimator).__name__} has no {self.response_method}{advice}")
 
     def _fresh(self) -> AbstractCalibrator:
-        given = self.calibrator
-        return build_calibrator(given) if isinstance(given, str) else type(given)(**given.options)
+        calibrator = self.calibrator
+        return build_calibrator(calibrator) if isinstance(calibrator, str) else type(calibrator)(**calibrator.options)
 
     def _cross_logits(self, X: Any, labels: NDArray[Any], classes: NDArray[Any]) -> NDArray[np.float64]:  # noqa: N803
         """Return the logits of each sample from an estimator that was not fitted on it."""
@@ -195,13 +195,13 @@ class Scorer:
         return value if higher else -value
 
 
-HIGHER = {accuracy, top_k}  # all others are errors
+HIGHER = {accuracy, top_k}  # of all other metrics, lower values are better
 ece_scorer = Scorer(ece)
 """Minus the expected calibration error over 15 bins."""
 
 
 def _codes(labels: NDArray[Any], classes: NDArray[Any]) -> NDArray[np.int64]:
-    """Replace labels by their positions in the classes."""
+    """Replace labels by their indices in the classes."""
     positions = {value: number for number, value in enumerate(classes.tolist())}
     try:
         return np.asarray([positions[value] for value in labels.tolist()], dtype=np.int64)
@@ -214,5 +214,5 @@ def _softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def _shown(classes: Sequence[Any] | NDArray[Any]) -> str:
-    named = [repr(label) for label in np.asarray(classes).tolist()]
-    return ", ".join(named[:6]) + (f" and {len(named) - 6} more" if len(named) > 6 else "")
+    names = [repr(label) for label in np.asarray(classes).tolist()]
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

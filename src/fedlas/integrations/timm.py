@@ -1,8 +1,7 @@
 """Calibration losses for timm: a training task with a network and its loss.
 
-    timm.task.ClassificationTask     criterion(network(x), y)                   the optimizer does not get parameters of
-    the criterion CalibrationTask                  loss(logits, y, features of the network)   network and loss are one
-    module
+    timm.task.ClassificationTask   criterion(network(x), y)       the optimizer has no parameters of the criterion
+    CalibrationTask                loss(logits, y, features)      network and loss are one module
 
 `CalibrationTask` replaces a task of timm: `task(x, y)["loss"]`, `prepare_distributed`, `compile`, `setup_ema`,
 `CheckpointSaver(task=...)`, `resume_task_checkpoint`. Networks are saved by timm, with the same names; the loss is
@@ -32,15 +31,15 @@ Joined = dict[str, dict[str, Tensor]]
 
 
 class CalibrationTask(TrainingTask):
-    """Trains a network with a calibration loss, whose own parameters and state belong to the task.
+    """Trains a network with a calibration loss, whose parameters and state are part of the task.
 
     Args:
         model: any network of timm, or another classifier.
         loss: a loss of `fedlas.build_loss`.
         head: path of the last layer of the network, if `WithFeatures` does not find it.
-        device: device, as in tasks of timm.
-        dtype: data type, as in tasks of timm.
-        verbose: as in tasks of timm.
+        device: device, as in timm's tasks.
+        dtype: data type, as in timm's tasks.
+        verbose: whether to log, as in timm's tasks.
     """
 
     def __init__(

@@ -32,13 +32,13 @@ from fedlas.extras import optional_module
 from fedlas.metrics.result import Result
 from fedlas.records import Board, Histogram, histograms_in, numbers_in
 
-AT_ONCE = 1000  # largest number of metrics in a request to MLflow; a tenth of it for parameters
+AT_ONCE = 1000  # largest number of metrics in a request to MLflow; for parameters, a tenth of it
 
 Kind = TypeVar("Kind", bound="AbstractTracker")
 
 
 class AbstractTracker(ABC):
-    """Base class: logs one run; a context manager that closes the tracker at the end."""
+    """Base class of trackers, which log one run; as a context manager, a tracker is closed at the end."""
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Send a log record of a run."""
@@ -113,7 +113,7 @@ class TensorBoard(AbstractTracker):
         self.board.writer.add_image(name, _pixels(figure), epoch or 0, dataformats="HWC")
 
     def settings(self, values: Mapping[str, Any]) -> None:
-        rows = [f"| {name} | {word} |" for name, word in _as_text(values).items()]
+        rows = [f"| {name} | {value} |" for name, value in _as_text(values).items()]
         self.board.writer.add_text("settings", "\n".join(["| setting | value |", "|---|---|", *rows]))
 
     def close(self, *, failed: bool = False) -> None:  # noqa: ARG002 (its files have no status)
@@ -202,7 +202,7 @@ class MLflow(AbstractTracker):
         self.client.log_figure(self.run_id, figure, f"figures/{_allowed(name)}{suffix}.png")
 
     def settings(self, values: Mapping[str, Any]) -> None:
-        parameters = [self._entities.Param(_allowed(name), word) for name, word in _as_text(values).items()]
+        parameters = [self._entities.Param(_allowed(name), value) for name, value in _as_text(values).items()]
         for start in range(0, len(parameters), AT_ONCE // 10):
             self.client.log_batch(self.run_id, params=parameters[start : start + AT_ONCE // 10])
 
@@ -211,8 +211,8 @@ class MLflow(AbstractTracker):
             self.client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
 
     def _begin(self, experiment: str, run_name: str | None) -> str:
-        known = self.client.get_experiment_by_name(experiment)
-        experiment_id = self.client.create_experiment(experiment) if known is None else known.experiment_id
+        existing = self.client.get_experiment_by_name(experiment)
+        experiment_id = self.client.create_experiment(experiment) if existing is None else existing.experiment_id
         run_id: str = self.client.create_run(experiment_id, run_name=run_name).info.run_id
         return run_id
 
@@ -235,7 +235,7 @@ def _of_state(state: State, start: str) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for metric, result in state.results.items():
         numbers |= _of_result(result, f"{start}/{metric}")
-    numbers |= {f"{start}/{word}": float(value) for word, value in state.parameters.items()}
+    numbers |= {f"{start}/{parameter}": float(value) for parameter, value in state.parameters.items()}
     for data, scores in state.detection.sets.items() if state.detection is not None else ():
         for score, separation in scores.items():
             for field in fields(separation):

@@ -18,16 +18,27 @@
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from os import PathLike
 from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlas.errors import UserError, UserTypeError, short_list
 from fedlas.io import csv, json, npz, parquet, safetensors, torch
 from fedlas.io.atomic import write_atomic
-from fedlas.io.columns import ColumnOptions, ReadOptions, check_options
+from fedlas.io.columns import (
+    CORRECT,
+    LABEL_NAMES,
+    OTHERS,
+    ROW_NAMES,
+    ColumnOptions,
+    ReadOptions,
+    check_options,
+    find_roles,
+)
 from fedlas.io.label_file import read_labels
 from fedlas.io.table import Table, build_predictions, no_labels
 from fedlas.io.untrusted import check_file, content_errors, format_suffix, path_inside
@@ -72,6 +83,11 @@ def read_predictions(
             `fedlas.io.columns.ReadOptions`.
     """
     check_options(options)
+    if not isinstance(path, str | PathLike):
+        raise UserTypeError(
+            f"read_predictions takes the name of a file, not {type(path).__name__}; "
+            "fedlas.evaluate takes DataFrames and arrays as they are"
+        )
     path = Path(path)
     if path.is_dir():
         path = _file_of_run(path, split)
@@ -103,60 +119,79 @@ def _read_label_option(options: ReadOptions) -> ReadOptions:
 
 
 def as_predictions(
-    given: Any, labels: Any = None, *, logits: Any = None, labelled: bool = True, **columns: Unpack[ColumnOptions]
+    source: Any, labels: Any = None, *, logits: bool = False, labelled: bool = True, **columns: Unpack[ColumnOptions]
 ) -> AnyPredictions:
     """Return predictions of arrays, a file, a DataFrame, a mapping of arrays or a Hugging Face `PredictionOutput`.
 
     Args:
-        given: one of these. An array (NumPy, torch, JAX, ...) holds probabilities, a `PredictionOutput` logits.
+        source: one of these. An array (NumPy, torch, JAX, ...) holds probabilities, a `PredictionOutput` logits.
         labels: the labels of arrays, or those of a file or table without labels.
-        logits: logits instead of `given`, or True if `given` holds logits.
+        logits: whether `source` holds logits.
         labelled: raise if a file or table has no labels.
         columns: roles of the columns of a file or table, as in `read_predictions`.
     """
-    if given is None and logits is not None:
-        given, logits = logits, True
-    if given is None or isinstance(given, bool):
-        raise UserTypeError("give probabilities, logits=..., a file, a DataFrame or Predictions")
-    if logits is not None and not isinstance(logits, bool):
-        raise UserTypeError("give probabilities or logits=..., not both")
-    if isinstance(given, AnyPredictions):
-        if labels is not None or logits is not None or columns:
+    if not isinstance(logits, bool):
+        raise UserTypeError("logits is True or False; an array of logits is the first argument, with logits=True")
+    if source is None:
+        raise UserTypeError("predictions are None; give an array (a row per sample), a file, a table or Predictions")
+    if isinstance(source, AnyPredictions):
+        if labels is not None or logits or columns:
             raise UserTypeError("Predictions have their own labels and columns; give nothing else with them")
-        return given
-    options: Any = dict(columns, labels=labels, logits=bool(logits))
+        return source
+    is_frame = hasattr(source, "columns")
+    if not is_frame and not isinstance(source, str | Path | Mapping):
+        return _from_array(source, labels, logits, columns)
+    options: Any = dict(columns, labels=labels, logits=logits)
     check_options(options)
-    if isinstance(given, str | Path):
-        predictions = read_predictions(given, **options)
-        return require_labels(predictions, given) if labelled else predictions
-    if isinstance(given, Mapping) or hasattr(given, "columns"):
-        table = Table(
-            {str(name): values for name, values in dict(given).items()}
-            if isinstance(given, Mapping)
-            else frame_columns(given)
+    if isinstance(source, str | Path):
+        name = str(source)
+        predictions = read_predictions(source, **options)
+    else:
+        name = type(source).__name__
+        table = frame_columns(source) if is_frame else {str(key): column for key, column in source.items()}
+        options = _read_label_option(options)
+        if is_frame and labels is not None and not find_roles(table, options, name).has_scores:
+            options["prob_columns"] = _classes_of_frame(table, name)
+        predictions = build_predictions(Table(table), name, options)
+    return require_labels(predictions, name) if labelled else predictions
+
+
+def _classes_of_frame(columns: Mapping[str, Any], name: str) -> list[str]:
+    """Return the columns of a table whose labels are elsewhere, all of them classes; raise if one may be none."""
+    others = [
+        column
+        for column, values in columns.items()
+        if not _holds_floats(values) or column.casefold() in OTHERS | LABEL_NAMES | CORRECT | ROW_NAMES
+    ]
+    if others:
+        raise UserError(
+            f"{name}: {short_list(others, 6)} may be no class, and no other name shows which columns hold the scores; "
+            f"name the columns of the classes with prob_columns=[...], or call them prob_NAME or logit_NAME"
         )
-        kind = type(given).__name__
-        predictions = build_predictions(table, kind, _read_label_option(options))
-        return require_labels(predictions, kind) if labelled else predictions
-    return _from_array(given, labels, bool(logits), columns)
+    return list(columns)
 
 
-def _from_array(given: Any, labels: Any, logits: bool, columns: ColumnOptions) -> Predictions:
+def _holds_floats(values: NDArray[Any]) -> bool:
+    """Return whether a column holds floating-point numbers only."""
+    return values.dtype.kind == "f" or (values.dtype.kind == "O" and all(isinstance(value, float) for value in values))
+
+
+def _from_array(source: Any, labels: Any, logits: bool, columns: ColumnOptions) -> Predictions:
     """Return predictions of an array or of a `PredictionOutput`."""
-    is_output = hasattr(given, "predictions") and hasattr(given, "label_ids")
+    is_output = hasattr(source, "predictions") and hasattr(source, "label_ids")
     used = [name for name, value in columns.items() if value]
     if set(used) - ({"normalize"} if not logits and not is_output else set()):
         kind = "a PredictionOutput of logits" if is_output else "an array of logits" if logits else "an array"
         raise UserTypeError(f"{', '.join(used)} cannot be used with {kind}")
     if is_output:
-        labels = given.label_ids if labels is None else labels
-        outputs, logits = given.predictions, True
-        given = outputs[0] if isinstance(outputs, tuple | list) else outputs  # hidden states follow the logits
+        labels = source.label_ids if labels is None else labels
+        outputs, logits = source.predictions, True
+        source = outputs[0] if isinstance(outputs, tuple | list) else outputs  # hidden states follow the logits
     if isinstance(labels, str | Path):
-        labels = read_labels(labels, {}).for_samples(len(given), str(labels))
+        labels = read_labels(labels, {}).for_samples(len(source), str(labels))
     if logits:
-        return Predictions(given, labels)
-    return Predictions.from_probs(given, labels, normalize=columns.get("normalize", False))
+        return Predictions(source, labels)
+    return Predictions.from_probs(source, labels, normalize=columns.get("normalize", False))
 
 
 def frame_columns(frame: Any) -> dict[str, Any]:
@@ -178,7 +213,8 @@ def require_labels(predictions: AnyPredictions, path: str | Path, labels: str = 
 def write_predictions(predictions: AnyPredictions, path: str | Path, *, probs: bool = False) -> Path:
     """Write predictions to a file atomically; its suffix names the format.
 
-    Only .safetensors files store all fields: metadata columns, and top-label predictions.
+    Only .safetensors files store all fields: metadata of any kind, and top-label predictions. The other formats store
+    metadata as texts, which are metadata again if they group the samples.
 
     Args:
         predictions: what is written.

@@ -127,11 +127,11 @@ def find_roles(columns: Mapping[str, Any], options: ReadOptions, path: object) -
     if not options.get("header", True):
         return _roles_by_position(columns, options, path)
     names = label_names(columns, options, path)
-    if any(_ndim(values) == 2 for values in columns.values()):
+    if any(dimensions(values) == 2 for values in columns.values()):
         names |= {name: "class_names" for name in columns if name.casefold() in CLASS_NAMES}
     roles = set(names.values())
     if "confidence" in roles and not roles & {"prediction", "correct"}:
-        names |= _find_top_label({name: one for name, one in columns.items() if name not in names}, names, path)
+        names |= _find_top_label({name: columns[name] for name in columns if name not in names}, names, path)
     if not _has_scores(names):
         names |= _find_scores(columns, names, options, path)
     exact = {name for name in columns if name in OTHERS or name.startswith(("feature_", "label_"))}
@@ -177,16 +177,18 @@ def _chosen_roles(columns: Mapping[str, Any], options: ReadOptions, path: object
         column = options.get(f"{role}_column")
         if column is not None and (role != "label" or options.get("labels") is None):
             names[_check_column(str(column), columns, f"{role}_column", options, path)] = role
-    wanted = options.get("prob_columns")
-    if wanted is None:
+    chosen = options.get("prob_columns")
+    if chosen is None:
         return names
-    if isinstance(wanted, str):
-        wanted = [wanted] if wanted in columns else [name.strip() for name in wanted.split(",")]
-    given = [str(name) for name in wanted]
-    prefixes = (prefix for prefix in LOGIT_PREFIXES + PROB_PREFIXES if all(_has_prefix(name, prefix) for name in given))
+    if isinstance(chosen, str):
+        chosen = [chosen] if chosen in columns else [name.strip() for name in chosen.split(",")]
+    names_given = [str(name) for name in chosen]
+    prefixes = (
+        prefix for prefix in LOGIT_PREFIXES + PROB_PREFIXES if all(_has_prefix(name, prefix) for name in names_given)
+    )
     shared = len(next(prefixes, ""))
     classes: dict[str, str] = {}
-    for name in given:
+    for name in names_given:
         if name in columns or "*" not in name:
             classes[_check_column(name, columns, "prob_columns", options, path)] = name[shared:]
             continue
@@ -225,7 +227,7 @@ def _roles_by_position(columns: Mapping[str, Any], options: ReadOptions, path: o
         scores = [name for name, role in names.items() if role.startswith(("prob_", "probs", "logit"))]
     else:
         scores, rest = rest, []
-    classes = {name: str(place) if len(scores) > 1 else "" for place, name in enumerate(scores)}
+    classes = {name: str(number) if len(scores) > 1 else "" for number, name in enumerate(scores)}
     return ColumnRoles(names | ScoreColumns(None, classes).roles(options, path), rest)
 
 
@@ -298,7 +300,7 @@ def _find_families(columns: Mapping[str, Any], labels: Callable[[], set[str]]) -
     groups = []
     for name, values in columns.items():
         bare = name.casefold()
-        if bare in LOGIT_TABLES | PROB_TABLES and (_ndim(values) == 2 or (bare in BINARY and is_number(values))):
+        if bare in LOGIT_TABLES | PROB_TABLES and (dimensions(values) == 2 or (bare in BINARY and is_number(values))):
             groups.append(ScoreColumns(None if bare in UNDECLARED else bare in LOGIT_TABLES, {name: ""}))
     for prefix in LOGIT_PREFIXES + PROB_PREFIXES:
         members = {
@@ -326,10 +328,10 @@ def _find_by_class_name(columns: Mapping[str, Any], labels: Callable[[], set[str
     if _are_consecutive(list(numbers)):
         return [ScoreColumns(None, numbers)]
     order = [name for name, values in columns.items() if is_number(values)]
-    places = [place for place, name in enumerate(order) if name.strip() in labels()] if len(order) > 1 else []
-    if len(places) < 2:
+    positions = [position for position, name in enumerate(order) if name.strip() in labels()] if len(order) > 1 else []
+    if len(positions) < 2:
         return []
-    run = order[places[0] : places[-1] + 1]
+    run = order[positions[0] : positions[-1] + 1]
     return [ScoreColumns(None, {name: name for name in run if not name.startswith("label_")})]
 
 
@@ -360,15 +362,15 @@ def _find_top_label(columns: Mapping[str, Any], taken: Mapping[str, str], path: 
 
 def _label_values(columns: Mapping[str, Any], taken: Mapping[str, str], options: ReadOptions) -> set[str]:
     """Return the distinct labels as texts."""
-    given = options.get("labels")
+    labels = options.get("labels")
     column = next((name for name, role in taken.items() if role == "label"), None)
-    values = given.values if isinstance(given, LabelFile) else columns[column] if column is not None else given
-    if values is None or _ndim(values) != 1:
+    values = labels.values if isinstance(labels, LabelFile) else columns[column] if column is not None else labels
+    if values is None or dimensions(values) != 1:
         return set()
     return {str(value).strip() for value in (values.tolist() if hasattr(values, "tolist") else values)}
 
 
-def _ndim(values: Any) -> int:
+def dimensions(values: Any) -> int:
     """Return the number of dimensions; NumPy would copy a list of texts into entries of one width."""
     ndim = getattr(values, "ndim", None)
     if ndim is not None:
@@ -388,7 +390,7 @@ def _are_consecutive(words: Sequence[str]) -> bool:
 
 def is_number(values: Any) -> bool:
     """Return whether a column holds one number per sample, by its type or its first value."""
-    if _ndim(values) != 1 or not len(values):
+    if dimensions(values) != 1 or not len(values):
         return False
     if isinstance(values, Tensor):
         return True

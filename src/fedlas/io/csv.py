@@ -22,7 +22,8 @@ from fedlas.io.labels import is_number_text
 from fedlas.io.table import Table, to_columns
 from fedlas.io.texts import EncodedTexts, text_array
 from fedlas.io.untrusted import check_file, open_text, read_batches
-from fedlas.predictions import Predictions, RowLimits
+from fedlas.predictions import Predictions
+from fedlas.predictions.arrays import RowLimits
 
 CELLS = 2**16  # that are converted together
 MOSTLY_UNIQUE = ("id", "ids", "path", "paths", "index")  # columns in which few cells are equal
@@ -92,10 +93,10 @@ def read(path: Path, options: ReadOptions, progress: Callable[[float], None] | N
                 [cell.replace(",", ".") for cell in batch.columns[i]] if cells.separator == ";" else batch.columns[i]
                 for i in numeric.positions
             ]
-            for place, i in enumerate(numeric.positions) if numeric.candidates else ():
-                if i in numeric.candidates and not all(map(is_number_text, numbers[place])):
+            for position, i in enumerate(numeric.positions) if numeric.candidates else ():
+                if i in numeric.candidates and not all(map(is_number_text, numbers[position])):
                     not_numeric.add(header[i])
-                    numbers[place] = [cell if is_number_text(cell) else "nan" for cell in numbers[place]]
+                    numbers[position] = [cell if is_number_text(cell) else "nan" for cell in numbers[position]]
             part = _parse(numbers, [header[i] for i in numeric.positions], batch.lines, path)
             values.frombytes(part.tobytes())
             if numeric.probs:
@@ -104,7 +105,7 @@ def read(path: Path, options: ReadOptions, progress: Callable[[float], None] | N
                 column.extend(batch.columns[i])
     table = np.frombuffer(values, dtype=np.float64).reshape(len(lines), len(numeric.positions))
     columns: dict[str, Any] = dict.fromkeys(header, ())
-    columns |= {header[i]: table[:, place] for place, i in enumerate(numeric.positions)}
+    columns |= {header[i]: table[:, position] for position, i in enumerate(numeric.positions)}
     columns |= {header[i]: text_array(column) if isinstance(column, list) else column for i, column in texts.items()}
     columns |= dict.fromkeys(not_numeric, ())
     by_row = np.frombuffer(limits, dtype=np.float64).reshape(-1, 3)
@@ -140,7 +141,7 @@ def _open(path: Path, *, header: bool, progress: Callable[[float], None] | None 
         first = next(batches, [""])
         # Where decimals are written as 0,5, columns are separated by semicolons.
         separators = (",", ";", "\t") if header else (";", ",", "\t")
-        separator = next((one for one in separators if one in first[0]), None)
+        separator = next((mark for mark in separators if mark in first[0]), None)
         lines: Iterator[list[str]] = chain([first], batches)
         if separator is None and ".txt" in path.suffixes:
             separator = " "

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedlas.errors import UserError, short_list
 from fedlas.io.columns import NUMERIC_PREFIXES, ReadOptions, table_kind
-from fedlas.io.table import SINGULAR, Table, class_columns, to_arrays
+from fedlas.io.table import SINGULAR, Table, class_columns, metadata_columns, to_arrays
 from fedlas.io.texts import text_array
 from fedlas.io.untrusted import file_errors, open_text, read_lines
 from fedlas.predictions import Predictions
@@ -29,12 +29,12 @@ def read(path: Path, options: ReadOptions, progress: Callable[[float], None] | N
         return Table(_join_records(enumerate(content), path, "record")[0])
     if not isinstance(content, dict):
         raise UserError(f"{path}: an object of columns or a list of records is expected, not {type(content).__name__}")
-    given = {name: values for name, values in content.items() if name not in TEXT_FIELDS}
-    for name, values in given.items():
+    lists = {name: values for name, values in content.items() if name not in TEXT_FIELDS}
+    for name, values in lists.items():
         if not isinstance(values, list):
             raise UserError(f"{path}: {name} is {type(values).__name__}; every column is a list")
     columns = {}
-    for name, values in given.items():
+    for name, values in lists.items():
         column = _Column(name, values[0] if values else None, "row")
         for row, value in enumerate(values):
             column.append(value, row, path)
@@ -56,12 +56,14 @@ def encode_jsonl(predictions: Predictions, probs: bool) -> bytes:
     columns = {name: column.tolist() for name, column in to_arrays(predictions, probs).items()}
     if names is not None and isinstance(columns.get("labels", [()])[0], int):
         columns["labels"] = [names[i] for i in columns["labels"]]
+    metadata = metadata_columns(predictions, to_arrays(predictions, probs))
     scores = "probs" if probs else "logits"
     lines = []
     for row in range(len(predictions)):
         record = {SINGULAR[name] if name in ONE_VALUE else name: column[row] for name, column in columns.items()}
         if names is not None:
             record[scores] = dict(zip(names, record[scores], strict=True))
+        record |= {name: texts[row] for name, texts in metadata.items()}
         lines.append(json.dumps(record, ensure_ascii=False) + "\n")
     return "".join(lines).encode()
 
@@ -124,7 +126,7 @@ def _flatten(record: dict[str, Any]) -> dict[str, Any]:
     for name, value in record.items():
         if isinstance(value, dict):
             prefix = table_kind(name) or name.removesuffix("s")
-            flat |= {f"{prefix}_{key}": one for key, one in value.items()}
+            flat |= {f"{prefix}_{key}": entry for key, entry in value.items()}
         else:
             flat[name] = value
     return flat
@@ -149,11 +151,11 @@ class _Column:
             return
         many = self.width is not None
         if isinstance(value, list) is not many or (many and len(value) != self.width):
-            wanted = f"a list of {self.width} numbers like the first" if many else "a number"
-            raise UserError(f"{path}: {self.word} {row} of {self.name} is not {wanted}")
+            expected = f"a list of {self.width} numbers like the first" if many else "a number"
+            raise UserError(f"{path}: {self.word} {row} of {self.name} is not {expected}")
         numbers = value if many else [value]
         if not set(map(type, numbers)) <= {int, float}:
-            kinds = " and ".join(sorted({type(one).__name__ for one in numbers}))
+            kinds = " and ".join(sorted({type(entry).__name__ for entry in numbers}))
             raise UserError(f"{path}: {self.word} {row} of {self.name} holds {kinds}; numbers are expected")
         self.values.extend(numbers)
 

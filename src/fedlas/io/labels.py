@@ -79,13 +79,13 @@ def class_numbers(labels: Any, names: Sequence[str] | None, path: str | Path, *,
     distinct = find_distinct(labels)
     words = [normalize_label(label, strip=False) for label in distinct.values]
     numbers = [number.get(word, stripped.get(word.strip())) for word in words]
-    named = any(one is not None for one in numbers)
+    named = any(class_number is not None for class_number in numbers)
     if not named:
         _check_spelling(words, list(number), path)
         numbers = [parse_integer(word.strip()) for word in words]
         binary = [BINARY_LABELS.get(word.strip().casefold()) for word in words]
         numbers = binary if classes <= 2 and None not in binary else numbers
-    bad = {int(distinct.first[i]): words[i].strip() for i, one in enumerate(numbers) if one is None}
+    bad = {int(distinct.first[i]): words[i].strip() for i, class_number in enumerate(numbers) if class_number is None}
     if names is None and len(bad) == len(words) and not any(map(is_number_text, bad.values())):
         raise UserError(
             f"{path}: class_names is missing: labels are names, and nothing says which class each name is; give class "
@@ -142,11 +142,11 @@ def warn_of_similar_names(names: Sequence[str] | None) -> None:
 
 def number_duplicates(names: Sequence[str]) -> list[str]:
     """Make equal class names different by numbers, and warn: older versions wrote such files with numeric labels."""
-    given, unique_names = set(names), dict[str, str]()
+    distinct, unique_names = set(names), dict[str, str]()
     counts = Counter[str]()
     for name in names:
         unique = name
-        while unique in unique_names or (unique != name and unique in given):
+        while unique in unique_names or (unique != name and unique in distinct):
             counts[name] += 1
             unique = f"{name} ({counts[name] + 1})"
         unique_names[unique] = name

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fedlas.errors import UserError
 from fedlas.io.columns import ReadOptions
-from fedlas.io.table import Table, to_arrays
+from fedlas.io.table import Table, metadata_columns, to_arrays
 from fedlas.io.untrusted import MAX_RATIO, MAX_UNPACKED, ObjectsError, check_unpacked, file_errors
 from fedlas.predictions import Predictions
 
@@ -90,6 +90,8 @@ def encode(predictions: Predictions, probs: bool) -> bytes:
     texts: dict[str, Any] = {name: arrays.pop(name) for name in ("ids", "paths") if name in arrays}
     texts |= {"class_names": predictions.class_names, "split": predictions.split}
     arrays |= {name: _fixed_width(value, name) for name, value in texts.items() if value is not None}
+    metadata = metadata_columns(predictions, arrays)
+    arrays |= {name: _fixed_width(texts, name) for name, texts in metadata.items()}
     stream = io.BytesIO()
     np.savez(stream, **arrays)
     return stream.getvalue()

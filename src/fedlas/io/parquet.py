@@ -11,22 +11,23 @@ import numpy as np
 from fedlas.errors import UserError
 from fedlas.extras import optional_module
 from fedlas.io.columns import NUMERIC_PREFIXES, ROW_NAMES, ReadOptions, find_roles, label_names
-from fedlas.io.table import Table, to_columns
+from fedlas.io.table import Table, find_groups, to_columns
 from fedlas.io.texts import text_array
 from fedlas.io.untrusted import check_unpacked, file_errors
 from fedlas.predictions import Predictions
 
 
 def read(path: Path, options: ReadOptions, progress: Callable[[float], None] | None = None) -> Table:
-    """Read the columns of a parquet table that have a role; the others become an example of their type."""
+    """Read the columns of a parquet table that have a role or may be metadata; others become an example of a type."""
     del progress
     file = ParquetFile(path)
     columns = dict(file.examples)
     labels = [name for name, role in label_names(columns, options, path).items() if role == "label"]
     columns |= file.read(labels)  # columns of classes may be called by the names that occur there
-    skipped = {*labels, *find_roles(columns, options, path).unread}
+    unread = find_roles(columns, options, path).unread
+    skipped = {*labels, *unread}
     names = [name for name in columns if name not in skipped and name.casefold() not in ROW_NAMES]
-    return Table(columns | file.read(names))
+    return Table(columns | file.read(names) | file.read_groups(unread))
 
 
 def encode(predictions: Predictions, probs: bool) -> bytes:
@@ -59,31 +60,51 @@ class ParquetFile:
             self._file = parquet.ParquetFile(str(path), read_dictionary=_text_columns(about))
         self.examples = {field.name: _example(field.type) for field in self._file.schema_arrow}
 
+    def read_groups(self, names: Iterable[str]) -> dict[str, Any]:
+        """Read the columns that group the samples, one by one; binary ones may be images, and are not read."""
+        types = optional_module("pyarrow").types
+        kinds = {field.name: field.type for field in self._file.schema_arrow}
+        groups: dict[str, Any] = {}
+        for name in names:
+            if not len(self.examples[name]) or types.is_binary(kinds[name]) or _is_list(kinds[name]):
+                continue
+            values = self.read([name])[name]
+            if find_groups(name, values) is not None:
+                groups[name] = values
+        return groups
+
     def read(self, names: Iterable[str]) -> dict[str, Any]:
         """Read columns; raise if a type is neither numbers, texts nor lists of numbers."""
-        wanted = dict.fromkeys(names)
+        chosen = dict.fromkeys(names)
         for field in self._file.schema_arrow:
             # A name also selects columns that have it and a dot as a prefix.
-            selected = any(start in wanted for start in accumulate(field.name.split("."), "{}.{}".format))
+            selected = any(start in chosen for start in accumulate(field.name.split("."), "{}.{}".format))
             if selected and not len(_example(field.type)):
                 raise UserError(
                     f"{self._path}: {field.name} holds {field.type}; numbers, texts or lists of numbers are read"
                 )
         with file_errors(self._path):
-            columns = _read_floats(self._file, wanted)
-            rest = self._file.read([name for name in wanted if name not in columns])
-        return columns | {name: _to_array(rest[name], name, self._path) for name in wanted if name not in columns}
+            columns = _read_floats(self._file, chosen)
+            rest = self._file.read([name for name in chosen if name not in columns])
+        return columns | {name: _to_array(rest[name], name, self._path) for name in chosen if name not in columns}
 
 
 def _text_columns(about: Any) -> list[str]:
     """Return the names of the columns that hold texts."""
     columns = [about.schema.column(i) for i in range(about.num_columns)]
-    return [one.path for one in columns if one.physical_type == "BYTE_ARRAY" and one.max_repetition_level == 0]
+    return [
+        column.path for column in columns if column.physical_type == "BYTE_ARRAY" and column.max_repetition_level == 0
+    ]
 
 
 def _is_list(kind: Any) -> bool:
     types = optional_module("pyarrow").types
     return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def _is_date(kind: Any) -> bool:
+    types = optional_module("pyarrow").types
+    return bool(types.is_date(kind) or types.is_timestamp(kind))
 
 
 def _example(kind: Any) -> Any:
@@ -96,15 +117,15 @@ def _example(kind: Any) -> Any:
         return np.zeros(1)
     if types.is_dictionary(kind):
         return _example(kind.value_type)
-    is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind)
+    is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or _is_date(kind)
     return text_array([""]) if is_text or types.is_boolean(kind) else ()
 
 
-def _read_floats(file: Any, wanted: Container[str]) -> dict[str, Any]:
+def _read_floats(file: Any, chosen: Container[str]) -> dict[str, Any]:
     """Read the columns of scores, features and soft labels into one array, if all have one floating-point type."""
     types = optional_module("pyarrow").types
     schema = file.schema_arrow
-    fields = [field for field in schema if field.name in wanted]
+    fields = [field for field in schema if field.name in chosen]
     names = [
         field.name for field in fields if field.name.startswith(NUMERIC_PREFIXES) and types.is_floating(field.type)
     ]
@@ -114,9 +135,9 @@ def _read_floats(file: Any, wanted: Container[str]) -> dict[str, Any]:
         return {}
     dtype = np.dtype(f"f{kinds.pop().bit_width // 8}")  # to_pandas_dtype, before pyarrow 18, needs pandas
     table = np.empty((file.metadata.num_rows, len(names)), dtype=dtype)
-    for place, name in enumerate(names):
-        table[:, place] = file.read([name])[name].to_numpy()
-    return {name: table[:, place] for place, name in enumerate(names)}
+    for position, name in enumerate(names):
+        table[:, position] = file.read([name])[name].to_numpy()
+    return {name: table[:, position] for position, name in enumerate(names)}
 
 
 def _to_array(column: Any, name: str, path: Path) -> Any:
@@ -134,4 +155,4 @@ def _to_array(column: Any, name: str, path: Path) -> Any:
         column = column.unify_dictionaries().combine_chunks()
         values = text_array([*column.dictionary.to_pylist(), None])  # the last one for empty cells
         return values[column.indices.fill_null(len(values) - 1).to_numpy(zero_copy_only=False)]
-    return text_array(column.to_pylist())
+    return text_array((column.cast("string") if _is_date(column.type) else column).to_pylist())

@@ -11,7 +11,18 @@ import torch
 from numpy.typing import NDArray
 
 from fedlas.errors import RowError, UserError, short_list
-from fedlas.io.columns import LABELS, ReadOptions, find_roles, header_advice, is_number, option
+from fedlas.io.columns import (
+    CONFIDENCES,
+    CORRECT,
+    LABELS,
+    PREDICTIONS,
+    ReadOptions,
+    dimensions,
+    find_roles,
+    header_advice,
+    is_number,
+    option,
+)
 from fedlas.io.labels import (
     INTEGER,
     LabelFile,
@@ -23,25 +34,25 @@ from fedlas.io.labels import (
     parse_correctness,
     warn_of_similar_names,
 )
-from fedlas.io.texts import find_distinct, text_array
+from fedlas.io.texts import Distinct, find_distinct, text_array
 from fedlas.io.untrusted import content_errors
 from fedlas.predictions import (
     SCORE_ROLES,
     AnyPredictions,
     ColumnRoles,
     Predictions,
-    RowLimits,
     TopLabelPredictions,
-    as_tensor,
-    check_labels,
     replace_fields,
 )
+from fedlas.predictions.arrays import RowLimits, as_tensor, check_labels
 
 MAX_CLASSES = 2**20  # of a file: the metrics of each take a kilobyte, and a small file can claim any number
 # Names of columns that hold one value, or one class, in a row.
 SINGULAR = {
     "logits": "logit", "probs": "prob", "labels": "label", "features": "feature", "ids": "id", "paths": "path",
 }  # fmt: skip
+MAX_METADATA = 50  # columns
+MAX_VALUES = 50  # of a column of metadata
 MIN_CONFIDENCES = 20  # that a warning about low confidences of two classes needs
 
 
@@ -118,7 +129,61 @@ def build_predictions(table: Table, path: str | Path, options: ReadOptions, spli
             fields |= {"normalize": options.get("normalize", False), "limits": table.limits}
             with _mention_unread(table.columns, roles.unread, content.scores):
                 made = Predictions.from_probs(content.scores, content.labels, **fields)
-        return replace_fields(made, columns=roles)
+        metadata = {**_find_metadata(table.columns, roles.unread, made), **(made.metadata or {})}
+        unread = [name for name in roles.unread if name not in metadata]
+        columns_read = roles._replace(unread=unread, metadata=tuple(metadata))
+        return replace_fields(made, metadata=metadata or None, columns=columns_read)
+
+
+def _find_metadata(
+    columns: Mapping[str, Any], unread: Sequence[str], predictions: AnyPredictions
+) -> dict[str, tuple[str, ...]]:
+    """Return the columns without a role that group the samples, but not by their label or correctness."""
+    metadata: dict[str, tuple[str, ...]] = {}
+    for name in unread:
+        if len(metadata) == MAX_METADATA:
+            break
+        groups = find_groups(name, columns[name])
+        if groups is None or len(groups.codes) != len(predictions) or _repeats_outcome(groups, predictions):
+            continue
+        # Every row refers to one of a few texts, so a million rows take 8 megabytes.
+        texts = ["" if _is_missing(value) else normalize_label(value) for value in groups.values]
+        metadata[name] = tuple(map(texts.__getitem__, groups.codes.tolist()))
+    return metadata
+
+
+def find_groups(name: str, values: Any) -> Distinct | None:
+    """Return the groups of a column that may be metadata: 2 to 50 values, each in two rows on average; else None.
+
+    Confidences, predictions and correctness that are not needed beside probabilities are none.
+    """
+    if name.casefold() in CONFIDENCES | PREDICTIONS | CORRECT or dimensions(values) != 1:
+        return None
+    try:
+        distinct = find_distinct(values)
+    except TypeError:  # entries of a DataFrame that have no hash, such as lists
+        return None
+    return distinct if 2 <= len(distinct.values) <= min(MAX_VALUES, len(values) // 2) else None
+
+
+def _repeats_outcome(groups: Distinct, predictions: AnyPredictions) -> bool:
+    """Return whether groups are the classes of the labels, or the correct and the incorrect predictions."""
+    labels, codes = predictions.given_labels, torch.as_tensor(groups.codes)
+    if len(groups.values) == 2 and (labels is not None or isinstance(predictions, TopLabelPredictions)):
+        first, correct = codes == codes[0], predictions.correct.cpu()
+        if bool((first == correct).all()) or bool((first != correct).all()):
+            return True
+    if labels is None or labels.ndim != 1:
+        return False
+    texts = [normalize_label(value) for value in groups.values]
+    numbers = {name: number for number, name in enumerate(predictions.class_names or ())}
+    numbers |= {text: int(text) for text in texts if text not in numbers and text.isdecimal() and len(text) < 10}
+    return bool((torch.tensor([numbers.get(text, -1) for text in texts])[codes.long()] == labels.cpu()).all())
+
+
+def _is_missing(value: object) -> bool:
+    """Return whether a value is an empty cell: None, or what pandas and NumPy have instead."""
+    return value is None or (not isinstance(value, str) and str(value) in {"nan", "NaT", "<NA>"})
 
 
 def _rename_columns(columns: Mapping[str, Any], roles: ColumnRoles) -> dict[str, Any]:
@@ -129,18 +194,18 @@ def _rename_columns(columns: Mapping[str, Any], roles: ColumnRoles) -> dict[str,
 
 def _no_scores(columns: Mapping[str, Any], roles: ColumnRoles, options: ReadOptions, path: str | Path) -> UserError:
     """Return the error about a table in which no scores were found."""
-    wanted = "logits, probs, logit_NAME, prob_NAME, or confidence and prediction"
+    expected = "logits, probs, logit_NAME, prob_NAME, or confidence and prediction"
     advice = f"name the columns of the classes with {option('prob_columns')}"
     if "label" not in roles.names.values() and options.get("labels") is None:
         advice += f", or, if these are called by class names alone, that of the labels with {option('label_column')}"
     listed = f"its columns are {short_list(columns)}{header_advice(columns, options)}" if columns else "it is empty"
-    return UserError(f"{path}: expected one of {wanted}; {advice}; {listed}")
+    return UserError(f"{path}: expected one of {expected}; {advice}; {listed}")
 
 
 def no_labels(roles: ColumnRoles | None, path: object, labels: str = "labels") -> UserError:
     """Return the error about a table in which no labels were found; `labels` is the option that provides them."""
-    unread = () if roles is None else roles.unread
-    listed = f"; these columns are not understood: {short_list(unread)}" if unread else ""
+    others = () if roles is None else (*roles.metadata, *roles.unread)
+    listed = f"; these columns have no known role: {short_list(others)}" if others else ""
     advice = f"name their column with {option('label_column')}, or give them with {option(labels)}"
     return UserError(f"{path}: no labels were found{listed}; {advice}")
 
@@ -230,7 +295,9 @@ def _number_words(
 ) -> tuple[list[str] | None, dict[str, Any]]:
     """Return the class names that occur among labels and predictions, and the class numbers of these columns."""
     distinct = {role: find_distinct(column) for role, column in columns.items()}
-    words = {role: [normalize_label(value) for value in one.values] for role, one in distinct.items()}
+    words = {
+        role: [normalize_label(value) for value in distinct_values.values] for role, distinct_values in distinct.items()
+    }
     if len(words) == 2 and _mixes_numbers_and_names(*words.values()):
         shown = ", ".join(some[0] for some in words.values())
         raise UserError(f"{path}: one of label and prediction holds numbers, the other names: {shown}")
@@ -320,9 +387,9 @@ def _stack(columns: Mapping[str, Any], prefix: str, names: Sequence[str], path: 
 def _shared_view(arrays: Sequence[NDArray[Any]]) -> NDArray[Any] | None:
     """Return a view of the array that arrays are neighbouring columns of, without a copy; None if they are not."""
     first, step = arrays[0], arrays[0].itemsize
-    for place, one in enumerate(arrays):
-        same = one.base is first.base and one.dtype == first.dtype and one.strides == first.strides
-        if first.base is None or not same or one.ctypes.data != first.ctypes.data + place * step:
+    for position, array in enumerate(arrays):
+        same = array.base is first.base and array.dtype == first.dtype and array.strides == first.strides
+        if first.base is None or not same or array.ctypes.data != first.ctypes.data + position * step:
             return None
     shape, strides = (len(first), len(arrays)), (*first.strides, step)
     return np.lib.stride_tricks.as_strided(first, shape, strides) if first.dtype.kind == "f" else None
@@ -358,7 +425,21 @@ def to_columns(predictions: Predictions, probs: bool) -> dict[str, NDArray[Any]]
             columns |= {f"{singular}_{suffix}": array[:, i] for i, suffix in enumerate(suffixes)}
     if predictions.class_names is not None and "label" in columns:
         columns["label"] = text_array([names[i] for i in columns["label"].tolist()])
-    return columns
+    return columns | {name: text_array(texts) for name, texts in metadata_columns(predictions, columns).items()}
+
+
+def metadata_columns(predictions: Predictions, columns: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return metadata as texts, without columns whose name would give them a role beside the others."""
+    texts = {
+        name: ["" if _is_missing(value) else str(value) for value in values]
+        for name, values in (predictions.metadata or {}).items()
+        if name not in columns
+    }
+    return {
+        name: values
+        for name, values in texts.items()
+        if name in find_roles({**columns, name: text_array(values)}, {}, "metadata").unread
+    }
 
 
 def class_columns(predictions: Predictions) -> tuple[str, ...]:

@@ -99,10 +99,10 @@ def content_errors(path: str | Path, lines: Sequence[int] | None = None) -> Iter
     """Name the file in errors about its content; whatever its content breaks becomes a `UserError`.
 
     Args:
-        path: the file.
+        path: the file, or a text that describes another source.
         lines: of a text file, the line of each row.
     """
-    before = FROM_FILE.set(True)
+    before = FROM_FILE.set(isinstance(path, Path))
     try:
         with memory_errors():
             yield

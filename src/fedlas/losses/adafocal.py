@@ -2,9 +2,9 @@
 
     L = mean_i f(p_t, g)  CE_i,   f = (1 - p_t)^g where g > 0,  (1 + p_t)^|g| where g < 0 (inverse focal)
 
-g is the gamma of the bin that contains p_t, the probability of the true class. At first the 15 bins are equally wide
-and every gamma is 1. After each epoch the bins become the equal-mass bins of the validation confidence, and with gap_b
-the mean confidence minus the accuracy of bin b (0 where it is empty),
+g is the gamma of the bin that contains p_t, the probability of the true class. Initially the 15 bins have equal
+width and every gamma is 1. After each epoch the bins become the equal-mass bins of the validation confidence, and with
+gap_b the mean confidence minus the accuracy of bin b (0 if the bin is empty),
 
     g_b <- g_b exp(step gap_b) where g_b > 0, g_b exp(-step gap_b) elsewhere
     g_b <- -switch where 0 < g_b < switch, +switch where -switch < g_b <= 0;  then clipped to [gamma_min, gamma_max]

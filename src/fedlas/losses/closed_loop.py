@@ -5,7 +5,7 @@
 
 m_i is the prediction of sample i at its previous visit (`past`: training mode, augmented view, no gradient; uniform at
 the first visit) or the uniform distribution (`uniform`, which is label smoothing); `none` omits the second term, so
-that only the weight of a sample changes. x_i is the confidence of the prediction, the L1 norm of the features, or
+that a_i only reduces the weight of a sample. x_i is the confidence of the prediction, the L1 norm of the features, or
 absent (`none`: one strength for all samples). After each epoch the bins become equal-mass bins of x on the validation
 data, and gap_b is computed there: over-confident bins get a larger a_b, under-confident ones a smaller a_b. A bin
 without validation samples keeps its strength. Training samples may be distributed unequally over these bins. Class
@@ -50,16 +50,16 @@ class _Recorded(tuple[Mapping[str, Sequence[float]], ...]):
         return f"<{len(self)} epochs>"
 
 
-def _recorded(given: Sequence[Mapping[str, Sequence[float]]], strengths: int) -> _Recorded:
-    """Check that recorded strengths and edges have the right number."""
-    wanted = {"strengths": strengths, "edges": strengths + 1}
-    for epoch in given:
-        sizes = {name: len(epoch.get(name, ())) for name in wanted}
-        if sizes != wanted:
-            raise UserError(f"an epoch of replay has {sizes} numbers, but {strengths} bins need {wanted}")
-    if not given:
+def _recorded(epochs: Sequence[Mapping[str, Sequence[float]]], strengths: int) -> _Recorded:
+    """Check the numbers of recorded strengths and edges."""
+    expected = {"strengths": strengths, "edges": strengths + 1}
+    for epoch in epochs:
+        sizes = {name: len(epoch.get(name, ())) for name in expected}
+        if sizes != expected:
+            raise UserError(f"an epoch of replay has {sizes} numbers, but {strengths} bins need {expected}")
+    if not epochs:
         raise UserError("replay has no epoch; leave it out for strengths that follow the validation set")
-    return _Recorded(given)
+    return _Recorded(epochs)
 
 
 class ClosedLoop(AbstractSelfDistillation):
@@ -76,8 +76,8 @@ class ClosedLoop(AbstractSelfDistillation):
         alpha_min: lower limit of the strengths.
         alpha_max: upper limit of the strengths.
         start: strength of every bin in the first epoch.
-        replay: strengths and edges of the bins in each epoch, [{"strengths": [...], "edges": [...]}, ...], in place of
-            feedback; the last ones stay. A run logs them as `loss_state`, each for the epoch that follows.
+        replay: strengths and edges of the bins in each epoch, [{"strengths": [...], "edges": [...]}, ...], instead of
+            feedback; after the last entry, they stay constant. The `loss_state` logged in an epoch is for the next one.
         table_dtype: `float32`, or `bfloat16` for half the memory of the past predictions.
         **options: see `AbstractLoss`.
 
@@ -176,14 +176,14 @@ class ClosedLoop(AbstractSelfDistillation):
 
     @torch.no_grad()
     def _take_recorded(self) -> None:
-        """Set the strengths and edges that were recorded for the next epoch, if any were."""
+        """Set the recorded strengths and edges of the next epoch, if `replay` is set."""
         if self.replay is not None:
             recorded = self.replay[min(int(self.finished_epochs), len(self.replay) - 1)]
             self.alphas.copy_(torch.tensor(recorded["strengths"]))
             self.edges.copy_(torch.tensor(recorded["edges"]))
 
     def epoch_state(self) -> dict[str, list[float]]:
-        """Return the strengths of the next epoch, the gaps they follow from, and the edges of their bins."""
+        """Return the strengths of the next epoch, the gaps that determined them, and the edges of their bins."""
         return {"strengths": self.alphas.tolist(), "gaps": self.gaps.tolist(), "edges": self.edges.tolist()}
 
     def _strengths(self, batch: Batch) -> Tensor:

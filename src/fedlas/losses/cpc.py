@@ -53,10 +53,10 @@ class _PairSum(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(logits: Float[Tensor, "n c"], among: Tensor) -> tuple[Float[Tensor, " n"], Float[Tensor, "n c"]]:
+    def forward(logits: Float[Tensor, "n c"], selected: Tensor) -> tuple[Float[Tensor, " n"], Float[Tensor, "n c"]]:
         n, classes = logits.shape
         at_once = classes if torch.compiler.is_compiling() else max(1, PAIRS_AT_ONCE // max(n * classes, 1))
-        mask = among.to(logits.dtype)
+        mask = selected.to(logits.dtype)
         value, slopes = logits.new_zeros(n), []
         for start in range(0, classes, at_once):
             block = slice(start, start + at_once)

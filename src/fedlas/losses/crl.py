@@ -6,9 +6,9 @@ paired with the next of the batch, cyclically:
 
     L = mean CE + rank_weight mean_i max(0, -sign(u_i - u_j) (r_i - r_j) + |u_i - u_j|),  0 where u_i = u_j
 
-The score r is the largest probability (`softmax`), its margin over the second (`margin`) or minus the normalised
-entropy (`entropy`); the gradient flows through both scores of a pair. In the first epoch the ranking term is 0.
-Differences from the official code: the table has rows for training samples only, so that unseen samples do not keep
+The score r is the largest probability (`softmax`), its margin over the second largest (`margin`) or the negative
+normalised entropy (`entropy`); the gradient flows through both scores of a pair. In the first epoch the ranking term is
+0. Differences from the official code: the table has rows for training samples only, so that unseen samples do not keep
 k_min at 0; u = 0 where every sample has k = K (official: 0/0); the counts are saved with the loss; ignored samples are
 not paired. The ranking is used in training only: in evaluation mode, or where gradients are disabled, it is 0 and no
 index is needed.
@@ -31,7 +31,7 @@ class CRL(AbstractLoss):
     Args:
         num_samples: number of samples of the training split, whose positions are passed as `index`.
         rank_weight: weight of the ranking term.
-        score: confidence that is ranked.
+        score: confidence score to rank.
         **common: see `AbstractLoss`.
 
     """

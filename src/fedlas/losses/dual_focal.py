@@ -36,7 +36,7 @@ class DualFocal(AbstractLoss):
 # Compare logits, not probabilities: a compiler may compute a probability twice with different rounding. For the same
 # reason p_j is gathered by its index: the gradient of a maximum would compare it with a recomputed value.
 def _next_below(batch: Batch) -> Float[Tensor, "n 1"]:
-    """Return p_j, the largest probability below that of the label."""
+    """Return p_j, the largest probability below the probability of the label."""
     logits = batch.logits.detach()
     lower = torch.where(logits < logits.gather(1, batch.labels.unsqueeze(1)), logits, -torch.inf)
     value, index = lower.max(1, keepdim=True)

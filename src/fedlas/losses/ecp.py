@@ -1,7 +1,7 @@
 """Explicit confidence penalty: L = mean_i CE_i - alpha H_i, with H_i the entropy of p_i; alpha 0.1.
 
-H_i is the *mean* over classes of -q log q, q = clip(p, 1e-10, 1 - 1e-10), as in the code that
-produced the published results. The original paper uses the sum, which is C times larger: `class_reduction="sum"`.
+H_i is the *mean* over classes of -q log q, q = clip(p, 1e-10, 1 - 1e-10), as in the code of
+the published results. The original paper uses the sum, which is C times larger: `class_reduction="sum"`.
 """
 
 from typing import Literal, Unpack

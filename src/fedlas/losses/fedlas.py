@@ -152,7 +152,7 @@ class NCI(AbstractExact):
             return gamma.to(logits.dtype)
 
     def _on_host(self, values: Float[Tensor, " n"], *, updates_state: bool) -> Float[Tensor, " n"] | None:
-        """Return gamma, computed with Python floats in a fifth of the operators, or None if a value is not usable."""
+        """Return gamma, computed with Python floats (a fifth of the operators), or None if a value is not usable."""
         values = values.to(torch.promote_types(self.mean.dtype, values.dtype))
         n = len(values)
         if n < 2 or self.source == "max_logit":
@@ -264,13 +264,13 @@ class BCG(AbstractPart):
         )
         inputs, plus, minus = logits.detach(), self.positive_index, 1 - self.positive_index
         # w^T softmax(o) with w = (1, -1) is tanh((o_0 - o_1) / 2).
-        if self.is_eager_on_cpu(logits):  # the formula itself, in few operators
+        if self.is_eager_on_cpu(logits):  # the formula as written, with few operators
             hidden = functional.leaky_relu(functional.linear(inputs, w_in, b_in), 0.01)
             outputs = functional.linear(hidden, w_out, b_out).unbind(1)
             v = torch.tanh((outputs[plus] - outputs[minus]) / 2)
         else:
             # Units x samples, not samples x units: GPUs have a fast kernel for the gradient of w_in in this layout.
-            # A product with a vector instead of a matrix of two columns.
+            # Multiply by the difference of the two output rows, a vector, instead of a two-column matrix.
             hidden = functional.leaky_relu(w_in @ inputs.t() + b_in.unsqueeze(1), 0.01)
             difference = (w_out[plus] - w_out[minus]).unsqueeze(1) * hidden
             v = torch.tanh((difference.sum(0) + (b_out[plus] - b_out[minus])) / 2)
@@ -283,7 +283,7 @@ class BCG(AbstractPart):
 
     @torch.no_grad()
     def _take_from_first_rank(self) -> None:
-        """Copy the gate of rank 0, because without DDP around the loss each rank initialises its own."""
+        """Copy the gate parameters of rank 0: without DDP around the loss, each rank initialises its own gate."""
         parameters = list(self.parameters())
         first = ranks.stacked(torch.cat([p.detach().flatten() for p in parameters]))[0]
         for parameter, values in zip(parameters, first.split([p.numel() for p in parameters]), strict=True):
@@ -301,7 +301,7 @@ def _all_or(valid: Tensor | None, rows: Tensor) -> Tensor:
 
 
 def _shuffled(valid: Tensor) -> Tensor:
-    """Return a random permutation of the valid positions; ignored samples keep theirs."""
+    """Return a random permutation of the valid positions; ignored samples keep their positions."""
     keys = torch.rand(valid.shape, device=valid.device)
     permutation = torch.argsort(keys + 2 * ~valid)
     position = torch.arange(len(valid), device=valid.device)
@@ -491,7 +491,7 @@ class FeDLaSMbLS(AbstractFeDLaS):
     Args:
         num_classes: number of classes.
         lambda_: base weight of the margin term; paper: 0.1, and 0.05 on Tiny-ImageNet and fine-grained data sets.
-        margin: m, the difference of logits without a penalty; paper: 6 on CIFAR, 10 elsewhere.
+        margin: m, the largest difference of logits without a penalty; paper: 6 on CIFAR, 10 elsewhere.
         beta: sensitivity to the indicator; paper: 0.5, and 1 on CIFAR-100.
         margin_reduction: `mean` or `sum` over classes in R; by default from the preset.
         **options: see `AdaptiveSmoothing` and `AbstractLoss`.

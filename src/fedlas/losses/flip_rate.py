@@ -1,8 +1,8 @@
 """Gate statistics per epoch: fractions of samples in each mode, and flip rate.
 
-With psi_i^e the mode of sample i in epoch e: the fractions of +1 and -1 are relative to the samples seen in epoch e;
-the flip rate is the fraction with psi_i^e != psi_i^(e-1) of the samples seen in both epochs. A sample that an epoch
-omits (`drop_last`) is counted in neither. A psi of exactly 0, which `preset="official"` allows, counts as -1.
+Let psi_i^e be the mode of sample i in epoch e. The fractions of +1 and -1 are relative to the samples seen in epoch e;
+the flip rate is the fraction with psi_i^e != psi_i^(e-1) of the samples seen in both epochs. A sample missing in an
+epoch (`drop_last`) is not counted there. A psi of exactly 0, which `preset="official"` allows, counts as -1.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Margin-based label smoothing: L = mean_i CE_i + lambda (1/C) Σ_k max(0, max_l s_il - s_ik - m).
 
-The largest logit is not detached, and its own entry (0) is part of the mean over classes: all published values of
-lambda refer to that mean, although papers print a sum. Paper: lambda 0.1 with m 6 on CIFAR; m 10 on Tiny-ImageNet and
-the fine-grained sets, lambda 0.1 in the original code and 0.05 in the FeDLaS paper.
+The largest logit is not detached, and its own entry (0) is part of the mean over classes. All published values of
+lambda refer to this mean, although the papers write a sum. Paper: lambda 0.1 with m 6 on CIFAR; m 10 on Tiny-ImageNet
+and the fine-grained sets, lambda 0.1 in the original code and 0.05 in the FeDLaS paper.
 """
 
 from typing import Unpack

@@ -6,8 +6,8 @@ With r_i the confidence, c_i the correctness (no gradient) and d_i = c_i - r_i:
     variant "w":  L = mean CE + lambda sqrt(t + 1e-10),
                   t = mean_PP (1-r_i)(1-r_j) k_ij + mean_QQ r_i r_j k_ij - 2 mean_PQ (1-r_i) r_j k_ij
 
-with P the correct and Q the incorrect samples; the penalty of "w" is 0 where one of them is empty. "w" of the official
-code divides each mean by its number of pairs twice: `double_normalise=True`, the default; False is the estimator of the
+with P the correct and Q the incorrect samples; the penalty of "w" is 0 if one of them is empty. In the official code
+"w" divides each mean by its number of pairs twice: `double_normalise=True`, the default; False is the estimator of the
 paper. Paper: lambda 1 for "m", 2 for "w". Difference: t is clamped at 0, where the official square root is NaN. The
 contribution of a sample to "m" is d_i mean_j d_j k_ij; to "w" it is the whole penalty.
 
@@ -76,7 +76,7 @@ class MMCE(AbstractLoss):
 
 
 def kernel_sums(position: Float[Tensor, " n"], weights: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
-    """Give Σ_j w_j exp(-|a_i - a_j| / 0.4) for every i, from sorted prefix sums.
+    """Return Σ_j w_j exp(-|a_i - a_j| / 0.4) for every i, computed from sorted prefix sums.
 
     Samples at the same position have the kernel value 1 and, like |x| at 0, no gradient between them.
     """

@@ -3,7 +3,7 @@
     L = mean_i (1 - a_t) CE_i + a_t CE(m_i, p_i),   a_t = alpha t / epochs (`linear`) or alpha (`constant`)
 
 m_i is the prediction of sample i at its previous visit, in training mode and without gradient; t counts epochs from 1.
-A sample without a previous visit has its label alone, as in the official code. Paper: linear, alpha 0.8. Class weights
+At the first visit the target is the label alone, as in the official code. Paper: linear, alpha 0.8. Class weights
 act on both terms, as in label smoothing. Differences from the official code: the constant schedule; the table is saved
 with the loss; t stays at `epochs` when training continues. With CutMix the official code mixes past predictions too,
 which is not supported: soft labels are an error.

@@ -1,15 +1,15 @@
 """Accumulators: metrics of data that do not fit into memory, or that are distributed over processes.
 
 `ece.accumulator(bins=15)` returns an `Accumulator`: `update(probs, labels)` or `update_logits(logits, labels)` adds
-samples, `merge` those of another accumulator, `sync` those of all processes, and `compute` returns the
-metric of all samples. `state_dict` and `load_state_dict` store it in a checkpoint.
+samples, `merge` adds the samples of another accumulator, `sync` adds the samples of all processes, and `compute`
+returns the metric of all samples. `state_dict` and `load_state_dict` store it in a checkpoint.
 
-The samples, or sums of them, are in a store:
+A store holds the samples, or sums over them:
 
     `BinStore`     sums of equal-width bins; constant memory, exact counts, values agree to 1e-12
     `MeanStore`    sum of a value per sample
-    `PairStore`    confidence and correctness of every sample, 5 bytes each (9 for float64 input); 8 more if ranked
-    `MassStore`    the same, sorted into equal-mass bins at the end
+    `PairStore`    confidence and correctness, 5 bytes per sample (9 for float64 input); 8 more if `ranked`
+    `MassStore`    as `PairStore`; `compute` sorts the samples into equal-mass bins
     `SketchStore`  sums in fine cells, for equal-mass bins in bounded memory (`sketch.py`)
 """
 
@@ -28,19 +28,20 @@ from fedlas.metrics.bin_sums import Bins, EdgeRule, exact
 from fedlas.metrics.binning import EVERY_CLASS, Binning, Histogram, histogram_of
 from fedlas.metrics.inputs import Pairs, Rows, Scope, binary_predictions, pairs, pairs_of_logits, rows, rows_of_logits
 from fedlas.metrics.result import Definition, Result
-from fedlas.predictions import AnyPredictions, Array, as_tensor
+from fedlas.predictions import AnyPredictions
+from fedlas.predictions.arrays import Array, as_tensor
 
 BIN_SUMS = ("counts", "confidence_sum", "correct_sum")
-JOINED = 2**16  # number of samples below which batches are concatenated
+JOINED = 2**16  # tensors with fewer samples than this are concatenated
 Store = TypeVar("Store", bound="AbstractStore")
-State: TypeAlias = dict[str, Tensor | list[Tensor]]  # tensors are added, lists are joined
+State: TypeAlias = dict[str, Tensor | list[Tensor]]  # across processes, tensors are added and lists are concatenated
 
 
 class AbstractStore(ABC):
-    """Base class of what accumulators store.
+    """Base class of the stores of accumulators.
 
     Args:
-        scope: what is compared: "top-label", "class-wise", "positive" or "multi-label".
+        scope: which confidences are used: "top-label", "class-wise", "positive" or "multi-label".
         ignore_index: label of samples that are ignored.
     """
 
@@ -52,8 +53,8 @@ class AbstractStore(ABC):
         self.about = Definition(estimator="")
 
     @abstractmethod
-    def take(self, found: Pairs | Rows) -> None:
-        """Add validated samples: rows for scopes of all classes, else pairs."""
+    def take(self, batch: Pairs | Rows) -> None:
+        """Add validated samples: `Rows` if the scope needs all classes, else `Pairs`."""
 
     @abstractmethod
     def merge(self, other: "AbstractStore") -> None:
@@ -68,7 +69,7 @@ class AbstractStore(ABC):
         """Replace the state."""
 
     def empty_state(self, num_classes: int | None = None) -> State:
-        """Return the state without samples, in the shape for a number of classes."""
+        """Return the state before the first sample, with the shapes for a number of classes."""
         del num_classes
         return self.state()
 
@@ -119,42 +120,42 @@ class AbstractStore(ABC):
         return (type(self).__name__, self.scope, self.ignore_index)
 
     def same(self: Store, other: "AbstractStore") -> Store:
-        """Return another store; raise if its class or settings differ."""
+        """Return `other` unchanged; raise if its class or settings differ from those of this store."""
         if not isinstance(other, type(self)) or other.settings() != self.settings():
             raise UserError(f"cannot merge the state of {other.settings()} into {self.settings()}")
         return other
 
 
 class AbstractHistogram(AbstractStore):
-    """A store from which bins are computed."""
+    """Base class of stores from which bins are computed."""
 
     @abstractmethod
     def histogram(self) -> Histogram:
         """Return the histogram of all samples so far."""
 
     def error_bound(self) -> float | None:
-        """Return a bound of the error of binned metrics; None if the bins are exact."""
+        """Return an upper bound of the error of binned metrics; None if the bins are exact."""
         return None
 
 
 class BinStore(AbstractHistogram):
     """Stores the sums of bins with fixed edges."""
 
-    def __init__(self, way: Binning, scope: Scope, ignore_index: int | None) -> None:
+    def __init__(self, binning: Binning, scope: Scope, ignore_index: int | None) -> None:
         super().__init__(scope, ignore_index)
-        if way.compat == "official" and scope == "class-wise":
+        if binning.compat == "official" and scope == "class-wise":
             raise UserError("the official class-wise ECE needs all labels at once: use the function")
-        self.way = way
+        self.binning = binning
         self.filled: Bins | None = None
 
-    def take(self, found: Pairs | Rows) -> None:
-        filled = histogram_of(found, self.way)
+    def take(self, batch: Pairs | Rows) -> None:
+        filled = histogram_of(batch, self.binning)
         self._take(filled.bins, filled.about)
 
     def merge(self, other: AbstractStore) -> None:
-        known = self.same(other)
-        if known.filled is not None:
-            self._take(known.filled, known.about)
+        same_kind = self.same(other)
+        if same_kind.filled is not None:
+            self._take(same_kind.filled, same_kind.about)
 
     def histogram(self) -> Histogram:
         if self.filled is None:
@@ -165,7 +166,7 @@ class BinStore(AbstractHistogram):
         return {} if self.filled is None else self.state_of(self.filled)
 
     def empty_state(self, num_classes: int | None = None) -> State:
-        bins = self.way.bins + (self.way.rule == EdgeRule.LEFT_OPEN)
+        bins = self.binning.bins + (self.binning.rule == EdgeRule.LEFT_OPEN)
         shape = (bins,) if self.scope not in EVERY_CLASS else (_needed(num_classes), bins)
         counts, sums = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.float64)
         return {"counts": counts, "confidence_sum": sums, "correct_sum": sums.clone(), "samples": _count(0)}
@@ -180,12 +181,12 @@ class BinStore(AbstractHistogram):
         self.about = replace(self.about, n=n)
         if n:
             counts, confidence, correct = (_one(state, name) for name in BIN_SUMS)
-            edges = self.way.edges(torch.empty(0, dtype=torch.float64, device=counts.device))
-            self.filled = Bins(edges, counts, confidence, correct, n, self.way.rule)
-            self.about = self.way.define(self.about)
+            edges = self.binning.edges(torch.empty(0, dtype=torch.float64, device=counts.device))
+            self.filled = Bins(edges, counts, confidence, correct, n, self.binning.rule)
+            self.about = self.binning.define(self.about)
 
     def settings(self) -> tuple[object, ...]:
-        return (*super().settings(), self.way)
+        return (*super().settings(), self.binning)
 
     def _take(self, filled: Bins, about: Definition) -> None:
         self.filled = filled if self.filled is None else self.filled + filled
@@ -193,7 +194,7 @@ class BinStore(AbstractHistogram):
 
 
 class PairStore(AbstractStore):
-    """Stores the confidence and correctness of each sample, on their device.
+    """Stores the confidence and correctness of each sample, on the device of the samples.
 
     Args:
         scope: as in every store.
@@ -208,28 +209,31 @@ class PairStore(AbstractStore):
         self.correct: list[Tensor] = []
         self.uncertainty: list[Tensor] = []
 
-    def take(self, found: Pairs | Rows) -> None:
-        found = as_pairs(found)
+    def take(self, batch: Pairs | Rows) -> None:
+        batch = as_pairs(batch)
         if self.ranked:
-            found = binary_predictions(found)
-            known = found.log_uncertainty
-            _append(self.uncertainty, torch.full_like(exact(found.confidence), torch.nan) if known is None else known)
-        half = found.confidence.dtype not in {torch.float32, torch.float64}
+            batch = binary_predictions(batch)
+            log_uncertainty = batch.log_uncertainty
+            _append(
+                self.uncertainty,
+                torch.full_like(exact(batch.confidence), torch.nan) if log_uncertainty is None else log_uncertainty,
+            )
+        half = batch.confidence.dtype not in {torch.float32, torch.float64}
         # Copies, because callers may reuse their buffers.
-        _append(self.confidence, found.confidence.float() if half else found.confidence.clone())
-        _append(self.correct, found.correct.clone())
-        self.about = merge_definitions(self.about, found.about)
+        _append(self.confidence, batch.confidence.float() if half else batch.confidence.clone())
+        _append(self.correct, batch.correct.clone())
+        self.about = merge_definitions(self.about, batch.about)
 
     def merge(self, other: AbstractStore) -> None:
-        known = self.same(other)
-        self.confidence += known.confidence
-        self.correct += known.correct
-        self.uncertainty += known.uncertainty
-        self.about = merge_definitions(self.about, known.about)
+        same_kind = self.same(other)
+        self.confidence += same_kind.confidence
+        self.correct += same_kind.correct
+        self.uncertainty += same_kind.uncertainty
+        self.about = merge_definitions(self.about, same_kind.about)
 
     def state(self) -> State:
-        found: State = {"confidence": self.confidence, "correct": self.correct}
-        return found | ({"uncertainty": self.uncertainty} if self.ranked else {})
+        state: State = {"confidence": self.confidence, "correct": self.correct}
+        return state | ({"uncertainty": self.uncertainty} if self.ranked else {})
 
     def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
         for name, parts in state.items():
@@ -242,26 +246,26 @@ class PairStore(AbstractStore):
             raise UserError("no samples yet; call update first")
         confidence, uncertainty = _cat(self.confidence), None
         if self.ranked:
-            # For samples without logits. Computed at once, because the last digit depends on the device and ties of
-            # confidences must remain ties.
-            known = _cat(self.uncertainty)
-            rest = torch.log1p(-exact(confidence)).to(known.device)
-            uncertainty = torch.where(known.isnan(), rest, known)
+            # Samples without logits are ranked by their confidence. This is computed for all samples together, because
+            # the last digit depends on the device and equal confidences must get equal values.
+            stored = _cat(self.uncertainty)
+            by_confidence = torch.log1p(-exact(confidence)).to(stored.device)
+            uncertainty = torch.where(stored.isnan(), by_confidence, stored)
         return Pairs(confidence, _cat(self.correct), self.about, uncertainty)
 
 
 class MassStore(AbstractHistogram):
     """Stores all samples, for equal-mass bins."""
 
-    def __init__(self, way: Binning, scope: Scope, ignore_index: int | None) -> None:
+    def __init__(self, binning: Binning, scope: Scope, ignore_index: int | None) -> None:
         super().__init__(scope, ignore_index)
         if scope not in {"top-label", "positive"}:
             raise UserError("equal-mass bins of every class need all probabilities at once: use the function")
-        self.way = way
+        self.binning = binning
         self.kept = PairStore(scope, ignore_index)
 
-    def take(self, found: Pairs | Rows) -> None:
-        self.kept.take(found)
+    def take(self, batch: Pairs | Rows) -> None:
+        self.kept.take(batch)
 
     def merge(self, other: AbstractStore) -> None:
         self.kept.merge(self.same(other).kept)
@@ -273,11 +277,11 @@ class MassStore(AbstractHistogram):
         self.kept.set_state(state)
 
     def histogram(self) -> Histogram:
-        found = self.kept.pairs()
-        return Histogram(self.way.fill(found.confidence, found.correct), self.way.define(found.about))
+        samples = self.kept.pairs()
+        return Histogram(self.binning.fill(samples.confidence, samples.correct), self.binning.define(samples.about))
 
     def settings(self) -> tuple[object, ...]:
-        return (*super().settings(), self.way)
+        return (*super().settings(), self.binning)
 
 
 class MeanStore(AbstractStore):
@@ -293,15 +297,15 @@ class MeanStore(AbstractStore):
         self.values = values
         self.total = 0.0
 
-    def take(self, found: Pairs | Rows) -> None:
-        table = as_rows(found)
+    def take(self, batch: Pairs | Rows) -> None:
+        table = as_rows(batch)
         self.total += float(exact(self.values(table)).sum())
         self.about = merge_definitions(self.about, table.about)
 
     def merge(self, other: AbstractStore) -> None:
-        known = self.same(other)
-        self.total += known.total
-        self.about = merge_definitions(self.about, known.about)
+        same_kind = self.same(other)
+        self.total += same_kind.total
+        self.about = merge_definitions(self.about, same_kind.about)
 
     def mean(self) -> float:
         """Return the mean of all samples so far."""
@@ -316,36 +320,36 @@ class MeanStore(AbstractStore):
         self.total, self.about = float(_one(state, "total")), replace(self.about, n=int(_one(state, "samples")))
 
 
-def as_pairs(found: Pairs | Rows) -> Pairs:
+def as_pairs(batch: Pairs | Rows) -> Pairs:
     """Return samples as pairs of confidence and correctness; raise if they are rows."""
-    if isinstance(found, Rows):
+    if isinstance(batch, Rows):
         raise UserTypeError("rows of class probabilities cannot be stored as pairs")
-    return found
+    return batch
 
 
-def as_rows(found: Pairs | Rows) -> Rows:
+def as_rows(batch: Pairs | Rows) -> Rows:
     """Return samples as rows of class probabilities; raise if they are pairs."""
-    if isinstance(found, Pairs):
+    if isinstance(batch, Pairs):
         raise UserTypeError("pairs of confidence and correctness have no rows")
-    return found
+    return batch
 
 
 def merge_definitions(mine: Definition, other: Definition) -> Definition:
     """Return the definition for the samples of two stores."""
     if mine.n == 0 or other.n == 0:
         return other if mine.n == 0 else mine
-    words = {name: _both(getattr(mine, name), getattr(other, name)) for name in ("dtype", "split", "scope")}
-    return replace(mine, n=mine.n + other.n, **words)
+    merged = {name: _both(getattr(mine, name), getattr(other, name)) for name in ("dtype", "split", "scope")}
+    return replace(mine, n=mine.n + other.n, **merged)
 
 
 def _both(mine: str | None, other: str | None) -> Any:
     """Join two lists of names without duplicates."""
-    words = dict.fromkeys(word for text in (mine, other) if text for word in text.split(" and "))
-    return " and ".join(words) or None
+    names = dict.fromkeys(name for text in (mine, other) if text for name in text.split(" and "))
+    return " and ".join(names) or None
 
 
 def _append(parts: list[Tensor], new: Tensor) -> None:
-    """Append a tensor and concatenate small ones, since each tensor has an overhead of about a hundred samples."""
+    """Append a tensor and concatenate small ones, because a tensor has as much overhead as about a hundred samples."""
     parts.append(new)
     while len(parts) > 1 and len(parts[-2]) < min(2 * len(parts[-1]), JOINED):
         before, last = parts[-2:]
@@ -384,7 +388,7 @@ def _needed(num_classes: int | None) -> int:
 
 @runtime_checkable
 class Computes(Protocol):
-    """The part of a metric that an accumulator uses."""
+    """Interface of a metric as an accumulator uses it."""
 
     name: ClassVar[str]
 
@@ -393,7 +397,7 @@ class Computes(Protocol):
 
 
 class Accumulator:
-    """A metric that takes samples batch by batch.
+    """A metric that is updated batch by batch.
 
     Args:
         metric: the metric.

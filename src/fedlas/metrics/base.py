@@ -1,9 +1,9 @@
 """Base classes of metrics, and of the methods for their confidence intervals and paired comparisons.
 
-A metric is an object that is called like a function, `ece(probs, labels)`. It owns its definition, its value, the
-values per sample that it is a mean of (if it is one), the state of its accumulator, and the methods of its confidence
-interval and of paired comparisons. Everything that lists metrics asks `fedlas.metrics.registry`; a new metric is one
-class in one file of this folder.
+A metric is an object that is called like a function, `ece(probs, labels)`. Its class defines how to compute its value,
+its values per sample (if it is a mean over samples), the state of its accumulator, its confidence interval and its
+paired comparisons. All lists of metrics come from `fedlas.metrics.registry`; to add a metric, add a class to a module
+of this folder.
 """
 
 from abc import ABC, abstractmethod
@@ -19,12 +19,13 @@ from fedlas.errors import UserError
 from fedlas.metrics.accumulators import AbstractHistogram, AbstractStore, Accumulator, MeanStore, PairStore
 from fedlas.metrics.bin_sums import Bins, exact
 from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram
-from fedlas.metrics.inputs import Given, Pairs, Rows, Scope, Which, binary_predictions, pairs, rows
+from fedlas.metrics.inputs import MetricInput, Pairs, Rows, Scope, Which, binary_predictions, pairs, rows
 from fedlas.metrics.intervals.gaps import gaps_of
 from fedlas.metrics.intervals.resampling import AbstractGaps
 from fedlas.metrics.result import Comparison, Definition, Result
 from fedlas.metrics.sketch import Memory, histogram_store
-from fedlas.predictions import AnyPredictions, Array, Predictions
+from fedlas.predictions import AnyPredictions, Predictions
+from fedlas.predictions.arrays import Array
 
 MIN_RESAMPLES = 20
 
@@ -38,7 +39,7 @@ def check_level(level: float, resamples: int | None = None) -> None:
 
 
 class Resampling:
-    """How intervals and tests are computed.
+    """Settings of confidence intervals and tests.
 
     Args:
         level: confidence level.
@@ -62,35 +63,35 @@ class AbstractIntervalMethod(ABC):
 
     @abstractmethod
     def measure(
-        self, metric: "AbstractMetric", probs: Given, labels: Array | None, how: Resampling, **options: Any
+        self, metric: "AbstractMetric", probs: MetricInput, labels: Array | None, how: Resampling, **options: Any
     ) -> Result:
         """Compute a metric with its interval."""
 
-    def is_applicable(self, found: Pairs) -> bool:
+    def is_applicable(self, samples: Pairs) -> bool:
         """Return whether there are enough samples for an interval with known coverage."""
-        del found
+        del samples
         return True
 
-    def of_mean(self, found: Result, values: Float64[Tensor, " n"], how: Resampling) -> Result:
-        """Add the interval to a mean whose values per sample are known."""
+    def of_mean(self, result: Result, values: Float64[Tensor, " n"], how: Resampling) -> Result:
+        """Add an interval to a mean, computed from its values per sample."""
         del values, how
-        raise UserError(f"no interval with known coverage exists for {found.definition.estimator}")
+        raise UserError(f"no interval with known coverage exists for {result.definition.estimator}")
 
 
 class AbstractPairedMethod(ABC):
-    """A method that compares two models on the same samples by one metric."""
+    """A method that compares one metric of two models on the same samples."""
 
     @abstractmethod
     def compare(
         self,
         metric: "AbstractMetric",
-        first: Given,
-        second: Given,
+        first: MetricInput,
+        second: MetricInput,
         labels: Array | None,
         how: Resampling,
         **options: Any,
     ) -> Comparison:
-        """Compare two models, whose samples are in the same order."""
+        """Compare two models; their samples must be in the same order."""
 
     def compare_means(
         self,
@@ -108,15 +109,17 @@ class AbstractMetric(ABC):
     """A metric of probabilities and labels.
 
     Attributes:
-        name: name in Python, files and options.
-        title: name in tables and figures.
+        name: name of the metric in Python, files and options.
+        title: name of the metric in tables and figures.
+        explanation: description of the metric in reports, in one sentence.
         higher_is_better: None if neither direction is better.
         unit: "fraction" is shown as percent, anything else unchanged.
         needs_all_classes: whether the probabilities of all classes are needed.
-        is_binned: whether it takes a number of bins.
+        is_binned: whether it has an option for the number of bins.
         needs_hard_labels: whether it is undefined for soft labels.
         in_summary: whether it has a column in summary tables.
         is_compared: whether reports compare models by it.
+        is_logged: whether training and the integrations log it by default.
         order: position in lists of metrics.
         interval: method of its confidence interval; None if no method with known coverage exists.
         paired: method of paired comparisons; None if there is none.
@@ -124,6 +127,7 @@ class AbstractMetric(ABC):
 
     name: ClassVar[str]
     title: ClassVar[str]
+    explanation: ClassVar[str] = ""
     higher_is_better: ClassVar[bool | None] = False
     unit: ClassVar[str] = "fraction"
     needs_all_classes: ClassVar[bool] = False
@@ -131,6 +135,7 @@ class AbstractMetric(ABC):
     needs_hard_labels: ClassVar[bool] = False
     in_summary: ClassVar[bool] = False
     is_compared: ClassVar[bool] = False
+    is_logged: ClassVar[bool] = False
     order: ClassVar[int] = 100
     interval: ClassVar[AbstractIntervalMethod | None] = None
     paired: ClassVar[AbstractPairedMethod | None] = None
@@ -141,7 +146,7 @@ class AbstractMetric(ABC):
 
     @property
     def __name__(self) -> str:
-        """Name of the metric, as a function has one."""
+        """Name of the metric, as for functions."""
         return self.name
 
     def __repr__(self) -> str:
@@ -153,7 +158,7 @@ class AbstractMetric(ABC):
     def __hash__(self) -> int:
         return hash(self.name)
 
-    def contributions(self, probs: Given, labels: Array | None = None, **options: Any) -> Tensor:
+    def contributions(self, probs: MetricInput, labels: Array | None = None, **options: Any) -> Tensor:
         """Return one value per sample, in the order of the samples; their mean is the metric."""
         del probs, labels, options
         raise UserError(f"{self.name} is not a mean over samples")
@@ -167,17 +172,17 @@ class AbstractMetric(ABC):
         return Accumulator(self, self.store(*args, **options))
 
     def columns(self, part: Predictions) -> dict[str, Tensor]:
-        """Return what an evaluation keeps: columns with one value per sample, and sums without dimensions."""
+        """Return what an evaluation stores: tensors with one value per sample, and scalar tensors that are sums."""
         del part
         return {}
 
     def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, about: Definition) -> Result | None:
-        """Compute the metric from kept columns and the bins of all classes; None if they do not suffice."""
+        """Compute the metric from stored columns and the bins of all classes; None if they are not sufficient."""
         del columns, class_bins, about
         return None
 
     def column(self, columns: Mapping[str, Tensor]) -> Tensor:
-        """Return the kept column with the metric's values per sample."""
+        """Return the stored column with the metric's values per sample."""
         return columns[self.name]
 
 
@@ -190,7 +195,7 @@ class AbstractMean(AbstractMetric):
     def values(self, table: Rows) -> Tensor:
         """Return the value of each sample."""
 
-    def __call__(self, probs: Given, labels: Array | None = None, *, ignore_index: int | None = None) -> Result:
+    def __call__(self, probs: MetricInput, labels: Array | None = None, *, ignore_index: int | None = None) -> Result:
         """Compute the metric.
 
         Args:
@@ -205,7 +210,7 @@ class AbstractMean(AbstractMetric):
         """Return a value with its definition."""
         return Result(value, replace(about, estimator=self.title, scope=None, unit=self.unit))
 
-    def contributions(self, probs: Given, labels: Array | None = None, **options: Any) -> Tensor:
+    def contributions(self, probs: MetricInput, labels: Array | None = None, **options: Any) -> Tensor:
         return self.values(rows(probs, labels, **options))
 
     def store(self, *, ignore_index: int | None = None) -> MeanStore:
@@ -226,7 +231,7 @@ class AbstractBinned(AbstractMetric):
     """A metric of the gaps between confidence and accuracy in bins.
 
     Attributes:
-        binning: kind of the bins, unless another one is asked for.
+        binning: default kind of the bins.
     """
 
     is_binned = True
@@ -234,15 +239,15 @@ class AbstractBinned(AbstractMetric):
 
     @abstractmethod
     def of_bins(self, filled: Histogram) -> Result:
-        """Compute the metric of filled bins."""
+        """Compute the metric from a histogram."""
 
-    def measure(self, probs: Given, labels: Array | None, bins: int, **options: Any) -> Result:
+    def measure(self, probs: MetricInput, labels: Array | None, bins: int, **options: Any) -> Result:
         """Compute the metric; the options are those of `histogram`."""
         return self.of_bins(histogram(probs, labels, bins, **{"binning": self.binning, **options}))
 
     def gaps(
         self,
-        probs: Given,
+        probs: MetricInput,
         labels: Array | None = None,
         bins: int = 15,
         *,
@@ -267,9 +272,9 @@ class AbstractBinned(AbstractMetric):
         return histogram_store(Binning(bins, binning or self.binning, compat), scope, ignore_index, memory)
 
     def compute(self, store: AbstractHistogram) -> Result:
-        found = self.of_bins(store.histogram())
+        result = self.of_bins(store.histogram())
         bound = store.error_bound()
-        return found if bound is None else found.with_details(error_bound=bound)
+        return result if bound is None else result.with_details(error_bound=bound)
 
 
 class AbstractFixedBinned(AbstractBinned):
@@ -277,7 +282,7 @@ class AbstractFixedBinned(AbstractBinned):
 
     def __call__(
         self,
-        probs: Given,
+        probs: MetricInput,
         labels: Array | None = None,
         bins: int = 15,
         *,
@@ -291,19 +296,19 @@ class AbstractFixedBinned(AbstractBinned):
             probs: predictions, or rows of class probabilities.
             labels: class numbers, or soft labels; not needed with predictions.
             bins: number of bins.
-            scope: what is compared: "top-label", "class-wise", "positive" (binary) or "multi-label".
-            compat: follow the rules of other code, to reproduce its numbers.
+            scope: which confidences are used: "top-label", "class-wise", "positive" (binary) or "multi-label".
+            compat: name of another package or code whose binning rules are followed, to reproduce its values.
             ignore_index: label of samples that are ignored.
         """
         return self.measure(probs, labels, bins, scope=scope, compat=compat, ignore_index=ignore_index)
 
 
 class AbstractFreelyBinned(AbstractBinned):
-    """A metric of bins of equal width or of equal mass."""
+    """A metric that is defined for bins of equal width and of equal mass."""
 
     def __call__(
         self,
-        probs: Given,
+        probs: MetricInput,
         labels: Array | None = None,
         bins: int = 15,
         *,
@@ -319,8 +324,8 @@ class AbstractFreelyBinned(AbstractBinned):
             labels: class numbers, or soft labels; not needed with predictions.
             bins: number of bins.
             binning: "width" for bins of equal width, "mass" for bins with equally many samples.
-            scope: what is compared: "top-label", "class-wise", "positive" (binary) or "multi-label".
-            compat: follow the rules of other code, to reproduce its numbers.
+            scope: which confidences are used: "top-label", "class-wise", "positive" (binary) or "multi-label".
+            compat: name of another package or code whose binning rules are followed, to reproduce its values.
             ignore_index: label of samples that are ignored.
         """
         options: dict[str, Any] = {"binning": binning or self.binning, "scope": scope, "compat": compat}
@@ -328,7 +333,7 @@ class AbstractFreelyBinned(AbstractBinned):
 
 
 class AbstractTopLabel(AbstractMetric):
-    """A metric of confidences and whether they were correct, without bins.
+    """A metric of confidence and correctness, without bins.
 
     Attributes:
         ranked: whether the order of samples of equal confidence matters.
@@ -337,10 +342,10 @@ class AbstractTopLabel(AbstractMetric):
     ranked: ClassVar[bool] = False
 
     @abstractmethod
-    def of_pairs(self, found: Pairs) -> Result:
+    def of_pairs(self, samples: Pairs) -> Result:
         """Compute the metric of confidences and correctness."""
 
-    def __call__(self, probs: Given, labels: Array | None = None, **which: Unpack[Which]) -> Result:
+    def __call__(self, probs: MetricInput, labels: Array | None = None, **which: Unpack[Which]) -> Result:
         """Compute the metric.
 
         Args:
@@ -350,17 +355,17 @@ class AbstractTopLabel(AbstractMetric):
         """
         return self.of_pairs(self.read(probs, labels, **which))
 
-    def read(self, probs: Given, labels: Array | None = None, **which: Unpack[Which]) -> Pairs:
+    def read(self, probs: MetricInput, labels: Array | None = None, **which: Unpack[Which]) -> Pairs:
         """Return the confidence and correctness of each sample."""
-        found = pairs(probs, labels, **which, ranked=self.ranked)
-        return binary_predictions(found) if self.ranked else found
+        samples = pairs(probs, labels, **which, ranked=self.ranked)
+        return binary_predictions(samples) if self.ranked else samples
 
-    def values_of(self, found: Pairs) -> Tensor:
+    def values_of(self, samples: Pairs) -> Tensor:
         """Return one value per sample, in the order of the samples; their mean is the metric."""
-        del found
+        del samples
         raise UserError(f"{self.name} is not a mean over samples")
 
-    def contributions(self, probs: Given, labels: Array | None = None, **which: Any) -> Tensor:
+    def contributions(self, probs: MetricInput, labels: Array | None = None, **which: Any) -> Tensor:
         return self.values_of(self.read(probs, labels, **which))
 
     def store(self, *, scope: Scope = "top-label", ignore_index: int | None = None) -> AbstractStore:

@@ -27,12 +27,12 @@ from torch import Tensor
 from fedlas.errors import UserError
 
 NO_FLOAT64 = {"mps"}
-MOST_AT_ONCE = 2**30  # probabilities; `nonzero` on CUDA is limited to 2^31
+MOST_AT_ONCE = 2**30  # number of probabilities; `nonzero` on CUDA is limited to 2^31
 COPIES_OF_CELLS = 2**16
 
 
 class EdgeRule(StrEnum):
-    """Which edge belongs to a bin, and the bin of a confidence on the outermost edge."""
+    """Which edge belongs to a bin, and the bin of a confidence on an outermost edge."""
 
     RIGHT = "(lower, upper], lowest edge in the first bin"
     RIGHT_OPEN = "(lower, upper], lowest edge in no bin"
@@ -86,7 +86,7 @@ class Bins:
         return Bins(self.edges.cpu(), *sums, n=self.n, rule=self.rule)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values."""
+        """Convert to types that JSON can store."""
         tensors = {name: getattr(self, name).tolist() for name in TENSORS}
         return tensors | {"n": self.n, "rule": self.rule.name}
 
@@ -124,7 +124,7 @@ class Bins:
 
 
 class Entries(NamedTuple):
-    """Some entries of a table of probabilities: row, bin (numbered over all classes) and value."""
+    """Selected entries of a table of probabilities: row, bin (numbered over all classes) and value."""
 
     row: Int64[Tensor, " found"]
     cell: Int64[Tensor, " found"]
@@ -167,9 +167,9 @@ def interpolated_edges(confidence: Float[Tensor, " n"], bins: int) -> Float64[Te
 def bin_index(
     confidence: Float[Tensor, " n"], edges: Float[Tensor, " edges"], rule: EdgeRule = EdgeRule.RIGHT_OPEN
 ) -> Int64[Tensor, " n"]:
-    """Return the bin of each confidence; -1 or the number of bins means none.
+    """Return the bin of each confidence; -1 or the number of bins if it is in no bin.
 
-    If both outermost edges belong to a bin, so do values beyond them by rounding.
+    If both outermost edges belong to a bin, values that exceed them by a rounding error belong to it too.
     """
     compared = (confidence if confidence.dtype == torch.float64 else confidence.float()).contiguous()
     rounded = edges.to(confidence.device, confidence.dtype).to(compared.dtype)
@@ -187,7 +187,7 @@ def bin_statistics(
     """Return the counts and sums of each bin."""
     index = bin_index(confidence, edges, rule)
     bins = len(edges) - 1 + (rule == EdgeRule.LEFT_OPEN)
-    # Two extra cells for samples in no bin; a mask would need a host synchronisation.
+    # Two extra cells count the samples that are in no bin; a mask would need a host synchronisation.
     index = index.clamp(-1, bins) + 1
     values, right = exact(confidence), exact(correct)
     index = index.to(values.device)
@@ -197,7 +197,7 @@ def bin_statistics(
             add_up(values, index, bins + 2),
             add_up(right, index, bins + 2),
         )
-    else:  # in one call, because of the launch overhead
+    else:  # a single call, because of the launch overhead
         sums = _scatter_add(torch.stack([torch.ones_like(values), values, right]), index, bins + 2)
         count, confidence_sum, correct_sum = sums[0].long(), sums[1], sums[2]
     return Bins(exact(edges), count[1:-1], confidence_sum[1:-1], correct_sum[1:-1], len(confidence), rule)
@@ -213,14 +213,14 @@ def class_statistics(
     """Return one histogram per class, of the probabilities of that class.
 
     At most M - 1 probabilities of a row lie above the first of M bins of equal width. Only those are binned; the first
-    bin is the total of the column minus the others. Pass `upper` if these entries are already known.
+    bin is the total of the column minus the others. Pass `upper` if these entries were already computed.
     """
     probs, labels = _on_float64_device(probs), _on_float64_device(labels)
     n, classes = probs.shape
     if upper is None and n > 1 and n * classes > MOST_AT_ONCE:
         half = n // 2
-        rest = class_statistics(probs[half:], labels[half:], edges, rule)
-        return class_statistics(probs[:half], labels[:half], edges, rule) + rest
+        second_half = class_statistics(probs[half:], labels[half:], edges, rule)
+        return class_statistics(probs[:half], labels[:half], edges, rule) + second_half
     bins = len(edges) - 1 + (rule == EdgeRule.LEFT_OPEN)
     row, cell, values = upper_entries(probs, edges, rule) if upper is None else upper
     counts = count_up(cell, classes * bins).view(classes, bins)

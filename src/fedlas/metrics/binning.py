@@ -1,4 +1,4 @@
-"""Binning rules: those of this package, or of other code to reproduce its results.
+"""Binning rules of this package, and of other packages to reproduce their results.
 
     compat                      equal width                              equal mass
     None                        (lower, upper], 0 in the first bin       parts of equal size, ties together
@@ -31,9 +31,9 @@ from fedlas.metrics.bin_sums import (
     interpolated_edges,
     stack,
 )
-from fedlas.metrics.inputs import Given, Pairs, Rows, Scope, pairs, rows
+from fedlas.metrics.inputs import MetricInput, Pairs, Rows, Scope, pairs, rows
 from fedlas.metrics.result import Definition
-from fedlas.predictions import Array
+from fedlas.predictions.arrays import Array
 
 Kind = Literal["width", "mass"]
 Compat = Literal["official", "torchmetrics", "netcal", "uncertainty-calibration"]
@@ -56,7 +56,7 @@ class Binning:
     Args:
         bins: number of bins.
         kind: "width" for bins of equal width, "mass" for bins of equally many samples.
-        compat: the code whose rules are followed.
+        compat: package or code whose rules are followed; None for the rules of this package.
     """
 
     bins: int = 15
@@ -82,11 +82,11 @@ class Binning:
         return f"equal-{self.kind} bins {self.rule}"
 
     def define(self, about: Definition) -> Definition:
-        """Return a definition with the bins."""
+        """Return a definition with the number and the edges of the bins."""
         return replace(about, bins=self.bins, edges=str(self), compat=self.compat)
 
     def index(self, confidence: Float[Tensor, " n"]) -> Int64[Tensor, " n"]:
-        """Return the bin of each confidence; -1 or the number of bins means none."""
+        """Return the bin of each confidence; -1 or the number of bins if it is in no bin."""
         return bin_index(self._compared(confidence), self.edges(confidence), self.rule)
 
     def fill(self, confidence: Float[Tensor, " n"], correct: Bool[Tensor, " n"] | Float[Tensor, " n"]) -> Bins:
@@ -98,7 +98,7 @@ class Binning:
     ) -> Bins:
         """Return one histogram per class, of the probabilities of that class."""
         if self.compat == "official" and labels.ndim == 1:
-            # The official code uses only the classes up to the largest label that occurs.
+            # The official code only uses classes up to the largest label in the data.
             probs = probs[:, : int(labels.max()) + 1]
         if self.kind == "width":
             return class_statistics(self._compared(probs), labels, self.edges(probs[:0, 0]), self.rule)
@@ -110,13 +110,13 @@ class Binning:
         )
 
     def _compared(self, values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """Return confidences in the type in which the other code compares them."""
+        """Return confidences in the dtype in which the other package compares them with edges."""
         if self.compat == "torchmetrics":
             return values.float()
         return exact(values) if self.compat in IN_FLOAT64 else values
 
     def edges(self, confidence: Float[Tensor, " n"]) -> Float64[Tensor, " edges"]:
-        """Return the edges of the bins; only those of equal-mass bins depend on the confidences."""
+        """Return the edges of the bins; only equal-mass edges depend on the confidences."""
         if self.kind == "width":
             return self._width_edges()
         if self.compat == "official":
@@ -166,7 +166,7 @@ class Histogram(NamedTuple):
 
 
 def histogram(
-    probs: Given,
+    probs: MetricInput,
     labels: Array | None = None,
     bins: int = 15,
     *,
@@ -182,12 +182,12 @@ def histogram(
         labels: class numbers, or soft labels; not needed with predictions.
         bins: number of bins.
         binning: "width" for bins of equal width, "mass" for bins of equally many samples.
-        scope: what is compared: "top-label", "class-wise", "positive" (binary) or "multi-label".
-        compat: follow the rules of other code, to reproduce its numbers.
+        scope: which confidences are used: "top-label", "class-wise", "positive" (binary) or "multi-label".
+        compat: name of another package or code whose binning rules are followed, to reproduce its values.
         ignore_index: label of samples that are ignored.
     """
-    read = rows if scope in EVERY_CLASS else pairs
-    return histogram_of(read(probs, labels, scope, ignore_index), Binning(bins, binning, compat))
+    reduce = rows if scope in EVERY_CLASS else pairs
+    return histogram_of(reduce(probs, labels, scope, ignore_index), Binning(bins, binning, compat))
 
 
 def histogram_of(samples: Pairs | Rows, binning: Binning) -> Histogram:

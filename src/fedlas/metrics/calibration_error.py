@@ -29,12 +29,12 @@ from fedlas.metrics.accumulators import AbstractHistogram
 from fedlas.metrics.base import AbstractBinned, AbstractFixedBinned, AbstractFreelyBinned
 from fedlas.metrics.bin_sums import Bins
 from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram
-from fedlas.metrics.inputs import Given
+from fedlas.metrics.inputs import MetricInput
 from fedlas.metrics.intervals.methods import GapInversion, MeanBootstrap
 from fedlas.metrics.intervals.resampling import AbstractGaps, Bounds
 from fedlas.metrics.paired import PairedGaps
 from fedlas.metrics.result import Definition, Result
-from fedlas.predictions import Array, as_tensor
+from fedlas.predictions.arrays import Array, as_tensor
 
 
 class ECE(AbstractFixedBinned):
@@ -42,8 +42,13 @@ class ECE(AbstractFixedBinned):
 
     name = "ece"
     title = "ECE"
+    explanation = (
+        "Absolute difference of confidence and accuracy, averaged over bins of confidence. 0 is perfect; a "
+        "finite sample of a calibrated model has an ECE above 0, its noise floor."
+    )
     in_summary = True
     is_compared = True
+    is_logged = True
     order = 20
     interval = GapInversion()
     paired = PairedGaps()
@@ -57,8 +62,10 @@ class AECE(AbstractFixedBinned):
 
     name = "aece"
     title = "AECE"
+    explanation = "The ECE over bins with equally many samples."
     binning = "mass"
     in_summary = True
+    is_logged = True
     order = 30
     interval = GapInversion()
     paired = PairedGaps()
@@ -72,6 +79,7 @@ class ClasswiseECE(AbstractBinned):
 
     name = "classwise_ece"
     title = "class-wise ECE"
+    explanation = "The ECE of the probability of each class, averaged over all classes."
     needs_all_classes = True
     in_summary = True
     order = 60
@@ -79,7 +87,7 @@ class ClasswiseECE(AbstractBinned):
 
     def __call__(
         self,
-        probs: Given,
+        probs: MetricInput,
         labels: Array | None = None,
         bins: int = 15,
         *,
@@ -94,7 +102,7 @@ class ClasswiseECE(AbstractBinned):
     def of_bins(self, filled: Histogram) -> Result:
         return l1_error(filled, self.title)
 
-    def gaps(self, probs: Given, labels: Array | None = None, bins: int = 15, **options: Any) -> AbstractGaps:
+    def gaps(self, probs: MetricInput, labels: Array | None = None, bins: int = 15, **options: Any) -> AbstractGaps:
         return super().gaps(probs, labels, bins, **options, scope="class-wise")
 
     def store(self, bins: int = 15, **options: Any) -> AbstractHistogram:
@@ -102,8 +110,8 @@ class ClasswiseECE(AbstractBinned):
 
     def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, about: Definition) -> Result:
         del columns
-        way = Binning(class_bins.counts.shape[-1])
-        return self.of_bins(Histogram(class_bins, way.define(about)))
+        binning = Binning(class_bins.counts.shape[-1])
+        return self.of_bins(Histogram(class_bins, binning.define(about)))
 
 
 class AbstractSide(AbstractFreelyBinned):
@@ -123,8 +131,10 @@ class OverECE(AbstractSide):
 
     name = "over_ece"
     title = "O-ECE"
+    explanation = "The part of the ECE from bins where confidence is above accuracy."
     sign = 1
     side = "over-confident"
+    is_logged = True
     order = 40
     interval = GapInversion("over")
 
@@ -134,8 +144,10 @@ class UnderECE(AbstractSide):
 
     name = "under_ece"
     title = "U-ECE"
+    explanation = "The part of the ECE from bins where confidence is below accuracy."
     sign = -1
     side = "under-confident"
+    is_logged = True
     order = 50
     interval = GapInversion("under")
 
@@ -145,6 +157,7 @@ class SignedECE(AbstractFreelyBinned):
 
     name = "signed_ece"
     title = "signed ECE"
+    explanation = "Mean confidence minus accuracy: positive for over-confidence, negative for under-confidence."
     higher_is_better = None
     order = 110
     interval = MeanBootstrap(Bounds(-1.0, 0.0, 1.0))
@@ -153,7 +166,7 @@ class SignedECE(AbstractFreelyBinned):
         each = filled.bins.weighted_gap.sum(-1)
         return _result(filled, self.title, "signed sum", float(each.mean()), each)
 
-    def contributions(self, probs: Given, labels: Array | None = None, **options: Any) -> Tensor:
+    def contributions(self, probs: MetricInput, labels: Array | None = None, **options: Any) -> Tensor:
         return torch.from_numpy(self.gaps(probs, labels, **options).sample_gaps)
 
 
@@ -162,6 +175,7 @@ class MCE(AbstractFreelyBinned):
 
     name = "mce"
     title = "MCE"
+    explanation = "The largest absolute difference of confidence and accuracy in any bin, however few samples it has."
     order = 120
 
     def of_bins(self, filled: Histogram) -> Result:
@@ -174,6 +188,7 @@ class RMSError(AbstractFreelyBinned):
 
     name = "rms_error"
     title = "RMS calibration error"
+    explanation = "Root of the mean squared difference of confidence and accuracy over bins."
     order = 130
     interval = GapInversion("rms")
 
@@ -186,6 +201,7 @@ class DebiasedL2(AbstractFreelyBinned):
 
     name = "debiased_l2"
     title = "debiased L2 calibration error"
+    explanation = "The RMS calibration error without the bias from finite samples."
     binning = "mass"
     needs_hard_labels = True
     order = 180
@@ -194,10 +210,10 @@ class DebiasedL2(AbstractFreelyBinned):
     def of_bins(self, filled: Histogram) -> Result:
         if "soft" in (filled.about.scope or ""):
             raise UserError("the debiased L2 error subtracts the variance of hard labels; these labels are soft")
-        found = filled.bins
-        chance = found.accuracy * (1 - found.accuracy) / (found.counts - 1).clamp_min(1)
-        squares = (found.gap**2 - chance) * (found.counts >= 2)
-        each = (squares * found.share).sum(-1).clamp_min(0)
+        bins = filled.bins
+        chance = bins.accuracy * (1 - bins.accuracy) / (bins.counts - 1).clamp_min(1)
+        squares = (bins.gap**2 - chance) * (bins.counts >= 2)
+        each = (squares * bins.share).sum(-1).clamp_min(0)
         return _result(filled, self.title, "L2, debiased", float(each.mean()) ** 0.5, each**0.5)
 
 
@@ -206,7 +222,7 @@ over_ece, under_ece, signed_ece = OverECE(), UnderECE(), SignedECE()
 mce, rms_error, debiased_l2 = MCE(), RMSError(), DebiasedL2()
 
 
-def lp_error(probs: Given, labels: Array | None = None, bins: int = 15, p: float = 2, **options: Any) -> Result:
+def lp_error(probs: MetricInput, labels: Array | None = None, bins: int = 15, p: float = 2, **options: Any) -> Result:
     """Return the p-th root of the mean p-th power of the gaps; p = 1 is the ECE, p = 2 the RMS error.
 
     Args:
@@ -214,7 +230,7 @@ def lp_error(probs: Given, labels: Array | None = None, bins: int = 15, p: float
         labels: class numbers, or soft labels; not needed with predictions.
         bins: number of bins.
         p: the power, at least 1.
-        options: those of `histogram`.
+        options: options of `histogram`.
     """
     return _power_error(histogram(probs, labels, bins, **options), p)
 
@@ -241,7 +257,7 @@ def per_image(
     ignore_index: int | None = None,
     **options: Any,
 ) -> Result:
-    """Return the mean of a metric over images of a stack of maps; images without valid labels are left out.
+    """Return the mean of a metric over the images of a batch of maps; images without valid labels are ignored.
 
     Args:
         metric: any metric of one value, such as `ece`.

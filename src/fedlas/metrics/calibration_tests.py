@@ -4,10 +4,10 @@ With samples in the order of their confidence c, d_k = (1/n) sum_{i <= k} (corre
 s^2 = (1/n^2) sum_i c_i (1 - c_i), under perfect calibration d_k / s is asymptotically a Brownian motion, so
 
     KS             max_k |d_k|, compared with the maximum of |Brownian motion| on [0, 1]
-    Kuiper         max_k d_k - min_k d_k (both with d_0 = 0), compared with its range
+    Kuiper         max_k d_k - min_k d_k (both with d_0 = 0), compared with the range of Brownian motion on [0, 1]
     Spiegelhalter  z = sum_i (correct_i - c_i)(1 - 2 c_i) / sqrt(sum_i (1 - 2 c_i)^2 c_i (1 - c_i)), like N(0, 1)
 
-Ties are added together, so that their order does not matter.
+d_k is computed only after the last sample of a tie, so that the order of ties does not matter.
 """
 
 import math
@@ -30,13 +30,14 @@ class KSTest(AbstractTopLabel):
 
     name = "ks_test"
     title = "KS calibration error"
+    explanation = "Largest cumulative difference of confidence and correctness, from low to high confidence."
     needs_hard_labels = True
     order = 190
 
-    def of_pairs(self, found: Pairs) -> Result:
-        walk, scale = _walk(_hard(found))
+    def of_pairs(self, samples: Pairs) -> Result:
+        walk, scale = _walk(_hard(samples))
         value = float(walk.abs().max())
-        about = replace(found.about, estimator=self.title, norm="maximum")
+        about = replace(samples.about, estimator=self.title, norm="maximum")
         return Result(value, about, None, _p_value(value, scale, _ks_tail))
 
 
@@ -45,54 +46,56 @@ class KuiperTest(AbstractTopLabel):
 
     name = "kuiper_test"
     title = "Kuiper calibration error"
+    explanation = "Range of the cumulative difference of confidence and correctness."
     needs_hard_labels = True
     order = 200
 
-    def of_pairs(self, found: Pairs) -> Result:
-        walk, scale = _walk(_hard(found))
+    def of_pairs(self, samples: Pairs) -> Result:
+        walk, scale = _walk(_hard(samples))
         value = float(walk.max() - walk.min())
-        about = replace(found.about, estimator=self.title, norm="range")
+        about = replace(samples.about, estimator=self.title, norm="range")
         return Result(value, about, None, _p_value(value, scale, _kuiper_tail))
 
 
 class SpiegelhalterTest(AbstractTopLabel):
-    """Spiegelhalter's test by the Brier score that calibrated confidences would have; the value is a z-score."""
+    """Spiegelhalter's test: the Brier score against its expectation under calibration, as a z-score."""
 
     name = "spiegelhalter_test"
     title = "Spiegelhalter z"
+    explanation = "Brier score minus its expectation for a calibrated model, in standard deviations."
     unit = ""
     higher_is_better = None
     needs_hard_labels = True
     order = 210
 
-    def of_pairs(self, found: Pairs) -> Result:
-        _hard(found)
-        c, correct = exact(found.confidence), exact(found.correct)
-        spread = float(((1 - 2 * c).square() * c * (1 - c)).sum().sqrt())
+    def of_pairs(self, samples: Pairs) -> Result:
+        _hard(samples)
+        c, correct = exact(samples.confidence), exact(samples.correct)
+        deviation = float(((1 - 2 * c).square() * c * (1 - c)).sum().sqrt())
         total = float(((correct - c) * (1 - 2 * c)).sum())
-        about = replace(found.about, estimator=self.title, norm=None, unit=self.unit)
+        about = replace(samples.about, estimator=self.title, norm=None, unit=self.unit)
         # If all confidences are 0, 1/2 or 1, the variance is zero.
-        impossible = 0.0 if total == 0 else math.copysign(math.inf, total)
-        z = impossible if spread == 0 else total / spread
+        limit = 0.0 if total == 0 else math.copysign(math.inf, total)
+        z = limit if deviation == 0 else total / deviation
         return Result(z, about, None, {"p_value": _two_sided(z)})
 
 
 ks_test, kuiper_test, spiegelhalter_test = KSTest(), KuiperTest(), SpiegelhalterTest()
 
 
-def _hard(found: Pairs) -> Pairs:
-    if found.correct.dtype != torch.bool:
+def _hard(samples: Pairs) -> Pairs:
+    if samples.correct.dtype != torch.bool:
         raise UserError("tests of calibration need hard labels: soft ones vary less than the tests assume")
-    return found
+    return samples
 
 
-def _walk(found: Pairs) -> tuple[Float64[Tensor, " steps"], float]:
-    return found.once("calibration walk", lambda: _compute_walk(found))
+def _walk(samples: Pairs) -> tuple[Float64[Tensor, " steps"], float]:
+    return samples.once("calibration walk", lambda: _compute_walk(samples))
 
 
-def _compute_walk(found: Pairs) -> tuple[Float64[Tensor, " steps"], float]:
-    c, correct = exact(found.confidence), exact(found.correct)
-    order = (found.ranking[0].flip(0) if found.log_uncertainty is None else c.argsort()).to(c.device)
+def _compute_walk(samples: Pairs) -> tuple[Float64[Tensor, " steps"], float]:
+    c, correct = exact(samples.confidence), exact(samples.correct)
+    order = (samples.ranking[0].flip(0) if samples.log_uncertainty is None else c.argsort()).to(c.device)
     c, correct = c[order], correct[order]
     sums = torch.cumsum(correct - c, 0) / len(c)
     ends = torch.cat([c[1:] != c[:-1], torch.ones(1, dtype=torch.bool, device=c.device)])

@@ -17,10 +17,10 @@ from fedlas.metrics.accumulators import BIN_SUMS
 from fedlas.metrics.base import AbstractMetric, Resampling
 from fedlas.metrics.bin_sums import Bins, exact
 from fedlas.metrics.binning import Binning, histogram_of
-from fedlas.metrics.inputs import Pairs, pairs
+from fedlas.metrics.inputs import Pairs, Rows, pairs
 from fedlas.metrics.intervals.methods import bootstrap
 from fedlas.metrics.paired import RESAMPLES, EachSample, check_draws, paired_method
-from fedlas.metrics.registry import all_metrics, compared_metrics
+from fedlas.metrics.registry import all_metrics, default_comparison_metrics
 from fedlas.metrics.result import Comparison, Definition, Result
 from fedlas.predictions import AnyPredictions, Predictions
 
@@ -36,7 +36,7 @@ class EvaluationAccumulator:
     """
 
     def __init__(self, bins: int = 15) -> None:
-        self.way = Binning(bins)
+        self.binning = Binning(bins)
         self.class_bins: Bins | None = None
         self.metrics = all_metrics()
         self._about: list[Definition] = []
@@ -45,15 +45,15 @@ class EvaluationAccumulator:
 
     def update(self, part: AnyPredictions) -> None:
         """Add predictions."""
-        found = pairs(part, ranked=True)
-        kept = {"confidence": found.confidence, "correct": found.correct}
-        if found.log_uncertainty is not None:
-            kept["log_uncertainty"] = found.log_uncertainty
-        self._about.append(found.about)
+        top = pairs(part, ranked=True)
+        kept = {"confidence": top.confidence, "correct": top.correct}
+        if top.log_uncertainty is not None:
+            kept["log_uncertainty"] = top.log_uncertainty
+        self._about.append(top.about)
         if isinstance(part, Predictions):
             probs = part.probs
             self._keep_tables([(probs, part.labels)])
-            filled = self.way.fill_classes(probs, part.labels)
+            filled = self.binning.fill_classes(probs, part.labels)
             self.class_bins = filled if self.class_bins is None else self.class_bins + filled
             for metric in self.metrics.values():
                 if metric.needs_all_classes:
@@ -79,10 +79,10 @@ class EvaluationAccumulator:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what is kept: a few numbers per sample and one histogram per class."""
-        kept = {name: one for name, one in self.columns().items() if one.ndim}
+        kept = {name: column for name, column in self.columns().items() if column.ndim}
         if self.class_bins is not None:
             kept |= {f"class_{name}": getattr(self.class_bins, name) for name in BIN_SUMS}
-        return {name: one.cpu() for name, one in kept.items()}
+        return {name: column.cpu() for name, column in kept.items()}
 
     @classmethod
     def from_state_dict(
@@ -94,11 +94,13 @@ class EvaluationAccumulator:
         made._about.append(replace(about, scope="top-label", split=split))
         samples = len(columns["confidence"])
         made._tables = None
-        made._parts.append({n: one for n, one in columns.items() if not n.startswith("class_") and len(one) == samples})
+        made._parts.append(
+            {n: column for n, column in columns.items() if not n.startswith("class_") and len(column) == samples}
+        )
         if "class_counts" in columns:
             counts, confidence, correct = (columns[f"class_{name}"] for name in BIN_SUMS)
-            edges = made.way.edges(columns["confidence"][:0])
-            made.class_bins = Bins(edges, counts, confidence, correct, samples, made.way.rule)
+            edges = made.binning.edges(columns["confidence"][:0])
+            made.class_bins = Bins(edges, counts, confidence, correct, samples, made.binning.rule)
         return made
 
     def histograms(self, top: Pairs | None = None) -> dict[str, Bins]:
@@ -107,9 +109,9 @@ class EvaluationAccumulator:
         Args:
             top: the pairs of this accumulator, which keep what `compute` has computed of them.
         """
-        found = self.top if top is None else top
-        ways = {"width": self.way, "mass": replace(self.way, kind="mass")}
-        return {name: histogram_of(found, way).bins.cpu() for name, way in ways.items()}
+        samples = self.top if top is None else top
+        binnings = {"width": self.binning, "mass": replace(self.binning, kind="mass")}
+        return {name: histogram_of(samples, binning).bins.cpu() for name, binning in binnings.items()}
 
     def compute(self, how: Resampling | None = None, top: Pairs | None = None) -> dict[str, Result]:
         """Compute every metric.
@@ -118,14 +120,14 @@ class EvaluationAccumulator:
             how: how to compute intervals, of metrics for which a method with known coverage exists; None for none.
             top: the pairs of this accumulator, which keep what is computed of them.
         """
-        found = self.top if top is None else top
+        samples = self.top if top is None else top
         columns = {} if self.class_bins is None else self.columns()
         results = {}
         for name, metric in self.metrics.items():
             result = (
                 self._of_columns(metric, columns, how)
                 if metric.needs_all_classes
-                else _of_top_labels(metric, found, self.way.bins, how)
+                else _of_top_labels(metric, samples, self.binning.bins, how)
             )
             if result is not None:
                 results[name] = result
@@ -150,22 +152,22 @@ class EvaluationAccumulator:
             check_draws(how.level, how.resamples or RESAMPLES)
         except ValueError:
             return {}
-        found = {}
+        comparisons = {}
         columns = self.columns(), other.columns()
-        for name, metric in compared_metrics().items():
+        for name, metric in default_comparison_metrics().items():
             if name not in ours or name not in theirs:
                 continue
             method = paired_method(metric)
             if metric.is_binned:
-                test = method.compare(metric, self.top, other.top, None, how, bins=self.way.bins)
-                found[name] = replace(test, first=ours[name], second=theirs[name])
+                test = method.compare(metric, self.top, other.top, None, how, bins=self.binning.bins)
+                comparisons[name] = replace(test, first=ours[name], second=theirs[name])
                 continue
             first, second = (
-                EachSample(result[name], exact(one._values(metric, kept)))
-                for one, result, kept in zip((self, other), (ours, theirs), columns, strict=True)
+                EachSample(result[name], exact(accumulator._values(metric, kept)))
+                for accumulator, result, kept in zip((self, other), (ours, theirs), columns, strict=True)
             )
-            found[name] = method.compare_means(metric, first, second, how)
-        return found
+            comparisons[name] = method.compare_means(metric, first, second, how)
+        return comparisons
 
     def _values(self, metric: AbstractMetric, columns: Mapping[str, Tensor]) -> Tensor:
         return metric.column(columns) if metric.needs_all_classes else metric.contributions(self.top)
@@ -192,24 +194,24 @@ class EvaluationAccumulator:
             return None
         scope = (self._about[0].scope or "").replace("top-label", "class-wise")
         about = replace(self._about[0], scope=scope, n=len(columns["confidence"]))
-        found = metric.of_columns(columns, self.class_bins, about)
-        if found is None or how is None or metric.interval is None:
-            return found
+        result = metric.of_columns(columns, self.class_bins, about)
+        if result is None or how is None or metric.interval is None:
+            return result
         if not metric.is_binned:
-            return metric.interval.of_mean(found, exact(metric.column(columns)), how)
+            return metric.interval.of_mean(result, exact(metric.column(columns)), how)
         if not self._tables:
-            return found
+            return result
         probs, labels = (torch.cat(parts) for parts in zip(*self._tables, strict=True))
-        measured = metric.interval.measure(metric, probs, labels, how, bins=self.way.bins)
+        measured = metric.interval.measure(metric, Rows(probs, labels, about), None, how, bins=self.binning.bins)
         assert measured.interval is not None
-        return found.with_interval(measured.interval, noise_floor=measured.details["noise_floor"])
+        return result.with_interval(measured.interval, noise_floor=measured.details["noise_floor"])
 
 
-def _of_top_labels(metric: AbstractMetric, found: Pairs, bins: int, how: Resampling | None) -> Result | None:
+def _of_top_labels(metric: AbstractMetric, samples: Pairs, bins: int, how: Resampling | None) -> Result | None:
     """Compute a metric of top-label confidences, with its interval where that has known coverage."""
-    if metric.needs_hard_labels and found.correct.dtype != torch.bool:
+    if metric.needs_hard_labels and samples.correct.dtype != torch.bool:
         return None
     options: dict[str, Any] = {"bins": bins} if metric.is_binned else {}
-    if how is None or metric.interval is None or not metric.interval.is_applicable(found):
-        return metric(found, **options)
-    return bootstrap(metric, found, level=how.level, resamples=how.resamples, seed=how.seed, **options)
+    if how is None or metric.interval is None or not metric.interval.is_applicable(samples):
+        return metric(samples, **options)
+    return bootstrap(metric, samples, level=how.level, resamples=how.resamples, seed=how.seed, **options)

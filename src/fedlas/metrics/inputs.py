@@ -5,7 +5,7 @@ A calibration error compares a *confidence* with whether it was *correct*. The s
     "top-label"    the largest probability of a row; correct if that class is the label
     "class-wise"   every probability of a row, class by class; correct for the label's class
     "positive"     the probability of class 1 of a binary classifier; correct if the label is 1
-    "confidence"   confidences and correctness as given
+    "confidence"   confidences and correctness as passed by the caller
     "multi-label"  every probability of a row, label by label; rows need not sum to one
 
 Labels are class numbers, or rows of class probabilities (several annotators), for which "correct" is the
@@ -27,26 +27,12 @@ from torch.nn import functional
 from fedlas.errors import UserError, UserTypeError
 from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.result import Definition
-from fedlas.predictions import (
-    AnyPredictions,
-    Array,
-    Predictions,
-    TopLabelPredictions,
-    as_floats,
-    as_tensor,
-    check_finite,
-    check_probs,
-    check_rows,
-    log_uncertainty,
-    softmax,
-    top_of_logits,
-    top_of_probs,
-    two_columns,
-    with_every_class,
-)
+from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions, with_every_class
+from fedlas.predictions.arrays import Array, as_floats, as_tensor, check_finite, check_probs, check_rows, two_columns
+from fedlas.predictions.probabilities import log_uncertainty, softmax, top_of_logits, top_of_probs
 
-MANY_ROWS = 10_000  # below, compiling the kernel takes longer than it saves
-MOST_CLASSES = 2**15  # limit of the registers of one program
+MANY_ROWS = 10_000  # with fewer rows, compiling the kernel takes longer than it saves
+MOST_CLASSES = 2**15  # more do not fit into the registers of one Triton program
 
 Scope = Literal["top-label", "class-wise", "positive", "confidence", "multi-label"]
 
@@ -60,7 +46,7 @@ class Pairs:
     Args:
         confidence: one probability per sample.
         correct: whether the prediction is the label, or the probability that a soft label gives to it.
-        about: the known part of a result's definition.
+        about: definition of results, without the estimator.
         log_uncertainty: logarithm of 1 - confidence in float64, if logits are known. It ranks samples whose
             confidences are equal in float32; None ranks by confidence.
     """
@@ -72,12 +58,12 @@ class Pairs:
 
     @property
     def uncertainty_rank(self) -> Float[Tensor, " n"]:
-        """Values in the order of uncertainty, the most confident sample first."""
+        """One value per sample that increases with uncertainty, to rank the samples."""
         return -self.confidence if self.log_uncertainty is None else self.log_uncertainty
 
     @cached_property
     def ranking(self) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
-        """Order of the samples from the most to the least confident, and the number of the group of ties of each."""
+        """Order of the samples from the most to the least confident, and the index of the group of ties of each."""
         ranked, order = self.uncertainty_rank.sort()
         new = torch.cat([torch.zeros_like(ranked[:1], dtype=torch.bool), ranked[1:] != ranked[:-1]])
         return order, new.long().cumsum(0)
@@ -94,10 +80,6 @@ class Pairs:
         return {}
 
 
-Counted = TypeVar("Counted", Predictions, TopLabelPredictions)
-Given: TypeAlias = AnyPredictions | Array | Pairs
-
-
 @dataclass(frozen=True)
 class Rows:
     """Validated probabilities and labels, one row per sample.
@@ -105,12 +87,16 @@ class Rows:
     Args:
         probs: one row of class probabilities per sample.
         labels: class numbers, or rows of class probabilities (soft labels, or several labels at once).
-        about: the known part of a result's definition.
+        about: definition of results, without the estimator.
     """
 
     probs: Float[Tensor, "n classes"]
     labels: Int64[Tensor, " n"] | Float[Tensor, "n classes"]
     about: Definition
+
+
+Counted = TypeVar("Counted", Predictions, TopLabelPredictions)
+MetricInput: TypeAlias = AnyPredictions | Array | Pairs | Rows
 
 
 class Which(TypedDict, total=False):
@@ -139,7 +125,7 @@ class Checked(NamedTuple):
 
 
 def pairs(
-    probs: Given,
+    probs: MetricInput,
     labels: Array | None = None,
     scope: Scope = "top-label",
     ignore_index: int | None = None,
@@ -150,7 +136,7 @@ def pairs(
 
     Args:
         probs: predictions, class probabilities, or pairs.
-        labels: class numbers or soft labels; predictions and pairs carry their own.
+        labels: class numbers or soft labels; predictions and pairs include their labels.
         scope: which confidences are used.
         ignore_index: label of samples that are ignored.
         ranked: whether to compute `log_uncertainty`, which ranks samples of equal confidence.
@@ -161,6 +147,8 @@ def pairs(
         if not (probs.about.scope or "").startswith(scope):
             raise UserError(f"these pairs are {probs.about.scope}, not {scope}")
         return probs
+    if isinstance(probs, Rows):
+        raise UserTypeError("rows hold all classes; this metric needs pairs, predictions or arrays")
     if isinstance(probs, Predictions):
         probs, labels, ignore_index = _without_ignored(probs, labels, ignore_index), None, None
     if isinstance(probs, TopLabelPredictions):
@@ -169,19 +157,19 @@ def pairs(
             raise UserError(f'only the top confidence of each sample is known; scope "{scope}" needs all classes')
         return Pairs(probs.confidence, probs.correct, _about(probs.confidence, scope, soft=False, split=probs.split))
     if scope in {"positive", "confidence"}:
-        found = _positive(probs, labels, ignore_index, scope)
+        positive = _positive(probs, labels, ignore_index, scope)
         if ranked and isinstance(probs, Predictions):
-            return replace(found, log_uncertainty=probs.log_uncertainty)
-        return found
+            return replace(positive, log_uncertainty=probs.log_uncertainty)
+        return positive
     if scope != "top-label":
-        known = '"top-label", "positive" or "confidence"'
-        raise UserError(f"scope {scope!r} has no single confidence per sample; expected {known}")
+        expected = '"top-label", "positive" or "confidence"'
+        raise UserError(f"scope {scope!r} has no single confidence per sample; expected {expected}")
     if isinstance(probs, Predictions):
         soft = probs.labels.ndim == 2
         about = _about(probs.confidence, scope, soft, probs.split)
         return Pairs(probs.confidence, probs.correct, about, probs.log_uncertainty if ranked else None)
-    given = _tables(probs, labels, ignore_index)
-    return _pairs(given, *top_of_probs(given.probs, ignored=given.ignored))
+    checked = _tables(probs, labels, ignore_index)
+    return _pairs(checked, *top_of_probs(checked.probs, ignored=checked.ignored))
 
 
 def pairs_of_logits(
@@ -194,30 +182,34 @@ def pairs_of_logits(
 ) -> Pairs:
     """Reduce logits to the confidence and correctness of each sample; the arguments are those of `pairs`."""
     if scope != "top-label":
-        found = pairs(probs_of(logits, scope), labels, scope, ignore_index)
+        samples = pairs(probs_of(logits, scope), labels, scope, ignore_index)
         scores = as_floats(logits, "logits")
         if not ranked or scope != "positive" or scores.shape[1:] not in {(), (1,), (2,)}:
-            return found
+            return samples
         lead = two_columns(scores, "logits").double().diff(dim=1)[:, 0].abs()
         truth = _labels(labels, scores)
         truth = truth if truth.ndim == 1 else truth[:, -1]
         uncertainty = functional.logsigmoid(-lead)
         return replace(
-            found, log_uncertainty=uncertainty if ignore_index is None else uncertainty[truth != ignore_index]
+            samples, log_uncertainty=uncertainty if ignore_index is None else uncertainty[truth != ignore_index]
         )
     scores = _table_of_logits(as_floats(logits, "logits"))
-    given = _with_labels(scores, _labels(labels, scores), ignore_index)
+    checked = _with_labels(scores, _labels(labels, scores), ignore_index)
     confidence, prediction = top_of_logits_by_kernel(scores) or top_of_logits(scores)
-    return _pairs(given, confidence, prediction, log_uncertainty(scores, prediction) if ranked else None)
+    return _pairs(checked, confidence, prediction, log_uncertainty(scores, prediction) if ranked else None)
 
 
 def rows(
-    probs: Given,
+    probs: MetricInput,
     labels: Array | None = None,
     scope: Scope = "class-wise",
     ignore_index: int | None = None,
 ) -> Rows:
-    """Return validated predictions, one row per sample."""
+    """Return validated predictions, one row per sample; rows are returned unchanged."""
+    if isinstance(probs, Rows):
+        if labels is not None or ignore_index is not None:
+            raise UserTypeError("rows carry their own labels; give neither labels nor ignore_index with them")
+        return probs
     if isinstance(probs, Pairs):
         raise UserTypeError(
             "pairs of confidence and correctness describe the top class only; this metric needs all classes"
@@ -231,9 +223,9 @@ def rows(
     if isinstance(probs, Predictions):
         probs = _without_ignored(probs, labels, ignore_index)
         return Rows(probs.probs, probs.labels, _about(probs.probs, scope, probs.labels.ndim == 2, probs.split))
-    given = _tables(probs, labels, ignore_index)
-    check_probs(given.probs, ignored=given.ignored)
-    return _rows(given, scope)
+    checked = _tables(probs, labels, ignore_index)
+    check_probs(checked.probs, ignored=checked.ignored)
+    return _rows(checked, scope)
 
 
 def rows_of_logits(logits: Array, labels: Array, scope: Scope = "class-wise", ignore_index: int | None = None) -> Rows:
@@ -252,10 +244,10 @@ def logit_rows(logits: Array, labels: Array, ignore_index: int | None = None) ->
 
 def logit_rows_of(predictions: Predictions, labels: Array | None, ignore_index: int | None) -> Rows:
     """Return the logits and labels of predictions, one row per sample, without computing probabilities."""
-    kept = _without_ignored(predictions, labels, ignore_index)
-    about = _about(kept.logits, "class-wise", kept.labels.ndim == 2, kept.split)
-    dtype = str(torch.promote_types(kept.logits.dtype, torch.float32)).removeprefix("torch.")
-    return Rows(kept.logits, kept.labels, replace(about, dtype=dtype))
+    selected = _without_ignored(predictions, labels, ignore_index)
+    about = _about(selected.logits, "class-wise", selected.labels.ndim == 2, selected.split)
+    dtype = str(torch.promote_types(selected.logits.dtype, torch.float32)).removeprefix("torch.")
+    return Rows(selected.logits, selected.labels, replace(about, dtype=dtype))
 
 
 def probs_of(logits: Array, scope: Scope = "top-label") -> Float[Tensor, "..."]:
@@ -284,11 +276,11 @@ def _kernel() -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
     """Compile the kernel on first use; None if Triton or its compiler is missing."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Triton
+            warnings.simplefilter("ignore")  # warnings of Triton
             from fedlas.metrics.kernels.top_label import top_label  # noqa: PLC0415
 
             top_label(torch.zeros(2, 2, device="cuda"))
-    except Exception:  # torch computes the same without it
+    except Exception:  # torch computes the same result without the kernel
         return None
     return top_label
 
@@ -308,22 +300,22 @@ def _finite(logits: Array) -> Float[Tensor, "..."]:
     return scores
 
 
-def _pairs(given: Checked, confidence: Tensor, prediction: Tensor, uncertainty: Tensor | None = None) -> Pairs:
-    correct = given.labels.gather(1, prediction[:, None])[:, 0] if given.soft else prediction == given.labels
+def _pairs(checked: Checked, confidence: Tensor, prediction: Tensor, uncertainty: Tensor | None = None) -> Pairs:
+    correct = checked.labels.gather(1, prediction[:, None])[:, 0] if checked.soft else prediction == checked.labels
 
     def select(values: Tensor) -> Tensor:
-        return values.reshape(-1) if given.kept is None else values[given.kept]
+        return values.reshape(-1) if checked.kept is None else values[checked.kept]
 
     confidence = select(confidence)
-    about = _about(confidence, "top-label", given.soft)
+    about = _about(confidence, "top-label", checked.soft)
     return Pairs(confidence, select(correct), about, None if uncertainty is None else select(uncertainty))
 
 
-def _rows(given: Checked, scope: Scope) -> Rows:
-    table, truth = _table(given.probs), _table(given.labels) if given.soft else given.labels.reshape(-1)
-    if given.kept is not None:
-        table, truth = table[given.kept.reshape(-1)], truth[given.kept.reshape(-1)]
-    return Rows(table, truth, _about(table, scope, given.soft))
+def _rows(checked: Checked, scope: Scope) -> Rows:
+    table, truth = _table(checked.probs), _table(checked.labels) if checked.soft else checked.labels.reshape(-1)
+    if checked.kept is not None:
+        table, truth = table[checked.kept.reshape(-1)], truth[checked.kept.reshape(-1)]
+    return Rows(table, truth, _about(table, scope, checked.soft))
 
 
 def _table(maps: Float[Tensor, "n classes *space"]) -> Float[Tensor, "rows classes"]:
@@ -372,7 +364,7 @@ def _positive(probs: Predictions | Array, labels: Array | None, ignore_index: in
     if truth.shape[1:] == (2,):
         check_probs(truth if truth.is_floating_point() else truth.double(), name="labels")
     # Two columns that sum to one have been checked already.
-    vectors = [name for name, given in (("probs", scores), ("labels", truth)) if given.shape[1:] != (2,)]
+    vectors = [name for name, values in (("probs", scores), ("labels", truth)) if values.shape[1:] != (2,)]
     truth = truth if truth.ndim == 1 else truth[:, -1]
     if ignore_index is not None:
         confidence, truth = confidence[truth != ignore_index], truth[truth != ignore_index]
@@ -390,10 +382,10 @@ def _without_ignored(predictions: Counted, labels: Array | None, ignore_index: i
         return predictions
     if predictions.labels.ndim == 2:
         raise UserError("soft labels have no class to ignore; select samples by predictions[mask]")
-    kept = predictions.labels != ignore_index
-    if not bool(kept.any()):
+    mask = predictions.labels != ignore_index
+    if not bool(mask.any()):
         raise UserError(f"every label is {ignore_index}, the ignored one; at least one sample is needed")
-    return predictions[kept]
+    return predictions[mask]
 
 
 def _arrays(probs: Array, labels: Array | None) -> tuple[Tensor, Tensor]:
@@ -429,16 +421,16 @@ def _with_labels(scores: Float[Tensor, "n classes *space"], truth: Tensor, ignor
         )
     truth = truth.long()
     if ignore_index is None and truth.numel():
-        # The extremes need no mask, and most labels are valid.
+        # Fast path: the extremes show that all labels are valid, without a mask.
         low, high = torch.stack(torch.aminmax(truth)).tolist()
         if low >= 0 and high < scores.shape[1]:
             return Checked(scores, truth, None)
-    kept = None if ignore_index is None else truth != ignore_index
+    mask = None if ignore_index is None else truth != ignore_index
     valid = (truth >= 0) & (truth < scores.shape[1])
-    check_rows("labels", truth, valid if kept is None else valid | ~kept, f"is outside 0..{scores.shape[1] - 1}")
-    if kept is not None and not bool(kept.any()):
+    check_rows("labels", truth, valid if mask is None else valid | ~mask, f"is outside 0..{scores.shape[1] - 1}")
+    if mask is not None and not bool(mask.any()):
         raise UserError(f"every label is {ignore_index}, the ignored one; at least one sample is needed")
-    return Checked(scores, truth, kept)
+    return Checked(scores, truth, mask)
 
 
 def _check_range(name: str, values: Tensor) -> None:
@@ -456,21 +448,21 @@ def _about(scores: Tensor, scope: Scope, soft: bool, split: str | None = None) -
     )
 
 
-def correctness(found: Pairs) -> Bool[Tensor, " n"] | Float[Tensor, " n"]:
+def correctness(samples: Pairs) -> Bool[Tensor, " n"] | Float[Tensor, " n"]:
     """Return whether each prediction is correct; a binary probability up to one half predicts class 0."""
-    if not (found.about.scope or "").startswith("positive"):
-        return found.correct
-    positive = found.confidence > 0.5
-    if found.correct.dtype == torch.bool:
-        return positive == found.correct
-    correct = exact(found.correct)
+    if not (samples.about.scope or "").startswith("positive"):
+        return samples.correct
+    positive = samples.confidence > 0.5
+    if samples.correct.dtype == torch.bool:
+        return positive == samples.correct
+    correct = exact(samples.correct)
     return torch.where(positive.to(correct.device), correct, 1 - correct)
 
 
-def binary_predictions(found: Pairs) -> Pairs:
+def binary_predictions(samples: Pairs) -> Pairs:
     """Replace the probability of class 1 by the confidence in the predicted class: 1 above one half, else 0."""
-    if not (found.about.scope or "").startswith("positive"):
-        return found
-    confidence = torch.where(found.confidence > 0.5, found.confidence, 1 - found.confidence)
-    about = replace(found.about, scope=(found.about.scope or "").replace("positive", "binary answers"))
-    return Pairs(confidence, correctness(found), about, found.log_uncertainty)
+    if not (samples.about.scope or "").startswith("positive"):
+        return samples
+    confidence = torch.where(samples.confidence > 0.5, samples.confidence, 1 - samples.confidence)
+    about = replace(samples.about, scope=(samples.about.scope or "").replace("positive", "binary answers"))
+    return Pairs(confidence, correctness(samples), about, samples.log_uncertainty)

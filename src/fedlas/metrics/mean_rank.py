@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fedlas import formatting
 from fedlas.errors import UserError
 from fedlas.extras import optional_module
 
@@ -50,8 +51,9 @@ class MeanRanks:
             else f"no method differs significantly from {best}"
         )
         return (
-            f"{len(self.ranks)} methods on {self.datasets} data sets: Friedman p = {self.p_value:.3g}, critical "
-            f"difference {self.critical_difference:.2f} (Nemenyi, {100 * self.alpha:g} %): {verdict}"
+            f"{len(self.ranks)} methods on {self.datasets} data sets: Friedman {formatting.p_value(self.p_value)}, "
+            f"critical difference {formatting.fixed(self.critical_difference, 2)} (Nemenyi, "
+            f"{formatting.level(self.alpha)}): {verdict}"
         )
 
 
@@ -98,8 +100,8 @@ def _studentised_range(quantile: float, methods: int) -> float:
 
 def _friedman(ranks: Floats) -> float:
     methods, datasets = ranks.shape
-    spread = ((ranks.mean(1) - (methods + 1) / 2) ** 2).sum() * datasets
+    between = ((ranks.mean(1) - (methods + 1) / 2) ** 2).sum() * datasets
     within = ((ranks - (methods + 1) / 2) ** 2).sum() / (datasets * (methods - 1))
     if within == 0:
         return 1.0
-    return float(optional_module("scipy.special").gammaincc((methods - 1) / 2, spread / within / 2))
+    return float(optional_module("scipy.special").gammaincc((methods - 1) / 2, between / within / 2))

@@ -1,8 +1,8 @@
 """Paired comparison of two models on the same samples.
 
-Both are resampled together, so that what makes samples easy or hard cancels. For sums of absolute gaps the two
-intervals of `intervals/inversion.py` are combined with the correlation that the joint resampling shows, because the
-difference of two biased errors is biased as well.
+Both models are resampled with the same samples, so that the variance due to easy and hard samples cancels. For sums of
+absolute gaps, the intervals of both models (`intervals/inversion.py`) are combined by the correlation of the resampled
+totals, because the difference of two biased errors is biased as well.
 """
 
 import math
@@ -20,7 +20,7 @@ from fedlas.alignment import check_same_samples
 from fedlas.errors import UserError
 from fedlas.metrics.base import AbstractBinned, AbstractMetric, AbstractPairedMethod, Resampling, check_level
 from fedlas.metrics.bin_sums import exact
-from fedlas.metrics.inputs import Given
+from fedlas.metrics.inputs import MetricInput
 from fedlas.metrics.intervals.inversion import confidence_curve, difference_interval, unbiased_totals
 from fedlas.metrics.intervals.methods import check_mean
 from fedlas.metrics.intervals.resampling import (
@@ -33,7 +33,8 @@ from fedlas.metrics.intervals.resampling import (
     signed_range,
 )
 from fedlas.metrics.result import Comparison, Definition, Interval, Result
-from fedlas.predictions import AnyPredictions, Array
+from fedlas.predictions import AnyPredictions
+from fedlas.predictions.arrays import Array
 
 RESAMPLES = 2_000
 METHOD = "paired bootstrap"
@@ -55,8 +56,8 @@ def paired_bootstrap(
     Args:
         metric: a metric with a paired method, such as `ece`, `accuracy`, `nll`, `brier` or `aurc`.
         first: predictions of the first model, or rows of class probabilities.
-        second: the same of the second model, in the same order.
-        labels: of both; not needed with predictions.
+        second: predictions of the second model, with the samples in the same order.
+        labels: class numbers or soft labels of the samples; not needed with predictions.
         level: confidence level of the interval of the difference.
         resamples: number of bootstrap resamples.
         seed: random seed; equal seeds give equal results.
@@ -73,8 +74,8 @@ def paired_method(metric: AbstractMetric) -> AbstractPairedMethod:
     if method is None:
         name = getattr(metric, "title", getattr(metric, "__name__", metric))
         raise UserError(f"models cannot be compared by {name}: there is no paired test for it")
-    found: AbstractPairedMethod = method
-    return found
+    paired: AbstractPairedMethod = method
+    return paired
 
 
 class EachSample(NamedTuple):
@@ -88,9 +89,9 @@ def of_each_sample(
     metric: AbstractMetric, model: AnyPredictions | Array, labels: Array | None = None, **options: Any
 ) -> EachSample:
     """Compute a mean over samples together with its values per sample (AURC: influence values)."""
-    found = EachSample(metric(model, labels, **options), exact(metric.contributions(model, labels, **options)))
-    check_mean(*found)
-    return found
+    each_sample = EachSample(metric(model, labels, **options), exact(metric.contributions(model, labels, **options)))
+    check_mean(*each_sample)
+    return each_sample
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,13 @@ class PairedGaps(AbstractPairedMethod):
     """Paired comparison of sums of absolute gaps, such as the ECE."""
 
     def compare(
-        self, metric: AbstractMetric, first: Given, second: Given, labels: Array | None, how: Resampling, **options: Any
+        self,
+        metric: AbstractMetric,
+        first: MetricInput,
+        second: MetricInput,
+        labels: Array | None,
+        how: Resampling,
+        **options: Any,
     ) -> Comparison:
         assert isinstance(metric, AbstractBinned)
         values = metric(first, labels, **options), metric(second, labels, **options)
@@ -112,16 +119,22 @@ class PairedMeans(AbstractPairedMethod):
     """Paired comparison of means over samples.
 
     Args:
-        largest: how far two models can differ on one sample.
-        bounds: of the values, if there is no largest difference: the largest value seen stands for it, or without a
-            large one that of the bounds.
+        largest: largest possible difference of two models on one sample.
+        bounds: bounds of the values if differences are unbounded. The largest observed value then replaces `largest`;
+            if no observed value is large, the upper bound does.
     """
 
     largest: float = 0.0
     bounds: Bounds | None = None
 
     def compare(
-        self, metric: AbstractMetric, first: Given, second: Given, labels: Array | None, how: Resampling, **options: Any
+        self,
+        metric: AbstractMetric,
+        first: MetricInput,
+        second: MetricInput,
+        labels: Array | None,
+        how: Resampling,
+        **options: Any,
     ) -> Comparison:
         ours, theirs = (of_each_sample(metric, cast("Any", model), labels, **options) for model in (first, second))
         return self.compare_means(metric, ours, theirs, how)
@@ -138,28 +151,29 @@ class PairedMeans(AbstractPairedMethod):
         difference = (first_values - second_values).cpu().numpy()
         low, high = mean_interval(difference, level, resamples, rng)
         noise, observed = mean_deviations(difference, resamples, rng), float(difference.mean())
-        # One more draw than there are, so that a finite number of draws never claims certainty.
+        # Add one to the count and to the number of resamples, so that the p-value is never zero.
         tails = [(1 + int((side * noise >= side * observed).sum())) / (1 + resamples) for side in (1, -1)]
         p_value = min(1.0, 2 * min(tails))
-        # Few differences, or none, are no sign that the next sample will show none.
+        # If few samples differ, or none, unobserved samples may still differ.
         least, most = signed_range(difference, level, self._largest(first_values, second_values))
-        # If few samples make most of the difference, the interval alone is too short: it holds what p does not exclude.
-        above, below = (observed - float(np.quantile(noise, share)) for share in ((1 - level) / 2, (1 + level) / 2))
+        # If the difference is due to few samples, this interval is too short. Extend it by quantiles of the noise, so
+        # that it agrees with the p-value.
+        above, below = (observed - float(np.quantile(noise, tail)) for tail in ((1 - level) / 2, (1 + level) / 2))
         low, high = min(low, least, below), max(high, most, above)
-        if p_value >= 1 - level:  # a matter of one draw
+        if p_value >= 1 - level:  # the p-value and the interval may disagree by one resample
             low, high = min(low, 0.0), max(high, 0.0)
         p_value = max(p_value, 1 - level) if low <= 0 <= high else p_value
         better = _better(metric, low, high)
         winner = {"first": first_mean, "second": second_mean}.get(better or "")
         if winner is not None and winner.details.get("floored"):
-            better = None  # labels of probability zero: this NLL is only a lower bound
+            better = None  # some labels have probability zero, so this NLL is only a lower bound
         return Comparison(first_mean, second_mean, Interval(low, high, level, METHOD), p_value, better)
 
     def _largest(self, first: Float64[Tensor, " n"], second: Float64[Tensor, " n"]) -> float:
         if self.bounds is None:
             return self.largest
-        seen = float(torch.stack([first.max(), second.max()]).max())
-        return seen if seen > self.bounds.split else self.bounds.high
+        observed = float(torch.stack([first.max(), second.max()]).max())
+        return observed if observed > self.bounds.split else self.bounds.high
 
 
 def _better(metric: AbstractMetric, low: float, high: float) -> Literal["first", "second"] | None:
@@ -172,20 +186,20 @@ def _gap_difference(
     gaps: Sequence[AbstractGaps], level: float, resamples: int, rng: np.random.Generator
 ) -> tuple[float, float, float]:
     """Find the interval of the difference of two sums of absolute gaps, and the p-value of no difference."""
-    single = [one for one in gaps if isinstance(one, Gaps)]
-    if len(single) < len(gaps):
+    model_gaps = [model for model in gaps if isinstance(model, Gaps)]
+    if len(model_gaps) < len(gaps):
         raise UserError("two models are compared by their top-label or binary errors, not by class-wise ones")
-    bins = single[0].bins
-    index, gap = np.stack([one.index for one in single]), np.stack([one.gap for one in single])
-    drawn = sample_deviations(index, gap, bins, resamples, rng)
-    parts = (drawn[:, :bins], drawn[:, bins:])
-    distributions = [one.distribution(part, rng, joint=True) for one, part in zip(single, parts, strict=True)]
-    first, second = (confidence_curve(one) for one in distributions)
-    totals = np.stack([unbiased_totals(one) for one in distributions])
+    bins = model_gaps[0].bins
+    index, gap = np.stack([model.index for model in model_gaps]), np.stack([model.gap for model in model_gaps])
+    deviations = sample_deviations(index, gap, bins, resamples, rng)
+    parts = (deviations[:, :bins], deviations[:, bins:])
+    distributions = [model.distribution(part, rng, joint=True) for model, part in zip(model_gaps, parts, strict=True)]
+    first, second = (confidence_curve(model) for model in distributions)
+    totals = np.stack([unbiased_totals(model) for model in distributions])
     varied = float(totals.std(1).min()) > 0
     correlation = float(np.asarray(np.corrcoef(totals))[0, 1]) if varied else 0.0
     low, high = difference_interval(first, second, correlation, level)
-    # The p-value is one minus the level at which the interval just reaches zero.
+    # The p-value is one minus the smallest level at which the interval contains zero.
     outside, inside = 0.0, 1 - 2 / (1 + resamples)
     for _ in range(30):
         middle = (outside + inside) / 2
@@ -197,7 +211,7 @@ def _gap_difference(
 def check_draws(level: float, resamples: int) -> None:
     """Raise if the resamples are too few for any difference to be significant."""
     check_level(level, resamples)
-    needed = round(2 / (1 - level), 6)  # p-values end at 2 / (resamples + 1)
+    needed = round(2 / (1 - level), 6)  # the smallest p-value is 2 / (resamples + 1)
     if resamples + 1 <= needed:
         raise UserError(
             f"{resamples:,} resamples show no difference at a level of {level:g}, however large it is; "
@@ -221,5 +235,5 @@ def across_seeds(results: Sequence[float]) -> Result:
         ):
             raise UserError(f"runs measured by different metrics cannot be averaged: {about} and {theirs}")
     values = [float(value) for value in results]
-    spread = stdev(values) if len(values) > 1 else math.nan
-    return Result(fmean(values), about, None, {"std": spread, "seeds": len(values), "values": tuple(values)})
+    deviation = stdev(values) if len(values) > 1 else math.nan
+    return Result(fmean(values), about, None, {"std": deviation, "seeds": len(values), "values": tuple(values)})

@@ -14,7 +14,7 @@ in bin b, m_bk its mean probability, w_bk the fraction of samples, f_k the overa
     reliability  sum_kb w_bk (m_bk - f_bk)^2     0 when calibrated
     resolution   sum_kb w_bk (f_bk - f_k)^2      large if the frequencies differ between bins
     uncertainty  sum_k  mean(y_ik^2) - f_k^2     of the labels alone
-    within_bins  the rest: Brier = reliability - resolution + uncertainty + within_bins
+    within_bins  the remainder: Brier = reliability - resolution + uncertainty + within_bins
 """
 
 import math
@@ -32,7 +32,7 @@ from fedlas.metrics.base import AbstractMetric, AbstractTopLabel
 from fedlas.metrics.bin_sums import Bins, EdgeRule, class_statistics, equal_width_edges, exact
 from fedlas.metrics.binning import Binning
 from fedlas.metrics.inputs import (
-    Given,
+    MetricInput,
     Pairs,
     Rows,
     Scope,
@@ -46,12 +46,14 @@ from fedlas.metrics.intervals.methods import LossBootstrap, MeanBootstrap, Wilso
 from fedlas.metrics.intervals.resampling import Bounds
 from fedlas.metrics.paired import PairedMeans
 from fedlas.metrics.result import Definition, Result
-from fedlas.predictions import AnyPredictions, Array, Predictions, least_log_prob, least_prob, slices_of
+from fedlas.predictions import AnyPredictions, Predictions
+from fedlas.predictions.arrays import Array
+from fedlas.predictions.probabilities import least_log_prob, least_prob, slices_of
 
-LARGE = 0.9  # probability of a label
+LARGE = 0.9  # probability of a label above which its square is summed separately
 TOP = 5
-# A loss above log 2 means a probability below one half. The loss is unbounded: that of the smallest normal float32
-# stands for unobserved losses; no loss is clipped to it.
+# A loss above log 2 means a probability below one half. The loss is unbounded: unobserved losses are assumed to be that
+# of the smallest normal float32; no loss is clipped to it.
 NLL_BOUNDS = Bounds(0.0, math.log(2), -math.log(torch.finfo(torch.float32).tiny))
 
 
@@ -69,18 +71,20 @@ class Accuracy(AbstractTopLabel):
 
     name = "accuracy"
     title = "accuracy"
+    explanation = "Fraction of samples whose most likely class is the label."
     higher_is_better = True
     in_summary = True
     is_compared = True
+    is_logged = True
     order = 10
     interval = WilsonInterval(Bounds(0.0, 0.5, 1.0))  # the bounds are for soft labels
     paired = PairedMeans(largest=1.0)
 
-    def of_pairs(self, found: Pairs) -> Result:
-        return Result(float(exact(correctness(found)).mean()), replace(found.about, estimator=self.title))
+    def of_pairs(self, samples: Pairs) -> Result:
+        return Result(float(exact(correctness(samples)).mean()), replace(samples.about, estimator=self.title))
 
-    def values_of(self, found: Pairs) -> Tensor:
-        return correctness(found)
+    def values_of(self, samples: Pairs) -> Tensor:
+        return correctness(samples)
 
     def store(self, *, scope: Scope = "top-label", ignore_index: int | None = None) -> BinStore:
         if scope != "top-label":
@@ -98,15 +102,17 @@ class NLL(AbstractMetric):
 
     name = "nll"
     title = "NLL"
+    explanation = "Mean negative log-likelihood of the labels, in nats: accuracy and calibration in one."
     unit = "nats"
     needs_all_classes = True
     in_summary = True
     is_compared = True
+    is_logged = True
     order = 70
     interval = LossBootstrap(NLL_BOUNDS)
     paired = PairedMeans(bounds=NLL_BOUNDS)
 
-    def __call__(self, probs: Given, labels: Array | None = None, *, ignore_index: int | None = None) -> Result:
+    def __call__(self, probs: MetricInput, labels: Array | None = None, *, ignore_index: int | None = None) -> Result:
         """Compute the metric; logits of `Predictions` are used directly and need no floor."""
         losses, about = losses_of(probs, labels, ignore_index)
         return self.result(float(losses.values.mean()), losses.floored, losses.floor, about)
@@ -116,7 +122,7 @@ class NLL(AbstractMetric):
         about = replace(about, estimator=self.title, scope=None, unit=self.unit)
         return Result(value, about, None, {"floor": floor, "floored": floored})
 
-    def contributions(self, probs: Given, labels: Array | None = None, **options: Any) -> Tensor:
+    def contributions(self, probs: MetricInput, labels: Array | None = None, **options: Any) -> Tensor:
         return losses_of(probs, labels, **options)[0].values
 
     def store(self, *, ignore_index: int | None = None) -> "LossStore":
@@ -128,9 +134,9 @@ class NLL(AbstractMetric):
         return self.result(store.total / store.about.n, store.floored, store.floor, store.about)
 
     def columns(self, part: Predictions) -> dict[str, Tensor]:
-        given = part.given_probs
+        probs = part.given_probs
         losses = (
-            logit_losses(part.logits, part.labels) if given is None else prob_losses(given, part.labels, part.decimals)
+            logit_losses(part.logits, part.labels) if probs is None else prob_losses(probs, part.labels, part.decimals)
         )
         sums = {"floored": torch.tensor(losses.floored), "floor": torch.tensor(losses.floor, dtype=torch.float64)}
         return {"loss": losses.values, **sums}
@@ -149,6 +155,7 @@ class Brier(AbstractMetric):
 
     name = "brier"
     title = "Brier score"
+    explanation = "Mean squared difference of the probabilities and the one-hot label, summed over classes."
     unit = ""
     needs_all_classes = True
     in_summary = True
@@ -158,7 +165,12 @@ class Brier(AbstractMetric):
     paired = PairedMeans(largest=2.0)
 
     def __call__(
-        self, probs: Given, labels: Array | None = None, bins: int | None = None, *, ignore_index: int | None = None
+        self,
+        probs: MetricInput,
+        labels: Array | None = None,
+        bins: int | None = None,
+        *,
+        ignore_index: int | None = None,
     ) -> Result:
         """Compute the metric.
 
@@ -166,7 +178,7 @@ class Brier(AbstractMetric):
             probs: predictions, or rows of class probabilities.
             labels: class numbers, or soft labels; not needed with predictions.
             bins: number of bins of the decomposition, whose parts are in `details`; None for no decomposition.
-            ignore_index: label of samples that do not count.
+            ignore_index: label of samples that are ignored.
         """
         table = rows(probs, labels, ignore_index=ignore_index)
         squares = squared_errors(table.probs, table.labels)
@@ -180,9 +192,9 @@ class Brier(AbstractMetric):
         return Result(value, plain)
 
     def contributions(
-        self, probs: Given, labels: Array | None = None, bins: int | None = None, **options: Any
+        self, probs: MetricInput, labels: Array | None = None, bins: int | None = None, **options: Any
     ) -> Tensor:
-        del bins  # of the decomposition
+        del bins  # used by the decomposition only
         table = rows(probs, labels, **options)
         return squared_errors(table.probs, table.labels)
 
@@ -191,8 +203,8 @@ class Brier(AbstractMetric):
 
     def compute(self, store: "BrierStore") -> Result:
         filled, about = store.bins.histogram()
-        whole = brier_result(store.squares, store.label_squares, filled, about)
-        return whole if store.decomposed else self._alone(float(whole), about)
+        decomposed = brier_result(store.squares, store.label_squares, filled, about)
+        return decomposed if store.decomposed else self._alone(float(decomposed), about)
 
     def columns(self, part: Predictions) -> dict[str, Tensor]:
         errors = squared_errors(part.probs, part.labels)
@@ -211,12 +223,13 @@ class Top5(AbstractMetric):
 
     name = "top_5"
     title = "top-5 accuracy"
+    explanation = "Fraction of samples whose label is among the five most likely classes."
     higher_is_better = True
     needs_all_classes = True
     needs_hard_labels = True
     order = 220
 
-    def __call__(self, probs: Given, labels: Array | None = None, *, ignore_index: int | None = None) -> Result:
+    def __call__(self, probs: MetricInput, labels: Array | None = None, *, ignore_index: int | None = None) -> Result:
         """Compute the metric."""
         return top_k(probs, labels, TOP, ignore_index=ignore_index)
 
@@ -248,14 +261,14 @@ def _among_first(table: Rows) -> Tensor:
     return label_ranks(table.probs, table.labels) < TOP
 
 
-def top_k(probs: Given, labels: Array | None = None, k: int = 5, *, ignore_index: int | None = None) -> Result:
+def top_k(probs: MetricInput, labels: Array | None = None, k: int = 5, *, ignore_index: int | None = None) -> Result:
     """Return the fraction of samples whose label is among the k most probable classes."""
     table = rows(probs, labels, ignore_index=ignore_index)
     if k < 1:
         raise UserError(f"k is {k}; at least 1 is needed")
     if table.labels.ndim == 2:
         best = table.probs.sort(dim=1, descending=True, stable=True).indices[:, :k]
-        correct = exact(table.labels.gather(1, best)).sum(1)  # probabilities in float16 do not add up to one
+        correct = exact(table.labels.gather(1, best)).sum(1)  # the sum of float16 probabilities may differ from one
     else:
         correct = label_ranks(table.probs, table.labels) < k
     about = replace(table.about, estimator=f"top-{k} accuracy", scope=f"top-{k}")
@@ -264,9 +277,9 @@ def top_k(probs: Given, labels: Array | None = None, k: int = 5, *, ignore_index
 
 def label_ranks(probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
     """Return the number of classes ranked above the label; ties are ranked by class number."""
-    own = probs.gather(1, labels[:, None])
-    earlier = torch.arange(probs.shape[1], device=own.device) < labels[:, None]
-    return ((probs > own) | ((probs == own) & earlier)).sum(1)
+    label_probs = probs.gather(1, labels[:, None])
+    earlier = torch.arange(probs.shape[1], device=label_probs.device) < labels[:, None]
+    return ((probs > label_probs) | ((probs == label_probs) & earlier)).sum(1)
 
 
 def prob_losses(
@@ -280,11 +293,11 @@ def prob_losses(
         floor = 0.5 * 10.0**-decimals
         least = math.log(floor)
     if labels.ndim == 1:
-        own = exact(probs.gather(1, labels[:, None])[:, 0])
-        return Losses(-torch.where(own > 0, own.log(), least), floor, int((own <= 0).sum()))
-    wanted = labels > 0
-    low = wanted & (probs <= 0)
-    logs = torch.where(low, least, torch.where(wanted, _wide(probs, labels).log(), 0))
+        label_probs = exact(probs.gather(1, labels[:, None])[:, 0])
+        return Losses(-torch.where(label_probs > 0, label_probs.log(), least), floor, int((label_probs <= 0).sum()))
+    possible = labels > 0
+    low = possible & (probs <= 0)
+    logs = torch.where(low, least, torch.where(possible, _wide(probs, labels).log(), 0))
     return Losses(-exact((labels * logs).sum(1)), floor, int(low.any(1).sum()))
 
 
@@ -295,25 +308,25 @@ def logit_losses(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] |
         confidence, prediction = top
         predicted, label = (exact(logits.gather(1, index[:, None])[:, 0]) for index in (prediction, labels))
         return Losses(predicted - label - exact(confidence).log(), 0.0, 0)
-    own = []
+    parts = []
     for part in slices_of(logits):
         logs, truth = exact(_log_likelihoods(_wide(logits[part]), labels[part])), labels[part]
         overflow = ~torch.isfinite(logs)  # differences of logits beyond float32
         if bool(overflow.any()):
             rows_of = overflow.to(logits.device)
             logs[overflow] = _log_likelihoods(exact(logits[part][rows_of]), exact(truth[rows_of]).to(truth.dtype))
-        own.append(logs)
-    return Losses(-torch.cat(own), 0.0, 0)
+        parts.append(logs)
+    return Losses(-torch.cat(parts), 0.0, 0)
 
 
 def _log_likelihoods(logits: Float[Tensor, "n classes"], labels: Tensor) -> Float[Tensor, " n"]:
     logs = logits.log_softmax(dim=1)
     if labels.ndim == 1:
         return logs.gather(1, labels[:, None])[:, 0]
-    return torch.where(labels == 0, 0.0, logs * labels).sum(1)  # 0 times infinity is 0 here
+    return torch.where(labels == 0, 0.0, logs * labels).sum(1)  # define 0 * inf as 0
 
 
-def losses_of(probs: Given, labels: Array | None, ignore_index: int | None = None) -> tuple[Losses, Definition]:
+def losses_of(probs: MetricInput, labels: Array | None, ignore_index: int | None = None) -> tuple[Losses, Definition]:
     """Return the negative log-likelihood of each sample of validated predictions."""
     if isinstance(probs, Predictions) and probs.given_probs is None:
         table = logit_rows_of(probs, labels, ignore_index)
@@ -330,8 +343,8 @@ class LossStore(AbstractStore):
         super().__init__("class-wise", ignore_index)
         self.total, self.floored, self.floor = 0.0, 0, 0.0
 
-    def take(self, found: Pairs | Rows) -> None:
-        table = as_rows(found)
+    def take(self, batch: Pairs | Rows) -> None:
+        table = as_rows(batch)
         self._add_losses(prob_losses(table.probs, table.labels), table.about)
 
     def add(self, probs: AnyPredictions | Array, labels: Array | None) -> None:
@@ -343,8 +356,8 @@ class LossStore(AbstractStore):
 
     def state(self) -> State:
         values = {"total": self.total, "floored": float(self.floored), "floor": self.floor}
-        found: State = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-        return found | {"samples": torch.tensor(self.about.n)}
+        state: State = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+        return state | {"samples": torch.tensor(self.about.n)}
 
     def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
         names = ("total", "floored", "floor", "samples")
@@ -352,8 +365,8 @@ class LossStore(AbstractStore):
         self.floored, self.about = int(floored), replace(self.about, n=int(n))
 
     def merge(self, other: AbstractStore) -> None:
-        known = self.same(other)
-        self._add_sums(known.total, known.floored, known.floor, known.about)
+        same_kind = self.same(other)
+        self._add_sums(same_kind.total, same_kind.floored, same_kind.floor, same_kind.about)
 
     def _add_losses(self, losses: Losses, about: Definition) -> None:
         self._add_sums(float(losses.values.sum()), losses.floored, losses.floor, about)
@@ -374,17 +387,17 @@ class BrierStore(AbstractStore):
         self.bins = BinStore(Binning(bins or 1), "class-wise", ignore_index)
         self.squares, self.label_squares = 0.0, 0.0
 
-    def take(self, found: Pairs | Rows) -> None:
-        table = as_rows(found)
+    def take(self, batch: Pairs | Rows) -> None:
+        table = as_rows(batch)
         self.bins.take(table)
         self.squares += float(squared_errors(table.probs, table.labels).sum())
         self.label_squares += float(label_squares(table.labels).sum())
 
     def merge(self, other: AbstractStore) -> None:
-        known = self.same(other)
-        self.bins.merge(known.bins)
-        self.squares += known.squares
-        self.label_squares += known.label_squares
+        same_kind = self.same(other)
+        self.bins.merge(same_kind.bins)
+        self.squares += same_kind.squares
+        self.label_squares += same_kind.label_squares
 
     def state(self) -> State:
         return self.bins.state() | self._sums() if self.bins.filled is not None else {}
@@ -402,7 +415,7 @@ class BrierStore(AbstractStore):
             self.squares, self.label_squares = (float(cast("Tensor", state[n])) for n in ("squares", "label_squares"))
 
     def settings(self) -> tuple[object, ...]:
-        return (*super().settings(), self.bins.way)
+        return (*super().settings(), self.bins.binning)
 
 
 def squared_errors(
@@ -414,14 +427,14 @@ def squared_errors(
     errors = []
     for part in slices_of(probs):
         table, label = probs[part].contiguous(), labels[part, None]  # sums in float32 depend on the layout
-        own = exact(table.gather(1, label)[:, 0])
-        others = exact(torch.linalg.vector_norm(_wide(table), dim=1)) ** 2 - own**2
+        label_probs = exact(table.gather(1, label)[:, 0])
+        other_squares = exact(torch.linalg.vector_norm(_wide(table), dim=1)) ** 2 - label_probs**2
         # If the probability of the label is large, the squares of the others are lost to rounding, so these rows are
-        # summed without it. Not all rows, because that needs a copy of the table.
-        large = (own > LARGE).nonzero()[:, 0].to(table.device)
-        rest = _wide(table[large]).scatter_(1, label[large], 0)  # in place in the copy made by indexing
-        others[large.to(others.device)] = exact(torch.linalg.vector_norm(rest, dim=1)) ** 2
-        errors.append(others.clamp_min(0) + (1 - own) ** 2)
+        # summed without it. Other rows are not, because this needs a copy.
+        large = (label_probs > LARGE).nonzero()[:, 0].to(table.device)
+        other_probs = _wide(table[large]).scatter_(1, label[large], 0)  # in place in the copy made by indexing
+        other_squares[large.to(other_squares.device)] = exact(torch.linalg.vector_norm(other_probs, dim=1)) ** 2
+        errors.append(other_squares.clamp_min(0) + (1 - label_probs) ** 2)
     return torch.cat(errors)
 
 

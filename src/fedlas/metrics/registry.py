@@ -7,7 +7,7 @@ CATALOG = Catalog("fedlas.metrics", AbstractMetric, "metric")  # type: ignore[ty
 
 
 def all_metrics() -> dict[str, AbstractMetric]:
-    """Return every metric by its name, in the order of reports."""
+    """Return all metrics by name, in the order in which reports list them."""
     metrics = [cls() for cls in CATALOG.entries.values()]
     return {metric.name: metric for metric in sorted(metrics, key=lambda metric: (metric.order, metric.name))}
 
@@ -22,6 +22,11 @@ def summary_metrics() -> dict[str, AbstractMetric]:
     return {name: metric for name, metric in all_metrics().items() if metric.in_summary}
 
 
-def compared_metrics() -> dict[str, AbstractMetric]:
-    """Return the metrics by which reports compare models."""
+def default_comparison_metrics() -> dict[str, AbstractMetric]:
+    """Return the metrics by which models are compared unless others are requested."""
     return {name: metric for name, metric in all_metrics().items() if metric.is_compared}
+
+
+def logged_metrics() -> dict[str, AbstractMetric]:
+    """Return the metrics that are logged during training by default."""
+    return {name: metric for name, metric in all_metrics().items() if metric.is_logged}

@@ -27,7 +27,7 @@ class Interval:
         high: upper limit.
         level: confidence level.
         method: name of the method.
-        note: explanation of an unusual width; empty if there is none.
+        note: explanation if the interval is unusually wide or narrow; empty otherwise.
     """
 
     low: float
@@ -47,18 +47,18 @@ class Interval:
 
 @dataclass(frozen=True)
 class Definition:
-    """The definition of a value: all that is needed to reproduce it.
+    """The definition of a metric: everything that is needed to reproduce its value.
 
     Args:
         estimator: name of the metric.
         bins: number of bins.
-        edges: kind of bins, and which edge belongs to a bin.
+        edges: kind of bins, and whether their lower or upper edge is included.
         norm: how the gaps of the bins are combined.
-        scope: what is compared: the top label, every class, the positive class, ...
+        scope: which confidences are used: of the top label, of every class, of the positive class, ...
         n: number of samples.
         dtype: type of the inputs.
         split: split of the samples.
-        compat: the code whose results are reproduced.
+        compat: package or code whose rules are followed, such as "torchmetrics".
         unit: "fraction" is shown as percent, anything else unchanged.
     """
 
@@ -108,11 +108,11 @@ class Result(float):
         details: Mapping[str, Any] | None = None,
     ) -> "Result":
         """Create the float and set its attributes."""
-        made = super().__new__(cls, value)
-        made.definition = definition
-        made.interval = interval
-        made.details = MappingProxyType(dict(details or {}))
-        return made
+        result = super().__new__(cls, value)
+        result.definition = definition
+        result.interval = interval
+        result.details = MappingProxyType(dict(details or {}))
+        return result
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return float(self), self.definition, self.interval, dict(self.details)
@@ -158,24 +158,24 @@ class Result(float):
 
     def __str__(self) -> str:
         noise_floor, std = self.details.get("noise_floor"), self.details.get("std")
-        beside = "" if noise_floor is None else f", {self._number(noise_floor)} by chance"
-        spread = "" if std is None else f" ± {self._number(std)}"
+        chance = "" if noise_floor is None else f", {self._number(noise_floor)} by chance"
+        deviation = "" if std is None else f" ± {self._number(std)}"
         interval = "" if self.interval is None else f" {self._ends()} at {formatting.level(self.interval.level)}"
-        return f"{self.definition.estimator} {self._number(self)}{spread}{interval}{beside} ({self.definition})"
+        return f"{self.definition.estimator} {self._number(self)}{deviation}{interval}{chance} ({self.definition})"
 
     def __repr__(self) -> str:
         return f"<{self}>"
 
     def _repr_html_(self) -> str:
         """Show the value and its definition in a notebook."""
-        shown, _, meaning = str(self).partition(" (")
-        return f"<b>{html.escape(shown)}</b><br><small>{html.escape(meaning.removesuffix(')'))}</small>"
+        number, _, definition = str(self).partition(" (")
+        return f"<b>{html.escape(number)}</b><br><small>{html.escape(definition.removesuffix(')'))}</small>"
 
     def __format__(self, spec: str) -> str:
         return str(self) if not spec else float(self).__format__(spec)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values; NaN and infinity become None."""
+        """Convert to types that JSON can store; NaN and infinity become None."""
         interval = None if self.interval is None else asdict(self.interval)
         fields = {"value": float(self), "interval": interval, **asdict(self.definition), "details": self.details}
         return {name: _plain(value) for name, value in fields.items()}
@@ -198,11 +198,11 @@ class Result(float):
         return f"${value}$ {{\\scriptsize ${ends}$}}" if ends else f"${value}$"
 
     def cell(self) -> str:
-        """Return the value and its interval for a table whose heading has the unit; a fraction as a percentage."""
+        """Return the value and its interval as text without the unit, which `heading` includes."""
         return formatting.cell(float(self), *self._limits, percent=self._is_percentage)
 
     def heading(self) -> str:
-        """Return the heading of such a cell."""
+        """Return the name of the metric and its unit, for the heading of a column of cells."""
         return f"{self.definition.estimator} %" if self._is_percentage else self.definition.estimator
 
     @property
@@ -247,7 +247,7 @@ class Comparison:
         return float(self.first) - float(self.second)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values that JSON can store."""
+        """Convert to types that JSON can store."""
         fields = {"first": self.first.to_dict(), "second": self.second.to_dict(), "difference": self.difference}
         return fields | {"interval": asdict(self.interval), "p_value": self.p_value, "better": self.better}
 
@@ -272,30 +272,30 @@ class Comparison:
         )
 
     def cells(self) -> tuple[str, str]:
-        """Return the difference and its interval; differences of percentages in points."""
+        """Return the difference and its interval as text; differences of percentages are in points."""
         percent = self.first.definition.unit == "fraction"
         return formatting.difference(self.difference, self.interval.low, self.interval.high, percent=percent)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows of strings as lines with aligned columns."""
-    widths = [max(len(word) for word in column) for column in zip(*rows, strict=True)]
-    return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def html_table(rows: Sequence[Sequence[str]], caption: str = "") -> str:
     """Format rows of strings as an HTML table; the first row is the header, and all text is escaped."""
-    cells = [[html.escape(word) for word in row] for row in rows]
-    head = "".join(f'<th scope="col">{word}</th>' for word in cells[0])
-    body = "".join(f"<tr>{''.join(f'<td>{word}</td>' for word in row)}</tr>" for row in cells[1:])
+    cells = [[html.escape(cell) for cell in row] for row in rows]
+    head = "".join(f'<th scope="col">{cell}</th>' for cell in cells[0])
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells[1:])
     title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
     return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def latex_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a LaTeX tabular; the cells of `rows` behind the first column are LaTeX already."""
+    """Return a LaTeX tabular; in `rows`, only the first column is escaped, the others must be LaTeX."""
     body = [[_latex(row[0]), *row[1:]] for row in rows]
-    lines = [" & ".join(cells) + r" \\" for cells in [[_latex(word) for word in head], *body]]
+    lines = [" & ".join(cells) + r" \\" for cells in [[_latex(cell) for cell in head], *body]]
     columns = "l" + "r" * (len(head) - 1)
     return "\n".join(
         [rf"\begin{{tabular}}{{{columns}}}", r"\hline", lines[0], r"\hline", *lines[1:], r"\hline", r"\end{tabular}"]

@@ -34,7 +34,7 @@ class SeedComparison:
 
     Args:
         differences: first minus second, for each seed.
-        test_variance: variance of their mean over test samples.
+        test_variance: variance of the mean difference over test samples.
     """
 
     differences: tuple[float, ...]
@@ -73,7 +73,7 @@ class SeedComparison:
         return Interval(self.difference - width, self.difference + width, level, METHOD)
 
     def to_dict(self, level: float = 0.95) -> dict[str, Any]:
-        """List everything as plain values that JSON knows."""
+        """Convert to types that JSON can store."""
         ends = self.interval(level)
         return {
             "difference": self.difference,
@@ -91,14 +91,14 @@ def over_seeds(first: Sequence[Float64[Tensor, " n"]], second: Sequence[Float64[
 
     Args:
         first: for each seed, the values of all test samples by the first method; their mean is the metric.
-        second: the same by the second method, of the same seeds and samples in the same order.
+        second: values by the second method, with the same seeds and samples in the same order.
     """
-    each = [ours - theirs for ours, theirs in zip(first, second, strict=True)]
-    if len({len(values) for values in each}) > 1:
+    differences = [ours - theirs for ours, theirs in zip(first, second, strict=True)]
+    if len({len(values) for values in differences}) > 1:
         raise UserError("seeds were evaluated on different numbers of samples; a comparison needs the same test set")
-    averaged = torch.stack(each).mean(0)
+    averaged = torch.stack(differences).mean(0)
     variance = float(averaged.var()) / len(averaged) if len(averaged) > 1 else math.nan
-    return SeedComparison(tuple(float(values.mean()) for values in each), variance)
+    return SeedComparison(tuple(float(values.mean()) for values in differences), variance)
 
 
 def ece_values(predictions: AnyPredictions, bins: int = 15) -> Float64[Tensor, " n"]:
@@ -111,9 +111,9 @@ def ece_values(predictions: AnyPredictions, bins: int = 15) -> Float64[Tensor, "
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Adjust the p-values of a family of tests by Holm's step-down method."""
-    order = sorted(range(len(p_values)), key=lambda place: p_values[place])
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
     adjusted, largest = [0.0] * len(p_values), 0.0
-    for rank, place in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
-        adjusted[place] = largest
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
     return adjusted

@@ -29,11 +29,11 @@ from torch import Tensor
 from fedlas.errors import UserError
 from fedlas.metrics.base import AbstractTopLabel
 from fedlas.metrics.bin_sums import add_up, count_up, exact
-from fedlas.metrics.inputs import Given, Pairs, Which, binary_predictions, pairs
+from fedlas.metrics.inputs import MetricInput, Pairs, Which, binary_predictions, pairs
 from fedlas.metrics.intervals.methods import AreaBootstrap
 from fedlas.metrics.paired import PairedMeans
 from fedlas.metrics.result import Result
-from fedlas.predictions import Array
+from fedlas.predictions.arrays import Array
 
 Area = Literal["aurc", "e_aurc", "augrc"]
 
@@ -52,7 +52,7 @@ class RiskCoverage:
 
 
 def risk_coverage(
-    probs: Given,
+    probs: MetricInput,
     labels: Array | None = None,
     **which: Unpack[Which],
 ) -> RiskCoverage:
@@ -60,14 +60,14 @@ def risk_coverage(
     return curve(ranked_pairs(probs, labels, **which))
 
 
-def curve(found: Pairs) -> RiskCoverage:
+def curve(samples: Pairs) -> RiskCoverage:
     """Return the risk-coverage curve of validated samples."""
-    return found.once("risk-coverage curve", lambda: _curve(found))
+    return samples.once("risk-coverage curve", lambda: _curve(samples))
 
 
-def _curve(found: Pairs) -> RiskCoverage:
-    order, group = found.ranking
-    wrong = 1 - exact(found.correct[order.to(found.correct.device)])
+def _curve(samples: Pairs) -> RiskCoverage:
+    order, group = samples.ranking
+    wrong = 1 - exact(samples.correct[order.to(samples.correct.device)])
     n, group = len(wrong), group.to(wrong.device)
     groups = int(group[-1]) + 1
     # Each sample of a group of ties has the mean error of the group: the average over all orders.
@@ -83,8 +83,8 @@ class AbstractArea(AbstractTopLabel):
     ranked = True
     interval = AreaBootstrap()
 
-    def values_of(self, found: Pairs) -> Tensor:
-        return area_values(found, self.area)
+    def values_of(self, samples: Pairs) -> Tensor:
+        return area_values(samples, self.area)
 
 
 class AURC(AbstractArea):
@@ -92,17 +92,20 @@ class AURC(AbstractArea):
 
     name = "aurc"
     title = "AURC"
+    explanation = (
+        "Error rate averaged over all coverages: whether confidence separates correct from incorrect predictions."
+    )
     area = "aurc"
     in_summary = True
     is_compared = True
     order = 90
     paired = PairedMeans(largest=2.0)  # nearly all influence values are below 2
 
-    def of_pairs(self, found: Pairs) -> Result:
-        traced, best = curve(found), _best_aurc(found)
+    def of_pairs(self, samples: Pairs) -> Result:
+        traced, best = curve(samples), _best_aurc(samples)
         value = float(traced.risk.mean())
         details = {"e_aurc": value - best, "augrc": float(traced.generalised.mean())}
-        return Result(value, replace(found.about, estimator=self.title, norm="mean over k = 1..n"), None, details)
+        return Result(value, replace(samples.about, estimator=self.title, norm="mean over k = 1..n"), None, details)
 
 
 class EAURC(AbstractArea):
@@ -110,13 +113,14 @@ class EAURC(AbstractArea):
 
     name = "e_aurc"
     title = "E-AURC"
+    explanation = "The AURC minus the lowest one that this accuracy allows."
     area = "e_aurc"
     order = 150
 
-    def of_pairs(self, found: Pairs) -> Result:
-        best = _best_aurc(found)
-        about = replace(found.about, estimator=self.title, norm="mean over k = 1..n")
-        return Result(float(curve(found).risk.mean()) - best, about, None, {"best_aurc": best})
+    def of_pairs(self, samples: Pairs) -> Result:
+        best = _best_aurc(samples)
+        about = replace(samples.about, estimator=self.title, norm="mean over k = 1..n")
+        return Result(float(curve(samples).risk.mean()) - best, about, None, {"best_aurc": best})
 
 
 class AUGRC(AbstractArea):
@@ -124,19 +128,20 @@ class AUGRC(AbstractArea):
 
     name = "augrc"
     title = "AUGRC"
+    explanation = "Errors among the covered samples as a fraction of all samples, averaged over all coverages."
     area = "augrc"
     order = 160
 
-    def of_pairs(self, found: Pairs) -> Result:
-        about = replace(found.about, estimator=self.title, norm="mean over k = 1..n")
-        return Result(float(curve(found).generalised.mean()), about)
+    def of_pairs(self, samples: Pairs) -> Result:
+        about = replace(samples.about, estimator=self.title, norm="mean over k = 1..n")
+        return Result(float(curve(samples).generalised.mean()), about)
 
 
 aurc, e_aurc, augrc = AURC(), EAURC(), AUGRC()
 
 
 def risk_at_coverage(
-    probs: Given,
+    probs: MetricInput,
     labels: Array | None = None,
     coverage: float = 0.8,
     **which: Unpack[Which],
@@ -144,57 +149,57 @@ def risk_at_coverage(
     """Return the error rate among the most confident fraction of samples."""
     if not 0 < coverage <= 1:
         raise UserError(f"coverage is {coverage}; it must be above 0 and at most 1")
-    found = ranked_pairs(probs, labels, **which)
+    samples = ranked_pairs(probs, labels, **which)
     # 0.7 * 10 is 7.000000000000001, which would round up to 8 samples.
-    index = max(math.ceil(coverage * len(found.confidence) - 1e-9), 1) - 1
-    traced = curve(found)
-    about = replace(found.about, estimator=f"risk at {100 * coverage:g} % coverage")
+    index = max(math.ceil(coverage * len(samples.confidence) - 1e-9), 1) - 1
+    traced = curve(samples)
+    about = replace(samples.about, estimator=f"risk at {100 * coverage:g} % coverage")
     return Result(float(traced.risk[index]), about, None, {"coverage": float(traced.coverage[index])})
 
 
 def coverage_at_risk(
-    probs: Given,
+    probs: MetricInput,
     labels: Array | None = None,
     risk: float = 0.05,
     **which: Unpack[Which],
 ) -> Result:
     """Return the largest fraction of samples that can be accepted with at most a given error rate."""
-    found = ranked_pairs(probs, labels, **which)
-    traced = curve(found)
+    samples = ranked_pairs(probs, labels, **which)
+    traced = curve(samples)
     enough = (traced.risk <= risk + 1e-12).nonzero()
     value = float(traced.coverage[enough[-1]]) if len(enough) else 0.0
-    return Result(value, replace(found.about, estimator=f"coverage at {100 * risk:g} % risk"))
+    return Result(value, replace(samples.about, estimator=f"coverage at {100 * risk:g} % risk"))
 
 
-def ranked_pairs(probs: Given, labels: Array | None = None, **which: Unpack[Which]) -> Pairs:
+def ranked_pairs(probs: MetricInput, labels: Array | None = None, **which: Unpack[Which]) -> Pairs:
     """Reduce predictions to the confidence, rank and correctness of each prediction."""
     return binary_predictions(pairs(probs, labels, **which, ranked=True))
 
 
-def area_values(found: Pairs, area: Area) -> Float64[Tensor, " n"]:
+def area_values(samples: Pairs, area: Area) -> Float64[Tensor, " n"]:
     """Return the influence of each sample on an area plus the area itself, so that their mean is the area.
 
-    The values are in the order of the samples, so that those of two models can be paired.
+    The values are in the order of the samples, so that the values of two models can be paired.
     """
-    found = binary_predictions(found)
+    samples = binary_predictions(samples)
     if area == "augrc":
-        influence, value = _influence(found, area)
+        influence, value = _influence(samples, area)
     else:  # AURC and E-AURC differ by a function of the accuracy
-        influence, value = found.once("influence on the AURC", lambda: _influence(found, area))
+        influence, value = samples.once("influence on the AURC", lambda: _influence(samples, area))
     if area == "e_aurc":
-        wrong = 1 - exact(found.correct[found.ranking[0].to(found.correct.device)])
+        wrong = 1 - exact(samples.correct[samples.ranking[0].to(samples.correct.device)])
         error_rate = float(wrong.mean())
-        value -= _best_aurc(found)
+        value -= _best_aurc(samples)
         influence = influence + math.log(max(1 - error_rate, torch.finfo(torch.float64).tiny)) * (wrong - error_rate)
     values = torch.empty_like(influence)
-    values[found.ranking[0].to(values.device)] = influence - influence.mean() + value
+    values[samples.ranking[0].to(values.device)] = influence - influence.mean() + value
     return values
 
 
-def _influence(found: Pairs, area: Area) -> tuple[Float64[Tensor, " n"], float]:
+def _influence(samples: Pairs, area: Area) -> tuple[Float64[Tensor, " n"], float]:
     """Return the influence of each sample on an area up to a constant, the most confident first, and the area."""
-    order, group = found.ranking
-    wrong = 1 - exact(found.correct[order.to(found.correct.device)])
+    order, group = samples.ranking
+    wrong = 1 - exact(samples.correct[order.to(samples.correct.device)])
     n, group = len(wrong), group.to(wrong.device)
     rank = torch.arange(1, n + 1, dtype=torch.float64, device=wrong.device)
     groups = int(group[-1]) + 1
@@ -219,11 +224,11 @@ def _suffix_sums(values: Float64[Tensor, " n"]) -> Float64[Tensor, " n"]:
     return values.flip(0).cumsum(0).flip(0)
 
 
-def _best_aurc(found: Pairs) -> float:
+def _best_aurc(samples: Pairs) -> float:
     """Return the AURC of the best ranking, with all errors last."""
-    wrong = 1 - exact(found.correct)
-    if found.correct.dtype == torch.bool:  # faster than sorting
-        wrong = (torch.arange(len(wrong), device=wrong.device) >= int(found.correct.sum())).to(wrong.dtype)
+    wrong = 1 - exact(samples.correct)
+    if samples.correct.dtype == torch.bool:  # faster than sorting
+        wrong = (torch.arange(len(wrong), device=wrong.device) >= int(samples.correct.sum())).to(wrong.dtype)
     else:
         wrong = wrong.sort().values
     accepted = torch.arange(1, len(wrong) + 1, dtype=torch.float64, device=wrong.device)

@@ -3,7 +3,7 @@
 The sketch holds sums in fine cells. The width of a cell is 1/4096 of its distance from confidence 1, near which most
 confidences of a trained model lie; about 100,000 cells reach a distance of 2^-24, the precision of float32.
 
-A bin consists of whole cells, so samples between the exact end of a bin and the end of its cell are in the wrong bin.
+A bin is a group of cells, so samples between the exact end of a bin and the end of its last cell are in the wrong bin.
 Each of them changes two gaps by at most 1/n, which bounds the error. Cells of ties cause no error.
 """
 
@@ -43,34 +43,34 @@ class SketchStore(AbstractHistogram):
         super().__init__(scope, ignore_index)
         if scope not in {"top-label", "positive"}:
             raise UserError("equal-mass bins of every class need all probabilities at once: use the function")
-        self.way = Binning(bins, "mass")
+        self.binning = Binning(bins, "mass")
         self.edges = fine_edges()
         self.cells: Bins | None = None
         self.low = self.high = torch.empty(0, dtype=torch.float64)
 
-    def take(self, found: Pairs | Rows) -> None:
-        found = as_pairs(found)
-        filled = bin_statistics(found.confidence, found.correct, self.edges, EdgeRule.RIGHT)
-        values = exact(found.confidence)
-        index = bin_index(found.confidence, self.edges, EdgeRule.RIGHT).to(values.device)
+    def take(self, batch: Pairs | Rows) -> None:
+        batch = as_pairs(batch)
+        filled = bin_statistics(batch.confidence, batch.correct, self.edges, EdgeRule.RIGHT)
+        values = exact(batch.confidence)
+        index = bin_index(batch.confidence, self.edges, EdgeRule.RIGHT).to(values.device)
         low = torch.full_like(filled.confidence_sum, torch.inf).scatter_reduce(0, index, values, "amin")
         high = torch.full_like(filled.confidence_sum, -torch.inf).scatter_reduce(0, index, values, "amax")
-        self._take(filled, low, high, found.about)
+        self._take(filled, low, high, batch.about)
 
     def merge(self, other: AbstractStore) -> None:
-        known = self.same(other)
-        if known.cells is not None:
-            self._take(known.cells, known.low, known.high, known.about)
+        same_kind = self.same(other)
+        if same_kind.cells is not None:
+            self._take(same_kind.cells, same_kind.low, same_kind.high, same_kind.about)
 
     def histogram(self) -> Histogram:
         cells, last, _ = self._ends()
-        bins = self.way.bins
+        bins = self.binning.bins
         group = torch.searchsorted(last, torch.arange(len(cells.counts), device=last.device)).clamp_max(bins - 1)
         counts = torch.zeros(bins, dtype=torch.int64, device=last.device).scatter_add_(0, group, cells.counts)
         ends = torch.cat([torch.zeros_like(last[:1]), last + 1])
         edges = cells.edges.to(last.device)[ends]
         sums = (add_up(cells.confidence_sum, group, bins), add_up(cells.correct_sum, group, bins))
-        about = self.way.define(self.about)
+        about = self.binning.define(self.about)
         return Histogram(Bins(edges, counts, *sums, cells.n), replace(about, edges=f"{about.edges}, of whole cells"))
 
     def error_bound(self) -> float:
@@ -81,7 +81,7 @@ class SketchStore(AbstractHistogram):
         return 2 * int(((reached[last] - ends) * parted)[:-1].sum()) / cells.n
 
     def settings(self) -> tuple[object, ...]:
-        return (*super().settings(), self.way)
+        return (*super().settings(), self.binning)
 
     def state(self) -> State:
         return {} if self.cells is None else {**BinStore.state_of(self.cells), "low": [self.low], "high": [self.high]}
@@ -104,8 +104,8 @@ class SketchStore(AbstractHistogram):
     def _ends(self) -> tuple[Bins, Tensor, Tensor]:
         """Return the last cell of each bin, and the number of samples up to the exact end of the bin."""
         cells = self._filled()
-        parts = torch.arange(1, self.way.bins + 1, device=cells.counts.device)
-        ends = parts * (cells.n // self.way.bins) + parts.clamp_max(cells.n % self.way.bins)
+        parts = torch.arange(1, self.binning.bins + 1, device=cells.counts.device)
+        ends = parts * (cells.n // self.binning.bins) + parts.clamp_max(cells.n % self.binning.bins)
         return cells, torch.searchsorted(cells.counts.cumsum(0), ends), ends
 
     def _take(self, cells: Bins, low: Tensor, high: Tensor, about: Definition) -> None:
@@ -122,7 +122,7 @@ class SketchStore(AbstractHistogram):
 
 
 def fine_edges() -> Float64[Tensor, " edges"]:
-    """Return cells whose width is a fixed fraction of their distance from confidence 1."""
+    """Return the edges of cells whose width is a fixed fraction of their distance from confidence 1."""
     steps = torch.arange(CELLS_PER_OCTAVE, dtype=torch.float64) / CELLS_PER_OCTAVE + 1
     octaves = 2.0 ** -torch.arange(OCTAVES, 0, -1, dtype=torch.float64)
     distance = torch.cat([torch.zeros(1, dtype=torch.float64), (octaves[:, None] * steps).flatten()])
@@ -130,13 +130,15 @@ def fine_edges() -> Float64[Tensor, " edges"]:
 
 
 def histogram_store(
-    way: Binning, scope: Scope, ignore_index: int | None, memory: Memory = "exact"
+    binning: Binning, scope: Scope, ignore_index: int | None, memory: Memory = "exact"
 ) -> AbstractHistogram:
-    """Return a store for bins: sums where their edges are known beforehand, else all samples, or fine cells."""
+    """Return a store for bins: sums if the edges are fixed, else all samples or a sketch."""
     if memory == "bounded":
-        if way.compat is not None:
-            raise UserError(f'memory="bounded" cannot follow the rules of {way.compat}')
-        if way.kind == "width":
+        if binning.compat is not None:
+            raise UserError(f'memory="bounded" cannot follow the rules of {binning.compat}')
+        if binning.kind == "width":
             raise UserError('memory="bounded" is for equal-mass bins; those of equal width always have bounded memory')
-        return SketchStore(way.bins, scope, ignore_index)
-    return BinStore(way, scope, ignore_index) if way.kind == "width" else MassStore(way, scope, ignore_index)
+        return SketchStore(binning.bins, scope, ignore_index)
+    return (
+        BinStore(binning, scope, ignore_index) if binning.kind == "width" else MassStore(binning, scope, ignore_index)
+    )

@@ -7,8 +7,8 @@ Smooth ECE (Blasiok and Nakkiran, 2023), with a Gaussian kernel K_s of width s t
 
 The kernel of each sample has mass 1 on [0, 1], so a model whose gaps all have one sign has its mean gap as error, up
 to discretisation. The reference implementation relplot differs in one point: it does not reflect samples at exactly 0
-or 1, which therefore have half the weight. Grid, kernel, mesh and bisection are those of relplot, and so are the values
-if no confidence is 0 or 1.
+or 1, which therefore have half the weight. Grid, kernel, mesh and bisection are those of relplot, so the values are
+equal if no confidence is 0 or 1.
 
 KDE-ECE (Zhang, Kailkhura and Han, 2020), with a triweight kernel K_h reflected at 0 and 1 and h = 1.06 std(c) n^(-1/5):
 
@@ -32,9 +32,9 @@ from torch import Tensor
 from fedlas.errors import UserError
 from fedlas.metrics.base import AbstractTopLabel
 from fedlas.metrics.bin_sums import add_up, exact
-from fedlas.metrics.inputs import Given, Pairs, Scope, pairs
+from fedlas.metrics.inputs import MetricInput, Pairs, Scope, pairs
 from fedlas.metrics.result import Result
-from fedlas.predictions import Array
+from fedlas.predictions.arrays import Array
 
 SMALLEST = 0.001
 MESH = 200
@@ -47,7 +47,7 @@ class SmoothCurve:
     """Kernel-smoothed accuracy, wherever the window has at least one sample.
 
     Args:
-        center: center of the window, between 0 and 1.
+        center: centre of the window, between 0 and 1.
         confidence: mean confidence in the window.
         accuracy: accuracy in the window.
         density: density of confidences; its integral over 0..1 is 1.
@@ -69,7 +69,7 @@ class SmoothCurve:
 
 
 def smooth_curve(
-    probs: Given,
+    probs: MetricInput,
     labels: Array | None = None,
     *,
     points: int = 201,
@@ -79,43 +79,43 @@ def smooth_curve(
     """Return the smooth reliability diagram, with the kernel width of the smooth ECE."""
     if points < 2:
         raise UserError(f"points is {points}; at least 2 are needed")
-    found = pairs(probs, labels, scope, ignore_index)
-    width = float(smooth_result(found).details["bandwidth"])
-    confidence, correct = exact(found.confidence), exact(found.correct)
+    samples = pairs(probs, labels, scope, ignore_index)
+    width = float(smooth_result(samples).details["bandwidth"])
+    confidence, correct = exact(samples.confidence), exact(samples.correct)
     cells = _cells(width)
-    one = torch.ones_like(correct)
-    count, total, positives = (_on_grid(confidence, values, cells) for values in (one, confidence, correct))
+    ones = torch.ones_like(correct)
+    count, total, positives = (_on_grid(confidence, values, cells) for values in (ones, confidence, correct))
     grid, center = (torch.linspace(0, 1, size, dtype=torch.float64, device=count.device) for size in (cells, points))
     filled = count > 0  # skips empty cells
     grid, count, total, positives = (values[filled] for values in (grid, count, total, positives))
-    # Samples and their mirror images up to a distance of two; further ones have no weight, as the width is at most 1.
+    # Use samples and their mirror images up to a distance of two; the width is at most 1, so others have no weight.
     images = [sign * grid + shift for sign in (1, -1) for shift in (-2, 0, 2)]
     kernel = sum(((center[:, None] - image) / width).square().div(-2).exp() for image in images)
     assert isinstance(kernel, Tensor)
     mass = kernel @ count
-    kept = mass >= 1  # the kernel is 1 at its centre
-    mass = mass[kept]
+    covered = mass >= 1  # the kernel is 1 at its centre
+    mass = mass[covered]
     return SmoothCurve(
-        center[kept],
-        (kernel @ total)[kept] / mass,
-        (kernel @ positives)[kept] / mass,
+        center[covered],
+        (kernel @ total)[covered] / mass,
+        (kernel @ positives)[covered] / mass,
         mass / (math.sqrt(2 * math.pi) * width * len(confidence)),
-        mass**2 / (kernel.square() @ count)[kept],
+        mass**2 / (kernel.square() @ count)[covered],
         width,
     )
 
 
-def smooth_result(found: Pairs) -> Result:
-    """Return the smoothed error at the width that equals the error."""
-    confidence, correct = exact(found.confidence), exact(found.correct)
-    gap, one = confidence - correct, torch.ones_like(confidence)
+def smooth_result(samples: Pairs) -> Result:
+    """Return the smoothed error at the width at which width and error are equal."""
+    confidence, correct = exact(samples.confidence), exact(samples.correct)
+    gap, ones = confidence - correct, torch.ones_like(confidence)
     grids: dict[int, Tensor] = {}
 
     def error(width: float) -> float:
         points = _cells(width)
         if points not in grids:
             grids[points] = _mirrored(
-                torch.stack([_double_ends(_on_grid(confidence, values, points)) for values in (gap, one)])
+                torch.stack([_double_ends(_on_grid(confidence, values, points)) for values in (gap, ones)])
             )
         return _smoothed_error(grids[points], width)
 
@@ -124,12 +124,12 @@ def smooth_result(found: Pairs) -> Result:
     if value <= wide:
         for _ in range(10):
             middle = (wide + narrow) / 2
-            there = math.inf if middle < SMALLEST else error(middle)
-            if middle < there:
+            middle_error = math.inf if middle < SMALLEST else error(middle)
+            if middle < middle_error:
                 narrow = middle
             else:
-                wide, value = middle, there
-    about = replace(found.about, estimator="smooth ECE", norm="L1", edges="Gaussian kernel reflected at 0 and 1")
+                wide, value = middle, middle_error
+    about = replace(samples.about, estimator="smooth ECE", norm="L1", edges="Gaussian kernel reflected at 0 and 1")
     return Result(value, about, None, {"bandwidth": wide})
 
 
@@ -203,17 +203,18 @@ class SmoothECE(AbstractTopLabel):
 
     name = "smooth_ece"
     title = "smooth ECE"
+    explanation = "Calibration error with a kernel instead of bins; its width is chosen from the samples."
     order = 140
 
-    def of_pairs(self, found: Pairs) -> Result:
-        return smooth_result(found)
+    def of_pairs(self, samples: Pairs) -> Result:
+        return smooth_result(samples)
 
 
 smooth_ece = SmoothECE()
 
 
 def kde_ece(
-    probs: Given,
+    probs: MetricInput,
     labels: Array | None = None,
     *,
     bandwidth: float | None = None,
@@ -221,20 +222,20 @@ def kde_ece(
     ignore_index: int | None = None,
 ) -> Result:
     """Return the calibration error from kernel estimates of density and accuracy."""
-    found = pairs(probs, labels, scope, ignore_index)
-    confidence, correct = exact(found.confidence), exact(found.correct)
+    samples = pairs(probs, labels, scope, ignore_index)
+    confidence, correct = exact(samples.confidence), exact(samples.correct)
     n = len(confidence)
-    spread = float(confidence.std()) if n > 1 else 0.0
-    # The width of a constant confidence is a few cells of the grid.
-    width = bandwidth or max(1.06 * spread * n**-0.2, 4 / (KDE_POINTS - 1))
+    deviation = float(confidence.std()) if n > 1 else 0.0
+    # If all confidences are equal, use a width of a few cells of the grid.
+    width = bandwidth or max(1.06 * deviation * n**-0.2, 4 / (KDE_POINTS - 1))
     grid = torch.linspace(0, 1, KDE_POINTS, dtype=torch.float64, device=confidence.device)
     offsets = torch.linspace(-1, 1, 2 * KDE_POINTS - 1, dtype=torch.float64, device=confidence.device)
     kernel = 35 / 32 * (1 - (offsets / width).square()).clamp_min(0) ** 3 / width
     if width <= 1:
-        # Normalise, because the sum of a kernel of a few cells differs from one.
+        # Normalise, because a kernel that spans few cells does not sum to one.
         kernel = kernel / kernel.sum() * (KDE_POINTS - 1)
-    both = [_double_ends(_on_grid(confidence, weights, KDE_POINTS)) for weights in (torch.ones_like(correct), correct)]
-    density, positives = _convolved(_mirrored(torch.stack(both)), _around(kernel, KDE_POINTS)) / n
+    grids = [_double_ends(_on_grid(confidence, weights, KDE_POINTS)) for weights in (torch.ones_like(correct), correct)]
+    density, positives = _convolved(_mirrored(torch.stack(grids)), _around(kernel, KDE_POINTS)) / n
     value = float(torch.trapezoid((grid * density - positives).abs(), grid))
-    about = replace(found.about, estimator="KDE-ECE", norm="L1", edges="triweight kernel reflected at 0 and 1")
+    about = replace(samples.about, estimator="KDE-ECE", norm="L1", edges="triweight kernel reflected at 0 and 1")
     return Result(value, about, None, {"bandwidth": width})

@@ -1,18 +1,16 @@
 """Networks, one file per family, and wrappers that return the features of any classifier."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from fedlas.catalog import Catalog, keywords, nearest, summary
+from fedlas.catalog import Catalog, CatalogRecord, keywords, nearest
 from fedlas.errors import UserError
 from fedlas.models.base import AbstractLibrary, AbstractNetwork, Output, WithFeatures, WithLoss, closest
 
 __all__ = [
     "AbstractLibrary",
     "AbstractNetwork",
-    "ModelRecord",
     "Output",
     "WithFeatures",
     "WithLoss",
@@ -22,25 +20,6 @@ __all__ = [
 ]
 
 CATALOG: Catalog[AbstractNetwork] = Catalog("fedlas.models", AbstractNetwork, "network")  # type: ignore[type-abstract]
-
-
-@dataclass(frozen=True)
-class ModelRecord:
-    """Catalogue entry of a network.
-
-    Args:
-        name: name for `build_model`.
-        summary: description in one sentence.
-        citation: publication.
-        image_size: height and width of its images; None if it takes any.
-        keywords: keywords of `build_model`.
-    """
-
-    name: str
-    summary: str
-    citation: str
-    image_size: int | None
-    keywords: tuple[str, ...]
 
 
 def build_model(name: str, num_classes: int, **options: Any) -> nn.Module:
@@ -57,8 +36,8 @@ def build_model(name: str, num_classes: int, **options: Any) -> nn.Module:
     entry, library = _entry(name)
     known = keywords(CATALOG.find(entry))
     if "settings" in known:
-        settings = {word: value for word, value in options.items() if word not in known}
-        options = {word: value for word, value in options.items() if word in known}
+        settings = {option: value for option, value in options.items() if option not in known}
+        options = {option: value for option, value in options.items() if option in known}
         options["settings"] = {**options.get("settings", {}), **settings}
     return CATALOG.build(entry, num_classes=num_classes, **library, **options).build()
 
@@ -72,22 +51,18 @@ def check_model(name: str, **options: Any) -> None:
     """
     entry, library = _entry(name)
     known = keywords(CATALOG.find(entry))
-    own = {word: value for word, value in options.items() if word in known or "settings" not in known}
+    own = {option: value for option, value in options.items() if option in known or "settings" not in known}
     CATALOG.check(entry, **{"num_classes": 2, **library, **own})
 
 
-def list_models() -> list[ModelRecord]:
-    """List the networks of the catalogue, without those of timm and torchvision."""
-    return [
-        ModelRecord(name, summary(cls), cls.citation, cls.image_size, tuple(keywords(cls)))
-        for name, cls in CATALOG.entries.items()
-        if not issubclass(cls, AbstractLibrary)
-    ]
+def list_models() -> list[CatalogRecord[AbstractNetwork]]:
+    """List the networks of the catalogue, except the networks of timm and torchvision."""
+    return [record for record in CATALOG.records() if not issubclass(record.cls, AbstractLibrary)]
 
 
 def _entry(name: str) -> tuple[str, dict[str, str]]:
     """Return the catalogue entry of a name, and options that select a network of a library."""
-    libraries = {word: cls for word, cls in CATALOG.entries.items() if issubclass(cls, AbstractLibrary)}
+    libraries = {library: cls for library, cls in CATALOG.entries.items() if issubclass(cls, AbstractLibrary)}
     first, colon, network = name.partition(":")
     if first in libraries and not network:
         raise UserError(f"{first} is a library of networks; choose one: '{first}:NAME'")
@@ -95,16 +70,16 @@ def _entry(name: str) -> tuple[str, dict[str, str]]:
         return first, {"network": network}
     if name in CATALOG.entries:
         return name, {}
-    installed = {word: cls for word, cls in libraries.items() if cls.is_installed()}
-    owners = [word for word, cls in installed.items() if cls.has(name)]
+    installed = {library: cls for library, cls in libraries.items() if cls.is_installed()}
+    owners = [library for library, cls in installed.items() if cls.has(name)]
     if len(owners) == 1:
         return owners[0], {"network": name}
     if owners:
-        choices = " or ".join(repr(f"{word}:{name}") for word in owners)
+        choices = " or ".join(repr(f"{library}:{name}") for library in owners)
         raise UserError(f"{' and '.join(owners)} both have a network {name!r}; write {choices}")
     hint = nearest(name, [record.name for record in list_models()])
     if not hint.startswith("did you mean"):
         others = closest(name, sorted({other for cls in installed.values() for other in cls.networks()}))
         hint = f"{others.removeprefix('; ')} {hint}".lstrip()
-    words = [f"'{word}:NAME'" + ("" if word in installed else " (not installed)") for word in libraries]
-    raise UserError(f"no network is called {name!r}; {hint} Those of libraries: {', '.join(words)}.")
+    forms = [f"'{library}:NAME'" + ("" if library in installed else " (not installed)") for library in libraries]
+    raise UserError(f"no network is called {name!r}; {hint} Those of libraries: {', '.join(forms)}.")

@@ -80,7 +80,7 @@ class WithFeatures(nn.Module):
         _warn_of_softmax(model)
         self._channels_first = isinstance(layer, _CONVOLUTIONS)
         self._width = _widths(layer)[1]
-        # If the logits are not the output of a head that was found automatically, they may come from one of these.
+        # Other layers that may compute the logits, if the logits are not the output of an automatically found head.
         same_width = [name for name, other in _layers(model) if _widths(other)[1] == _widths(layer)[1]]
         self._rivals = [name for name in same_width if name != self.head_name] if head is None else []
         self._recorder: _Recorder | None = None
@@ -146,11 +146,11 @@ class WithFeatures(nn.Module):
 
     def _verify(self, recorder: "_Recorder", output: Tensor, logits: Tensor) -> None:
         """Raise if the logits come from another layer; checked once, in the first call with gradients."""
-        other = any(made is logits for made in recorder.of_same_width)
+        other = any(candidate is logits for candidate in recorder.of_same_width)
         graph = torch.is_grad_enabled() and output.requires_grad and logits.requires_grad
         if not other and not self._verified and graph and not torch.compiler.is_compiling():
-            (slope,) = torch.autograd.grad(logits.sum(), output, retain_graph=True, allow_unused=True)
-            other, self._verified = slope is None, slope is not None
+            (gradient,) = torch.autograd.grad(logits.sum(), output, retain_graph=True, allow_unused=True)
+            other, self._verified = gradient is None, gradient is not None
         if other:
             raise UserError(
                 f"the logits are not computed by the layer {self.head_name!r}, whose input the features are; pass "
@@ -194,10 +194,10 @@ LOADING = ("checkpoint", "pretrained", "weights", "cache_dir")  # prefixes of li
 
 
 def without_weights(settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return settings; raise if one lets the library load weights itself, which may run code in a file."""
-    for word in settings or {}:
-        if word.startswith(LOADING):
-            raise UserError(f"the setting {word!r} is not passed on; weights are loaded by pretrained=... alone")
+    """Return the settings; raise if one makes the library load weights, because loading may run code in the file."""
+    for setting in settings or {}:
+        if setting.startswith(LOADING):
+            raise UserError(f"the setting {setting!r} is not passed on; weights are loaded by pretrained=... alone")
     return dict(settings or {})
 
 
@@ -214,19 +214,19 @@ class AbstractNetwork(ABC):
     Args:
         num_classes: number of logits.
         in_channels: number of channels of an image: 3 for colour, 1 for greyscale.
-        pretrained: True for the published weights of the network, or the path of a file of weights. If the file has
-            another number of classes, all weights but those of the last layer are loaded.
+        pretrained: True for the published weights of the network, or the path of a weight file. If the number of
+            classes in the file differs, the last layer is not loaded.
     """
 
     name: ClassVar[str]
     citation: ClassVar[str]
     image_size: ClassVar[int | None] = None
-    """Height and width of its images; None if it takes any."""
+    """Height and width of the images; None if the network accepts any size."""
 
     def __init__(self, num_classes: int, *, in_channels: int = 3, pretrained: bool | str | Path = False) -> None:
-        for word, count in {"num_classes": num_classes, "in_channels": in_channels}.items():
+        for option, count in {"num_classes": num_classes, "in_channels": in_channels}.items():
             if count < 1:
-                raise UserError(f"{word} is {count}; at least 1 is needed")
+                raise UserError(f"{option} is {count}; at least 1 is needed")
         self.num_classes, self.in_channels, self.pretrained = num_classes, in_channels, pretrained
 
     @abstractmethod
@@ -263,7 +263,7 @@ class AbstractLibrary(AbstractNetwork):
     Args:
         num_classes: number of logits.
         network: name of the network in the library.
-        settings: options of the library; `build_model` adds keywords that it does not know.
+        settings: options of the library; `build_model` adds all keywords that are not listed here.
         common: see `AbstractNetwork`.
     """
 
@@ -314,9 +314,9 @@ class Head(nn.Linear):
         return super().forward(self.before(features))
 
 
-def closest(word: str, known: Collection[str]) -> str:
-    """Return the end of an error message with known words similar to an unknown one, if any."""
-    close = difflib.get_close_matches(word.lower(), known, n=3, cutoff=0.6)
+def closest(name: str, known: Collection[str]) -> str:
+    """Return a "did you mean" suffix for an error message; empty if no known name is similar."""
+    close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
@@ -330,9 +330,11 @@ class _Recorder(TorchFunctionMode):
         self.of_same_width: list[Tensor] = []  # outputs of layers with the width of the head
         self.calls = 0
         self.pairs: list[tuple[Tensor, Tensor]] = []  # (output of the head or rows selected from it, features)
-        self.resized: list[tuple[Tensor, int, tuple[Any, ...], dict[str, Any]]] = []  # with the position of their pair
+        self.resized: list[
+            tuple[Tensor, int, tuple[Any, ...], dict[str, Any]]
+        ] = []  # the last three: index into `pairs` and the arguments of interpolate
         self.dropped: Tensor | None = None  # the output of the most recent dropout
-        self.undropped: Tensor | None = None  # its input, or that of the first of several consecutive dropouts
+        self.undropped: Tensor | None = None  # the input of that dropout, or of the first of consecutive dropouts
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -360,9 +362,9 @@ class _Recorder(TorchFunctionMode):
         self.pairs.append((output, self._before_dropout(value)))
 
     def origin(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the recorded output that the logits are, and its features; by default the output of the head."""
+        """Return the recorded tensor that is the logits, with its features; by default the output of the head."""
         for resized, position, args, kwargs in self.resized:
-            if resized is logits:  # resize late: features are much wider than logits
+            if resized is logits:  # features have many more channels than logits, so they are resized only if needed
                 return logits, functional.interpolate(self.pairs[position][1], *args, **kwargs)
         for output, features in self.pairs:
             if output is logits:
@@ -439,7 +441,7 @@ def _item(result: Any, output: int | str) -> Any:
 
 
 def _warn_of_softmax(model: nn.Module) -> None:
-    """Warn if the last layer is a softmax: losses would take its probabilities for logits."""
+    """Warn if the last layer is a softmax: losses would treat its probabilities as logits."""
     last = [name for name, layer in model.named_modules() if not list(layer.children())][-1:]
     if last and isinstance(model.get_submodule(last[0]), nn.Softmax):
         warnings.warn(
@@ -475,38 +477,40 @@ def _check_head(model: nn.Module, head: str) -> str:
 
 
 def _ends(name: str, module: nn.Module, pointwise: bool = False) -> dict[str, nn.Module]:
-    """Return the layers that may compute the output: the last one, and those that cannot feed a later part."""
+    """Return the layers that may compute the output: the last one, and layers whose width fits no later layer."""
     if _is_layer(module):
         return {name: module}
     parts, pointwise = _parts(module, pointwise)
     ends: dict[str, nn.Module] = {}
     for n, (path, part) in enumerate(parts, start=1):
         here = f"{name}.{path}" if name else path
-        takers = {_widths(_layers(later, pointwise)[0][1])[0] for _, later in parts[n:]}
-        if not takers:
+        input_widths = {_widths(_layers(later, pointwise)[0][1])[0] for _, later in parts[n:]}
+        if not input_widths:
             ends |= _ends(here, part, pointwise)
-        elif _is_plain(part):  # convolutions or attention may end in any width
+        elif _is_plain(part):  # the output width of convolutions or attention is unknown
             last, layer = _layers(part, pointwise, here)[-1]
-            if not takers & {_widths(layer)[1], 0}:  # 0: a lazy layer takes any width
+            if not input_widths & {_widths(layer)[1], 0}:  # 0: a lazy layer accepts any width
                 ends[last] = layer
     return ends
 
 
 def _parts(module: nn.Module, pointwise: bool) -> tuple[list[tuple[str, nn.Module]], bool]:
-    """Return the parts that may contain the last layer, and whether it may be a 1x1 convolution."""
+    """Return the submodules that may contain the last layer, and whether this layer may be a 1x1 convolution."""
     get_classifier = getattr(module, "get_classifier", None)  # of all timm networks
     classifier = get_classifier() if callable(get_classifier) else ()
     heads = classifier if isinstance(classifier, (tuple, list)) else (classifier,)
-    found = [(path, part) for path, part in module.named_modules() if any(part is head for head in heads)]
-    if found:
-        return [(path, part) for path, part in found if _layers(part, pointwise=True)], True
+    classifiers = [(path, part) for path, part in module.named_modules() if any(part is head for head in heads)]
+    if classifiers:
+        return [(path, part) for path, part in classifiers if _layers(part, pointwise=True)], True
     children = [(path, part) for path, part in module.named_children() if _layers(part, pointwise)]
     if type(module).forward is nn.Sequential.forward:
         return children[-1:], pointwise
-    words = {path: {*path.lower().split("_")} for path, _ in module.named_children()}
-    named = [(p, m) for p, m in module.named_children() if _HEAD_WORDS & words[p] and not _AUXILIARY & words[p]]
+    name_parts = {path: {*path.lower().split("_")} for path, _ in module.named_children()}
+    named = [
+        (p, m) for p, m in module.named_children() if _HEAD_WORDS & name_parts[p] and not _AUXILIARY & name_parts[p]
+    ]
     named = [(p, m) for p, m in named if _layers(m)] or [(p, m) for p, m in named if _layers(m, pointwise=True)]
-    # A single linear layer after them makes such names ambiguous: fc_in, fc_hidden, out.
+    # Such names are ambiguous if another linear layer follows, as in fc_in, fc_hidden, out.
     single = [path for path, part in children if isinstance(part, nn.Linear)]
     if named and (not single or single[-1] in dict(named)):
         return named, True

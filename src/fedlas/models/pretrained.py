@@ -2,8 +2,8 @@
 
 A file is searched in the folder of torch.hub (`~/.cache/torch/hub/checkpoints`, or below `TORCH_HOME`), then in the
 cache of Hugging Face, and otherwise downloaded to the former. Only tensors are unpickled. Names and shapes of all
-weights must match; only the last layer may be missing or have another number of classes, and then keeps its initial
-weights.
+weights must match. Only the last layer may be missing in the file or have another number of classes; it then keeps its
+initial weights.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ class Source:
 
     @classmethod
     def of_torchvision(cls, network: str, tag: str | None = None) -> "Source":
-        """Return the source of the torchvision weights of a network; the default tag is that of torchvision."""
+        """Return the source of the torchvision weights of a network, by default with torchvision's default tag."""
         known = optional_module("torchvision.models", "train").get_model_weights(network)
         names = [weights.name for weights in known]
         if not names:
@@ -161,11 +161,11 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], head: str) -> 
 
 
 def _left_out(model: nn.Module, weights: Mapping[str, Tensor], head: str) -> set[str]:
-    """Return the weights of the last layer if the file has none for it, or another number of classes."""
+    """Return the names of the weights of the last layer if they are missing or have another number of classes."""
     layer = {f"{head}.{name}": value for name, value in model.get_submodule(head).named_parameters(recurse=False)}
-    given = {name: weights[name] for name in layer if name in weights}
-    widths_agree = all(value.shape[1:] == layer[name].shape[1:] for name, value in given.items())
-    classes_agree = given and all(len(value) == len(layer[name]) for name, value in given.items())
+    available = {name: weights[name] for name in layer if name in weights}
+    widths_agree = all(value.shape[1:] == layer[name].shape[1:] for name, value in available.items())
+    classes_agree = available and all(len(value) == len(layer[name]) for name, value in available.items())
     return set(layer) if widths_agree and not classes_agree else set()
 
 

@@ -1,4 +1,4 @@
-"""ResNets in the three variants of calibration papers: for CIFAR, Tiny-ImageNet and ImageNet-sized images.
+"""ResNets in three variants used in calibration papers: for CIFAR, Tiny-ImageNet and ImageNet-sized images.
 
     image ─► stem ─► four stages of blocks ─► average pool ─► features ─► linear ─► logits
 
@@ -8,11 +8,11 @@
     (plain)      7x7, stride 2, max-pool   224x224  7x7 -> 1x1    2048
 
 The blocks are torchvision's, with the stride on the 3x3 convolution. Weights are initialised as in the official code:
-with the defaults of torch on CIFAR, on Tiny-ImageNet convolutions from normal(0, sqrt(2 / (k² · out))), as in
+the CIFAR variant uses the defaults of torch; the others draw convolutions from normal(0, sqrt(2 / (k² · out))), as in
 torchvision.
 
-Source: He et al., CVPR 2016; stems, heads and initialisation from the official code of FeDLaS, dropout from that of
-MbLS. Difference from the official code: the names of the weights are those of torchvision.
+Source: He et al., CVPR 2016; stems, heads and initialisation from the official code of FeDLaS, dropout from the
+official code of MbLS. Difference from the official code: weights are named as in torchvision.
 """
 
 from typing import Any, ClassVar, Unpack
@@ -75,7 +75,7 @@ class AbstractResNetImageNet(AbstractResNet):
 
     Args:
         num_classes: number of logits.
-        dropout: probability; None for that of the official code. Features are taken before it.
+        dropout: dropout probability; None for the official value. Features are taken before the dropout.
         tag: tag of the torchvision weights for `pretrained=True`.
         common: see `AbstractNetwork`.
     """

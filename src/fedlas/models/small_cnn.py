@@ -4,9 +4,9 @@
     logits
 
 Each convolution is 3x3 and followed by a normalisation and a ReLU. About 94,000 parameters, or fewer with a smaller
-`width`; intended for the 8x8 digits of scikit-learn and the 28x28 images of (Fashion-)MNIST, but takes images of any
-size. It has no max-pool and no dropout, so that results are reproducible on all devices. With `norm="group"` samples do
-not depend on their batch, and two processes with half a batch each compute the same as one with the whole batch.
+`width`; intended for the 8x8 digits of scikit-learn and the 28x28 images of (Fashion-)MNIST, but accepts images of any
+size. It has no max-pool and no dropout, so that results are reproducible on all devices. With `norm="group"` the output
+of a sample does not depend on its batch, so two processes with half a batch each compute the same as one process.
 """
 
 from collections import OrderedDict
@@ -53,13 +53,13 @@ class SmallCNN(AbstractNetwork):
 
     def drawn(self) -> nn.Module:
         parts: OrderedDict[str, nn.Module] = OrderedDict()
-        before = self.in_channels
+        channels = self.in_channels
         for n, width in enumerate((self.width, 2 * self.width, 4 * self.width), start=1):
-            parts[f"conv{n}"] = nn.Conv2d(before, width, 3, stride=1 if n == 1 else 2, padding=1, bias=False)
+            parts[f"conv{n}"] = nn.Conv2d(channels, width, 3, stride=1 if n == 1 else 2, padding=1, bias=False)
             parts[f"norm{n}"] = nn.BatchNorm2d(width) if self.norm == "batch" else nn.GroupNorm(GROUPS, width)
             parts[f"relu{n}"] = nn.ReLU(inplace=True)
-            before = width
+            channels = width
         parts["pool"] = nn.AdaptiveAvgPool2d(1)
         parts["flatten"] = nn.Flatten()
-        parts["fc"] = nn.Linear(before, self.num_classes)
+        parts["fc"] = nn.Linear(channels, self.num_classes)
         return nn.Sequential(parts)

@@ -1,6 +1,6 @@
 """Networks of timm: the vision transformer of the fine-grained tables, and any other network by its name.
 
-The features of the paper are the CLS token after the final LayerNorm, which makes their norms nearly equal.
+The paper uses the CLS token after the final LayerNorm as features; the LayerNorm makes their norms nearly equal.
 `pre_norm=True` takes the features before the LayerNorm, where norms are informative.
 
 Source: Dosovitskiy et al., ICLR 2021; network and weights of timm as in the official code of FeDLaS. (The paper states

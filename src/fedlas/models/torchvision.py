@@ -35,7 +35,7 @@ class Torchvision(AbstractLibrary):
 def _take_channels(model: nn.Module, in_channels: int) -> None:
     """Replace the first convolution by one for another number of input channels."""
     path, first = next((path, part) for path, part in model.named_modules() if isinstance(part, nn.Conv2d))
-    sizes: dict[str, Any] = {word: getattr(first, word) for word in ("kernel_size", "stride", "padding", "dilation")}
-    parent, _, word = path.rpartition(".")
+    sizes: dict[str, Any] = {name: getattr(first, name) for name in ("kernel_size", "stride", "padding", "dilation")}
+    parent, _, name = path.rpartition(".")
     other = nn.Conv2d(in_channels, first.out_channels, bias=first.bias is not None, **sizes)
-    setattr(model.get_submodule(parent), word, other)
+    setattr(model.get_submodule(parent), name, other)

@@ -38,14 +38,8 @@ from torch import Tensor
 from fedlas.errors import UserError, UserTypeError
 from fedlas.metrics.result import Definition, Interval, Result, aligned, html_table
 from fedlas.ood.scores import available_scores, score_of
-from fedlas.predictions import (
-    AnyPredictions,
-    Array,
-    Predictions,
-    as_tensor,
-    check_every_class,
-    check_rows,
-)
+from fedlas.predictions import AnyPredictions, Predictions, check_same_classes
+from fedlas.predictions.arrays import Array, are_probabilities, as_tensor, check_rows
 
 Positive = Literal["ood", "id"]
 
@@ -250,13 +244,13 @@ class Detection:
 
         It has no intervals: those of the sets cannot be combined, as all sets share the ID samples.
         """
-        return {score: _mean({name: held[score] for name, held in self.sets.items()}) for score in self.scores}
+        return {score: _mean({name: by_score[score] for name, by_score in self.sets.items()}) for score in self.scores}
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values that JSON can store."""
         sets = {
-            name: {score: separation.to_dict() for score, separation in held.items()}
-            for name, held in self.sets.items()
+            name: {score: separation.to_dict() for score, separation in by_score.items()}
+            for name, by_score in self.sets.items()
         }
         return {"sets": sets, "mean": {score: separation.to_dict() for score, separation in self.mean.items()}}
 
@@ -264,8 +258,8 @@ class Detection:
     def from_dict(cls, numbers: Mapping[str, Any]) -> "Detection":
         """Restore from the output of `to_dict`."""
         sets = {
-            name: {score: Separation.from_dict(values) for score, values in held.items()}
-            for name, held in numbers["sets"].items()
+            name: {score: Separation.from_dict(values) for score, values in by_score.items()}
+            for name, by_score in numbers["sets"].items()
         }
         return cls(sets)
 
@@ -275,9 +269,9 @@ class Detection:
         first = next(iter(self.sets.values()))[self.scores[0]]
         head = ["OOD set", "score", *(getattr(first, f.name).heading() for f in FIELDS)]
         body = [
-            [name if score == self.scores[0] else "", score, *(getattr(held, f.name).cell() for f in FIELDS)]
+            [name if score == self.scores[0] else "", score, *(getattr(separation, f.name).cell() for f in FIELDS)]
             for name, block in blocks
-            for score, held in block.items()
+            for score, separation in block.items()
         ]
         return [head, *body]
 
@@ -307,7 +301,8 @@ def detect(
 
     Args:
         predictions: predictions on in-distribution samples.
-        ood: predictions, or logits alone, on each OOD data set, by its name.
+        ood: predictions on each OOD data set, by its name; or an array of what the in-distribution predictions were
+            built from, logits or probabilities.
         scores: names of scores; by default all that can be computed from all the given predictions.
         train_features: features of the training set, for "knn".
         k: number of the neighbour whose distance is the "knn" score.
@@ -321,9 +316,9 @@ def detect(
         raise UserTypeError(f"scores is {scores!r}; a sequence of names is expected")
     names = available_scores([predictions, *ood_sets.values()], train_features) if scores is None else list(scores)
 
-    def compute(name: str, given: AnyPredictions) -> dict[str, Tensor]:
+    def compute(name: str, data: AnyPredictions) -> dict[str, Tensor]:
         try:
-            return {score: score_of(given, score, train_features, k) for score in names}
+            return {score: score_of(data, score, train_features, k) for score in names}
         except ValueError as error:
             raise UserError(f"{name}: {error}") from error
 
@@ -333,15 +328,37 @@ def detect(
     return detect_scores(id_scores, ood_scores, tpr=tpr, positive=positive, level=level, seed=seed, split=split)
 
 
-def as_ood_predictions(name: str, given: AnyPredictions | Array, id_predictions: AnyPredictions) -> AnyPredictions:
-    """Return predictions on an OOD data set, built from logits if need be, after a check of the number of classes."""
-    ood = given if isinstance(given, AnyPredictions) else Predictions(given)
-    if not (ood.has_all_classes or id_predictions.has_all_classes):
-        return ood  # each has only the classes that occur in it
-    check_every_class(ood, name, id_predictions, "the in-distribution samples")
-    expected = id_predictions.num_classes
-    if ood.num_classes != expected:
-        raise UserError(f"{name} has {ood.num_classes} classes, the in-distribution samples have {expected}")
+def as_ood_predictions(
+    name: str,
+    data: AnyPredictions | Array,
+    id_predictions: AnyPredictions,
+    *,
+    declared: bool = False,
+    normalize: bool = False,
+) -> AnyPredictions:
+    """Return predictions on an OOD data set after a check of their classes.
+
+    An array holds what the in-distribution predictions were built from: logits or probabilities.
+
+    Args:
+        name: name of the OOD data set.
+        data: predictions, or an array.
+        id_predictions: predictions on in-distribution samples.
+        declared: whether the caller said what arrays hold; else probabilities beside logits raise.
+        normalize: divide every row of an array of probabilities by its sum.
+    """
+    if isinstance(data, AnyPredictions):
+        ood = data
+    elif isinstance(id_predictions, Predictions) and id_predictions.given_probs is not None:
+        ood = Predictions.from_probs(data, normalize=normalize)
+    elif not declared and are_probabilities(data):
+        raise UserError(
+            f"{name} is an array beside predictions with logits, and its rows sum to one; pass "
+            f"Predictions.from_probs(...) if they are probabilities, Predictions(...) if they are logits"
+        )
+    else:
+        ood = Predictions(data)
+    check_same_classes(ood, name, id_predictions, "the in-distribution samples")
     return ood
 
 
@@ -369,16 +386,16 @@ def detect_scores(
     _check_positive(positive)
     if not ood_scores or not id_scores:
         raise UserError("at least one score and one OOD data set are needed")
-    for name, held in ood_scores.items():
-        if set(held) != set(id_scores):
+    for name, scores in ood_scores.items():
+        if set(scores) != set(id_scores):
             raise UserError(
-                f"{name} has the scores {sorted(held)}, the in-distribution samples have {sorted(id_scores)}"
+                f"{name} has the scores {sorted(scores)}, the in-distribution samples have {sorted(id_scores)}"
             )
     sets: dict[str, Mapping[str, Separation]] = {}
-    for name, held in ood_scores.items():
+    for name, scores in ood_scores.items():
         rows: dict[str, Separation] = {}
         for score, values in id_scores.items():
-            out = ranking(values, held[score])
+            out = ranking(values, scores[score])
             turned = out.reversed()
             four = (
                 auroc_of(out, level),
@@ -542,9 +559,9 @@ def _labelled(result: Result, score: str, split: str) -> Result:
     )
 
 
-def _mean(held: Mapping[str, Separation]) -> Separation:
+def _mean(separations: Mapping[str, Separation]) -> Separation:
     return Separation(
-        *(_mean_result({name: getattr(separation, f.name) for name, separation in held.items()}) for f in FIELDS)
+        *(_mean_result({name: getattr(separation, f.name) for name, separation in separations.items()}) for f in FIELDS)
     )
 
 

@@ -30,15 +30,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedlas.errors import UserError
-from fedlas.predictions import (
-    AnyPredictions,
-    Array,
-    Predictions,
-    TopLabelPredictions,
-    as_floats,
-    check_rows,
-    two_columns,
-)
+from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
+from fedlas.predictions.arrays import Array, as_floats, check_rows, two_columns
 
 NO_FLOAT64 = {"mps"}
 AT_ONCE, AT_ONCE_ON_DEVICE = 2**18, 2**26  # logits in one block of rows
@@ -164,8 +157,8 @@ def score_of(predictions: AnyPredictions, name: str, train_features: Array | Non
     if isinstance(predictions, TopLabelPredictions):
         return 1 - _exact(predictions.confidence)
     if name in OF_LOGITS:
-        given = predictions.given_probs
-        return OF_LOGITS[name](predictions.logits) if given is None else OF_PROBS[name](_exact(given))
+        probs = predictions.given_probs
+        return OF_LOGITS[name](predictions.logits) if probs is None else OF_PROBS[name](_exact(probs))
     features = predictions.features
     assert features is not None
     if name in OF_FEATURES:
@@ -197,7 +190,7 @@ def score_names() -> tuple[str, ...]:
 
 def available_scores(models: Sequence[AnyPredictions], train_features: Array | None = None) -> list[str]:
     """Return the names of the scores that can be computed from each of several predictions."""
-    return [name for name in score_names() if all(missing(given, name, train_features) is None for given in models)]
+    return [name for name in score_names() if all(missing(data, name, train_features) is None for data in models)]
 
 
 def _probs_max(probs: Float[Tensor, "n classes"]) -> Float[Tensor, " n"]:

@@ -1,17 +1,15 @@
 """Post-hoc calibrators, one file each; a new file in this folder is a new calibrator."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlas.catalog import Catalog, keywords, summary
+from fedlas.catalog import Catalog, CatalogRecord
 from fedlas.io.untrusted import file_errors
 from fedlas.posthoc.base import AbstractCalibrator, Fit, read
 from fedlas.posthoc.feature_clipping import FeatureClipping
 
 __all__ = [
     "AbstractCalibrator",
-    "CalibratorRecord",
     "FeatureClipping",
     "Fit",
     "build_calibrator",
@@ -26,30 +24,15 @@ CATALOG: Catalog[AbstractCalibrator] = Catalog(
 )
 
 
-@dataclass(frozen=True)
-class CalibratorRecord:
-    """Description of a calibrator."""
-
-    name: str
-    summary: str
-    citation: str
-    keeps_order: bool
-    keywords: tuple[str, ...]
-    cls: type[AbstractCalibrator]
-
-
 def build_calibrator(name: str, **options: Any) -> AbstractCalibrator:
     """Build a calibrator by its name; `"probmetrics:svs"` is short for `"probmetrics", method="svs"`."""
     calibrator, colon, method = name.partition(":")
     return CATALOG.build(calibrator, **({"method": method} if colon else {}), **options)
 
 
-def list_calibrators() -> list[CalibratorRecord]:
+def list_calibrators() -> list[CatalogRecord[AbstractCalibrator]]:
     """List all calibrators."""
-    return [
-        CalibratorRecord(name, summary(cls), cls.citation, cls.keeps_order, tuple(keywords(cls)), cls)
-        for name, cls in CATALOG.entries.items()
-    ]
+    return CATALOG.records()
 
 
 def load_calibrator(path: str | Path) -> AbstractCalibrator:

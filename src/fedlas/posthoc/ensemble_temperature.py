@@ -1,7 +1,7 @@
 """Ensemble temperature scaling: p' = w1 softmax(z / T) + w2 softmax(z) + w3 / C (Zhang et al., 2020).
 
 T is that of temperature scaling; the weights are non-negative, sum to one and minimise the negative log-likelihood,
-which is convex in them. They are found by expectation maximisation, which never increases it.
+which is convex in them. They are fitted by expectation maximisation, which never increases the loss.
 """
 
 import torch
@@ -24,7 +24,7 @@ class EnsembleTemperature(AbstractCalibrator):
     """Mixes the scaled prediction with the original and the uniform one.
 
     Args:
-        floor: smallest probability that it returns.
+        floor: smallest probability that the calibrator returns.
     """
 
     name = "ensemble_temperature"

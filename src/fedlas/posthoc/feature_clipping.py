@@ -4,8 +4,8 @@ Clamping reduces over-confidence that is due to very large features. It needs th
 layer, so it works on `Predictions` and is not one of the calibrators of the catalogue, which take logits only.
 
 c is chosen among quantiles of the features' absolute values to minimise the negative log-likelihood. With
-`objective="ece"` it is chosen as in the paper: the one of 0.01, 0.02, ..., 20.00 with the smallest ECE that keeps at
-least 99 % of the accuracy.
+`objective="ece"` it is chosen as in the paper: from 0.01, 0.02, ..., 20.00, the value with the smallest ECE among those
+that retain more than 99 % of the accuracy.
 """
 
 import math
@@ -18,7 +18,8 @@ from torch import Tensor
 from fedlas.errors import UserError
 from fedlas.metrics.calibration_error import ece
 from fedlas.posthoc.base import mean_nll, with_logits
-from fedlas.predictions import Array, Predictions, as_floats, check_rows
+from fedlas.predictions import Predictions
+from fedlas.predictions.arrays import Array, as_floats, check_rows
 
 CANDIDATES = 200
 PAPER_GRID = tuple(round(0.01 * step, 2) for step in range(1, 2001))
@@ -45,18 +46,18 @@ class FeatureClipping:
         self.threshold: float | None = None
 
     def fit(self, predictions: Predictions) -> "FeatureClipping":
-        """Choose the threshold; no clipping is always among the candidates."""
+        """Choose the threshold; infinity (no clipping) is always a candidate."""
         features = self._features(predictions)
         unclipped = self._logits(features, math.inf)
         check_rows("logits", unclipped, _agree(unclipped, predictions.logits), "differs from the output of this layer")
         if self.objective == "ece":
-            tried = self._search_as_in_paper(predictions, features)
+            losses = self._search_as_in_paper(predictions, features)
         else:
             largest = features.abs().flatten().double().sort().values
             quantile = torch.linspace(0, 1, CANDIDATES + 1, dtype=torch.float64)[1:] ** 0.25  # denser near the largest
             choices = largest[(quantile * (len(largest) - 1)).long().to(largest.device)].unique().tolist()
-            tried = {c: mean_nll(self._logits(features, c), predictions.labels) for c in [*choices, math.inf]}
-        self.threshold = min(tried, key=lambda c: (tried[c], -c))
+            losses = {c: mean_nll(self._logits(features, c), predictions.labels) for c in [*choices, math.inf]}
+        self.threshold = min(losses, key=lambda c: (losses[c], -c))
         return self
 
     def transform(self, predictions: Predictions) -> Predictions:
@@ -71,13 +72,13 @@ class FeatureClipping:
         return f"<FeatureClipping({width} features, {classes} classes, objective={self.objective!r}), {state}>"
 
     def _search_as_in_paper(self, predictions: Predictions, features: Float[Tensor, "n width"]) -> dict[float, float]:
-        enough = KEPT_ACCURACY * float(predictions.correct.double().mean())
-        tried = {math.inf: float(ece(predictions))}
+        min_accuracy = KEPT_ACCURACY * float(predictions.correct.double().mean())
+        errors = {math.inf: float(ece(predictions))}
         for c in PAPER_GRID:
             clipped = with_logits(predictions, self._logits(features, c))
-            if float(clipped.correct.double().mean()) > enough:
-                tried[c] = float(ece(clipped, compat="official"))
-        return tried
+            if float(clipped.correct.double().mean()) > min_accuracy:
+                errors[c] = float(ece(clipped, compat="official"))
+        return errors
 
     def _features(self, predictions: Predictions) -> Float[Tensor, "n width"]:
         if predictions.features is None:
@@ -94,7 +95,7 @@ class FeatureClipping:
         return logits if self.bias is None else logits + self.bias.to(clamped)
 
 
-def _agree(computed: Float[Tensor, "n classes"], given: Float[Tensor, "n classes"]) -> Tensor:
-    # Logits of half-precision training differ in the second digit; those of other weights differ more.
-    size = given.float().abs().amax(1).clamp_min(1)
-    return (computed - given.to(computed)).abs().amax(1) <= 0.05 * size
+def _agree(computed: Float[Tensor, "n classes"], expected: Float[Tensor, "n classes"]) -> Tensor:
+    # After half-precision training, logits may differ in the second digit; with wrong weights, they differ more.
+    size = expected.float().abs().amax(1).clamp_min(1)
+    return (computed - expected.to(computed)).abs().amax(1) <= 0.05 * size

@@ -22,7 +22,7 @@ class HistogramBinning(AbstractCalibrator):
         bins: number of bins of each class.
         binning: "width" for bins of equal width, "mass" for bins of equally many samples. A class occurs in about 1/C
             of the samples, so use several times as many bins of equal mass as classes.
-        floor: smallest probability that it returns.
+        floor: smallest probability that the calibrator returns.
     """
 
     name = "histogram_binning"

@@ -18,7 +18,7 @@ class Isotonic(AbstractCalibrator):
     """Applies a non-decreasing map to the probability of each class, then normalises.
 
     Args:
-        floor: smallest probability that it returns.
+        floor: smallest probability that the calibrator returns.
     """
 
     name = "isotonic"
@@ -56,14 +56,14 @@ def _curve(probs: NDArray[np.float64], targets: NDArray[np.float64]) -> tuple[ND
 
 
 def _interpolate(
-    probs: Float[Tensor, " n"], places: Float64[Tensor, " corners"], heights: Float64[Tensor, " corners"]
+    probs: Float[Tensor, " n"], corners: Float64[Tensor, " corners"], heights: Float64[Tensor, " corners"]
 ) -> Float64[Tensor, " n"]:
     """Interpolate linearly between the knots; constant outside."""
-    places, heights = places.to(probs.device), heights.to(probs.device)
-    at = probs.to(places.dtype).contiguous()
-    right = torch.searchsorted(places, at).clamp(1, max(1, len(places) - 1))
-    right = right.clamp_max(len(places) - 1)
+    corners, heights = corners.to(probs.device), heights.to(probs.device)
+    at = probs.to(corners.dtype).contiguous()
+    right = torch.searchsorted(corners, at).clamp(1, max(1, len(corners) - 1))
+    right = right.clamp_max(len(corners) - 1)
     left = (right - 1).clamp_min(0)
-    width = places[right] - places[left]
-    fraction = ((at - places[left]) / torch.where(width > 0, width, 1)).clamp(0, 1)
+    width = corners[right] - corners[left]
+    fraction = ((at - corners[left]) / torch.where(width > 0, width, 1)).clamp(0, 1)
     return heights[left] + fraction * (heights[right] - heights[left])

@@ -24,9 +24,9 @@ class Probmetrics(AbstractCalibrator):
     """Wraps a calibrator of the probmetrics package.
 
     Args:
-        method: its name, such as "svs", "sms", "ivap" or "ETSCalibrator".
-        settings: its keyword arguments.
-        floor: smallest probability that it returns.
+        method: name of the calibrator, such as "svs", "sms", "ivap" or "ETSCalibrator".
+        settings: keyword arguments of the calibrator.
+        floor: smallest probability that the calibrator returns.
     """
 
     name = "probmetrics"
@@ -42,7 +42,7 @@ class Probmetrics(AbstractCalibrator):
         if samples.labels.ndim == 2:
             raise UserError("probmetrics needs class indices; these labels are soft")
         with warnings.catch_warnings():
-            # It uses deprecated functions of torch and scikit-learn.
+            # The package uses deprecated functions of torch and scikit-learn.
             warnings.simplefilter("ignore", FutureWarning)
             self._inner = self._build(optional_module("probmetrics.calibrators", extra="posthoc"))
             self._inner.fit(_probs(samples.logits), samples.labels.cpu().numpy())
@@ -56,15 +56,15 @@ class Probmetrics(AbstractCalibrator):
             return package.get_calibrator(self.method, **self.settings)
         except ValueError as error:
             classes = sorted(name for name in dir(package) if name.endswith("Calibrator"))
-            known = ", ".join(classes)
-            raise UserError(f"probmetrics has no calibrator {self.method!r}; its classes are {known}") from error
+            class_names = ", ".join(classes)
+            raise UserError(f"probmetrics has no calibrator {self.method!r}; its classes are {class_names}") from error
 
     def apply(self, logits: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
         probs = torch.from_numpy(np.asarray(self._inner.predict_proba(_probs(logits))))
         return log_probs_of(probs.to(logits).clamp_min(0), logits.softmax(1), self.floor)
 
     def save(self, path: str | Path) -> None:
-        """Raise an error: it could only be saved by pickle."""
+        """Raise an error, because these calibrators could only be saved by pickle."""
         raise UserError(f"a calibrator of probmetrics cannot be written to {path} without pickle; fit it again instead")
 
 

@@ -5,11 +5,11 @@ problem in one variable; its slope, mean_i (E_p[z_i] - z_i[y_i]) with p = softma
 by safeguarded Newton steps in log T.
 
 `objective="ece", search="grid"` is the search of the paper's official code: the T among 0.1, 0.2, ..., 10.0 with the
-smallest ECE over 15 bins, the smallest T on ties. The ECE of that T on the same samples is too optimistic.
+smallest ECE over 15 bins, the smallest T on ties. The ECE of this T on the calibration samples is too optimistic.
 
-The logarithm of a probability that was given as zero, for example after rounding, is unknown. T is then fitted to the
-likelihood conditional on the classes above zero, which does not depend on the others. One more parameter, `log_floor`,
-replaces the logarithm of all zeros in `transform`; logits do not need it.
+If probabilities are given instead of logits, some may be zero, for example after rounding, and their logarithms are
+unknown. T is then fitted to the likelihood conditional on the classes above zero, which does not depend on the zeros. A
+second parameter, `log_floor`, replaces the logarithm of all zeros in `transform`.
 """
 
 import math
@@ -26,7 +26,7 @@ from fedlas.metrics.inputs import Pairs
 from fedlas.metrics.result import Definition
 from fedlas.posthoc.base import AbstractCalibrator, Samples
 from fedlas.posthoc.base.solvers import best_inverse_temperature, scaled_nll
-from fedlas.predictions import slices_of
+from fedlas.predictions.probabilities import slices_of
 
 Objective = Literal["nll", "ece"]
 Search = Literal["solve", "grid"]
@@ -34,7 +34,7 @@ Search = Literal["solve", "grid"]
 GRID = tuple(round(0.1 * step, 1) for step in range(1, 101))
 FAR_BELOW = 1e6  # difference of logits at which a class has probability zero for every T between the bounds
 LARGEST_ERROR = math.log(1.3) / 1.96  # standard error of log T whose 95 % interval is +- 30 %
-ENOUGH = 0.9  # fraction of informative samples above which zeros do not explain a large standard error
+ENOUGH = 0.9  # fraction of informative samples above which zeros are not the cause of a large standard error
 UNDETERMINED = {"temperature": 1.0, "standard_error": math.inf}
 
 
@@ -85,7 +85,7 @@ class Temperature(AbstractCalibrator):
         known = samples if samples.zeros is None else known_classes(samples)
         if self.search == "grid":
             return self._learn_on_grid(samples, known)
-        if len(known.logits) == 0:  # `doubt` says so
+        if len(known.logits) == 0:  # `doubt` returns a warning
             return {name: torch.tensor(value).double() for name, value in UNDETERMINED.items()}
         factor = best_inverse_temperature(known, 1 / self.high, 1 / self.low)
         if scaled_nll(known, factor)[0] > scaled_nll(known, 1.0)[0]:
@@ -166,7 +166,9 @@ def _reason(samples: Samples, factor: float) -> str:
     """Explain why there is no optimum between the bounds."""
     prediction, labels = samples.logits.argmax(1), samples.label_probs.argmax(1)
     first, second = samples.logits.topk(2, dim=1).values.unbind(1)
-    if factor > 1 and bool(((prediction == labels) | (first == second)).all()):  # a tie has no confidence
+    if factor > 1 and bool(
+        ((prediction == labels) | (first == second)).all()
+    ):  # a tie stays a tie at every temperature
         return "every one is classified correctly, so no confidence is too high. Fit on more, held-out samples."
     if factor < 1 and scaled_nll(samples, 0.0)[1] >= 0:
         return (
@@ -182,19 +184,19 @@ def known_classes(samples: Samples) -> Samples:
     """Restrict the samples to the classes whose probability is not zero.
 
     Conditional on these classes, a label has the probability p_y / sum_j p_j at every temperature, independent of
-    the unknown ones. Samples with another label, or with a single class above zero, are uninformative.
+    the unknown probabilities. Samples with another label, or with a single class above zero, are uninformative.
     """
     assert samples.zeros is not None
     zeros = samples.zeros
-    far = samples.logits.amin().clamp_max(0) - FAR_BELOW
+    far_below = samples.logits.amin().clamp_max(0) - FAR_BELOW
     if samples.labels.ndim == 1:
         mass, labels = (~zeros).gather(1, samples.labels[:, None])[:, 0].to(samples.logits.dtype), samples.labels
     else:
         weights = samples.label_probs.masked_fill(zeros, 0)
         mass = weights.sum(1)
         labels = weights / mass.clamp_min(torch.finfo(mass.dtype).tiny)[:, None]
-    kept = (mass > 0) & ((~zeros).sum(1) > 1)
-    return Samples(samples.logits.masked_fill(zeros, float(far))[kept], labels[kept])
+    informative = (mass > 0) & ((~zeros).sum(1) > 1)
+    return Samples(samples.logits.masked_fill(zeros, float(far_below))[informative], labels[informative])
 
 
 def _log_floor(samples: Samples, factor: float) -> float:
@@ -206,7 +208,7 @@ def _log_floor(samples: Samples, factor: float) -> float:
     assert samples.zeros is not None
     rows = samples.zeros.any(1)
     logits, zeros = samples.logits[rows].double(), samples.zeros[rows]
-    known = (factor * logits).exp().masked_fill(zeros, 0).sum(1)
+    known_mass = (factor * logits).exp().masked_fill(zeros, 0).sum(1)
     count = zeros.sum(1).double()
     labels = float((samples.label_probs[rows] * zeros).sum()) + 0.5
     high = factor * (float(samples.logits[~samples.zeros].min()) - math.log(2))
@@ -214,7 +216,7 @@ def _log_floor(samples: Samples, factor: float) -> float:
     for _ in range(60):
         middle = (low + high) / 2
         weight = count * math.exp(middle)
-        low, high = (middle, high) if float((weight / (known + weight)).sum()) < labels else (low, middle)
+        low, high = (middle, high) if float((weight / (known_mass + weight)).sum()) < labels else (low, middle)
     return low / factor
 
 

@@ -1,1 +1,1 @@
-"""What people look at: figures of what was measured."""
+"""Reports for readers: summary text, tables, figures and the HTML page."""

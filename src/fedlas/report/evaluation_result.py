@@ -1,12 +1,12 @@
-"""Evaluate files of predictions: what `fedlas evaluate` does.
+"""Evaluate files of predictions; the implementation of `fedlas evaluate`.
 
     result = evaluate_files(["resnet.csv"], ood=["svhn=svhn.npz"])
     for line in result.lines():
         ...
     result.failed(["ece>0.05"])
 
-The name of a model is given by `NAME=FILE`, or is the name of its file. Instead of a file, a `Model` may be given, for
-example of a run folder.
+`NAME=FILE` names a model; otherwise it has the name of its file. A `Model`, for example one of a run folder, can be
+passed instead of a file.
 """
 
 import html
@@ -27,12 +27,13 @@ from fedlas.io.columns import ReadOptions
 from fedlas.metrics.registry import all_metrics, summary_metrics
 from fedlas.metrics.result import html_table
 from fedlas.ood.detection import Detection
-from fedlas.predictions import AnyPredictions, TopLabelPredictions, check_every_class
+from fedlas.predictions import AnyPredictions, TopLabelPredictions, check_same_classes
 from fedlas.report.model import Model
 from fedlas.report.summary_text import headline, sentences
 
 FORMAT = "fedlas.evaluation/1"
-MULTI_MODEL_METRICS = ("accuracy", "ece", "over_ece", "under_ece", "nll")  # columns of the table of several models
+# The table of several models has metrics as columns, and a terminal has room for five; the page shows all metrics.
+MULTI_MODEL_METRICS = ("accuracy", "ece", "over_ece", "under_ece", "nll")
 OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 CONDITION = re.compile(r"\s*([^<>=]+?)\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(%?)\s*")
 
@@ -43,13 +44,13 @@ Files = File | Sequence[File] | Mapping[str, File]
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The evaluation of one model or several, and their paired comparisons.
+    """The evaluation of one or more models, and their paired comparisons.
 
     Args:
-        models: predictions and report by the name of the model.
-        files: the file of each model that was read from one.
-        comparisons: paired tests of models on the same samples, or why there is none.
-        notes: what could not be done, and why.
+        models: each model with its predictions and report, by name.
+        files: file of each model, by name; models that were not read from a file are missing.
+        comparisons: paired tests of models on the same samples, or the reason why they cannot be compared.
+        notes: steps that were skipped and why, and how p-values were corrected.
     """
 
     models: Mapping[str, Model]
@@ -63,34 +64,34 @@ class EvaluationResult:
         return {name: model.report for name, model in self.models.items() if model.report is not None}
 
     def lines(self) -> list[str]:
-        """Return the summary text: a headline, then sentences, of every model."""
-        said = []
+        """Return the summary text: for each model a headline and its sentences."""
+        lines = []
         for name, report in self.reports.items():
-            said += [
+            lines += [
                 f"{name}: {headline(report)}.",
                 *(f"  {line}" for line in sentences(report)),
                 *self._columns(name),
                 "",
             ]
-        for one in self.comparisons:
-            verdict = f": {one.comparison}" if one.comparison is not None else f" are not compared: {one.reason}"
-            said.append(f"{one.first} and {one.second}{verdict}")
-        return [*said, *self.notes]
+        for test in self.comparisons:
+            verdict = f": {test.comparison}" if test.comparison is not None else f" are not compared: {test.reason}"
+            lines.append(f"{test.first} and {test.second}{verdict}")
+        return [*lines, *self.notes]
 
     def _columns(self, name: str) -> list[str]:
         """Return a line with the roles of the columns of the file of a model."""
-        given = self.models[name].predictions
-        if given is None or given.columns is None or name not in self.files:
+        predictions = self.models[name].predictions
+        if predictions is None or predictions.columns is None or name not in self.files:
             return []
-        return [f"  Read from {self.files[name].name}: {given.columns}."]
+        return [f"  Read from {self.files[name].name}: {predictions.columns}."]
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Return head and rows: a column for each state of a single model, a row for each state of several."""
+        """Return the header and the rows: one column per state for a single model, one row per state for several."""
         reports = self.reports
         first = next(iter(reports.values())).before
         states = [(model, state) for model, report in reports.items() for state in report.states]
-        wanted = list(summary_metrics()) if len(reports) == 1 else MULTI_MODEL_METRICS
-        names = [name for name in wanted if any(name in state.results for _, state in states)]
+        metrics = list(summary_metrics()) if len(reports) == 1 else MULTI_MODEL_METRICS
+        names = [name for name in metrics if any(name in state.results for _, state in states)]
         head = [first[name].heading() if name in first.results else name for name in names]
         cells = [[state[name].cell() if name in state.results else "" for name in names] for _, state in states]
         if len(reports) == 1:
@@ -102,10 +103,10 @@ class EvaluationResult:
     def _repr_html_(self) -> str:
         """Show the result in a notebook."""
         head, rows = self.table()
-        said = "".join(f"<p>{html.escape(line)}</p>" for line in self.lines() if line)
-        tables = [one._repr_html_() for report in self.reports.values() for one in _detections(report)]
+        paragraphs = "".join(f"<p>{html.escape(line)}</p>" for line in self.lines() if line)
+        tables = [detection._repr_html_() for report in self.reports.values() for detection in _detections(report)]
         notes = "".join(f"<p><small>{html.escape(note)}</small></p>" for note in self.footnotes())
-        return said + html_table([head, *rows]) + notes + "".join(tables)
+        return paragraphs + html_table([head, *rows]) + notes + "".join(tables)
 
     def footnotes(self) -> list[str]:
         """Return notes about the intervals of the table."""
@@ -124,15 +125,15 @@ class EvaluationResult:
         }
 
     def failed(self, conditions: Sequence[str]) -> list[str]:
-        """Return which failure conditions hold: `ece>0.05`, `temperature.ece>2%`, `ece.high>0.1`, `accuracy<0.9`."""
-        found = []
+        """Return the conditions that hold, such as `ece>0.05`, `temperature.ece>2%`, `ece.high>0.1`, `accuracy<0.9`."""
+        failures = []
         for text in conditions:
             condition = Condition.parse(text)
             for name, report in self.reports.items():
                 value = condition.value(report)
                 if OPERATORS[condition.sign](value, condition.limit):
-                    found.append(f"{name}: {condition.name} is {value:.6g}, so {text.strip()} holds")
-        return found
+                    failures.append(f"{name}: {condition.name} is {value:.6g}, so {text.strip()} holds")
+        return failures
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -149,9 +150,9 @@ class EvaluationResult:
                 for name, report in self.reports.items()
             },
             "comparisons": [
-                {"models": [one.first, one.second], "metric": one.metric}
-                | ({"reason": one.reason} if one.comparison is None else one.comparison.to_dict())
-                for one in self.comparisons
+                {"models": [test.first, test.second], "metric": test.metric}
+                | ({"reason": test.reason} if test.comparison is None else test.comparison.to_dict())
+                for test in self.comparisons
             ],
             "notes": list(self.notes),
         }
@@ -182,10 +183,10 @@ class Condition:
     @classmethod
     def parse(cls, text: str) -> "Condition":
         """Parse a condition."""
-        found = CONDITION.fullmatch(text)
-        if found is None:
+        match = CONDITION.fullmatch(text)
+        if match is None:
             raise UserError(f"{text!r} is not a condition such as ece>0.05, temperature.ece>=2% or accuracy<0.9")
-        name, sign, number, percent = found.groups()
+        name, sign, number, percent = match.groups()
         *before, last = name.split(".")
         end = last if last in {"low", "high"} else ""
         parts = before if end else [*before, last]
@@ -227,7 +228,7 @@ def check_conditions(conditions: Sequence[str], posthoc: Sequence[str]) -> None:
     """Raise if conditions name unknown metrics or calibrators, before any work is done.
 
     Args:
-        conditions: such as `ece>0.05`.
+        conditions: failure conditions, such as `ece>0.05`.
         posthoc: names of the calibrators that will be fitted.
     """
     metrics = all_metrics()
@@ -263,56 +264,63 @@ def evaluate_files(
     """Read files of predictions, evaluate each model, and compare models by paired tests.
 
     Args:
-        files: one for each model: FILE or NAME=FILE; or files or a `Model` by name.
-        calibration: files of predictions of the same models on other samples, on which calibrators are fitted: FILE for
-            a single model, MODEL=FILE or {MODEL: FILE} for several. Without them, calibrators are cross-fitted.
-        calibration_labels: a file of the labels of these samples, if `calibration` has none.
-        ood: predictions on OOD data: NAME=FILE or {NAME: FILE} for a single model, MODEL/NAME in place of NAME for
-            one of several.
-        posthoc: names of calibrators, or built ones.
-        folds: number of folds for cross-fitting them.
+        files: FILE or NAME=FILE for each model; or a mapping of names to files or `Model` objects.
+        calibration: predictions of the same models on held-out samples, to fit calibrators on: FILE for a single model,
+            MODEL=FILE or {MODEL: FILE} for several. Without them, calibrators are cross-fitted.
+        calibration_labels: file of the labels of the calibration data, if `calibration` has no labels.
+        ood: predictions on OOD data: NAME=FILE or {NAME: FILE} for a single model; with several models, MODEL/NAME
+            instead of NAME.
+        posthoc: names of calibrators, or calibrators.
+        folds: number of folds for cross-fitting.
         bins: number of bins of calibration errors.
         level: confidence level.
         resamples: number of bootstrap resamples; by default that of each method.
         seed: random seed for bootstrap intervals and cross-fitting.
         images: folder of image files; by default that of the predictions.
-        progress: called with the name of the present step and the fraction of it that is done.
+        progress: called with the name of the current step and the fraction of it that is done.
         columns: roles of the columns of the files, as in `read_predictions`.
     """
     named = files if isinstance(files, Mapping) else named_files([files] if isinstance(files, str | Path) else files)
     if not named:
         raise UserError("no file of predictions is given")
-    others = _of_models(calibration, list(named))
-    if calibration_labels is not None and not others:
+    calibration_files = _of_models(calibration, list(named))
+    if calibration_labels is not None and not calibration_files:
         raise UserError(
             f"{calibration_labels} has the labels of calibration data: pass the data as well, with --calibration "
             "(calibration=)"
         )
     ood_files = _ood_files(ood, list(named))
-    sources = {name: one.source if isinstance(one, Model) else Path(one) for name, one in named.items()}
-    for name, path in others.items():
+    sources = {
+        name: file_or_model.source if isinstance(file_or_model, Model) else Path(file_or_model)
+        for name, file_or_model in named.items()
+    }
+    for name, path in calibration_files.items():
         source = sources[name]
         if source is not None and path.resolve() == source.resolve():
             raise UserError(f"{path} is the evaluated file; without calibration data, calibrators are cross-fitted")
-    tried = (posthoc,) if isinstance(posthoc, str) or not isinstance(posthoc, Sequence) else tuple(posthoc)
+    calibrators = (posthoc,) if isinstance(posthoc, str) or not isinstance(posthoc, Sequence) else tuple(posthoc)
     options: dict[str, Any] = {"bins": bins, "level": level, "resamples": resamples, "seed": seed}
     models, notes = {}, []
-    for name, one in named.items():
-        held = one if isinstance(one, Model) else _model(Path(one), images, progress, columns)
-        if held.report is None:
-            more = (others.get(name), ood_files.get(name, {}), progress)
-            held = _with_data(held, name, *more, columns=columns, labels=calibration_labels)
-            why = _no_calibrator(held, folds)
-            if why and tried:
-                notes.append(f"{name}: no calibrator is fitted: {why}")
-            held = replace(held, posthoc=() if why else tried, folds=folds)
-            held = replace(held, report=_report(held, options, _stage(progress, f"evaluating {name}")))
-        elif name in others or name in ood_files:
+    for name, file_or_model in named.items():
+        model = (
+            file_or_model
+            if isinstance(file_or_model, Model)
+            else _model(Path(file_or_model), images, progress, columns)
+        )
+        if model.report is None:
+            more = (calibration_files.get(name), ood_files.get(name, {}), progress)
+            model = _with_data(model, name, *more, columns=columns, labels=calibration_labels)
+            reason = _no_calibrator(model, folds)
+            if reason and calibrators:
+                notes.append(f"{name}: no calibrator is fitted: {reason}")
+            model = replace(model, posthoc=() if reason else calibrators, folds=folds)
+            model = replace(model, report=_report(model, options, _stage(progress, f"evaluating {name}")))
+        elif name in calibration_files or name in ood_files:
             raise UserError(f"{name} has a report already, so no further predictions of it can be evaluated")
-        models[name] = held
-    held_by = {name: model.predictions for name, model in models.items() if model.predictions is not None}
-    comparisons = compare_models(held_by, **options, progress=_stage(progress, "comparing models"))
-    if any(one.comparison is not None for one in comparisons) and (note := correction_note(len(held_by))):
+        models[name] = model
+    predictions_by_name = {name: each.predictions for name, each in models.items() if each.predictions is not None}
+    comparisons = compare_models(predictions_by_name, **options, progress=_stage(progress, "comparing models"))
+    if any(test.comparison is not None for test in comparisons) and (note := correction_note(len(predictions_by_name))):
         notes.append(note)
     return EvaluationResult(
         models, {name: path for name, path in sources.items() if path is not None}, comparisons, notes
@@ -320,17 +328,17 @@ def evaluate_files(
 
 
 def named_files(files: Sequence[File]) -> dict[str, Path]:
-    """Return files by name: NAME of NAME=FILE, else the name of the file, with its folder where names are equal."""
-    pairs = [_pair(one) for one in files]
-    plain = [name or (path.resolve().name if path.is_dir() else _stem(path)) for name, path in pairs]
-    found: dict[str, Path] = {}
-    for (name, path), short in zip(pairs, plain, strict=True):
-        whole = path if path.is_dir() else path.with_suffix("")
-        called = short if name or plain.count(short) == 1 else whole.as_posix()
-        if called in found:
-            raise UserError(f"two models are called {called!r}; name them: NAME=FILE")
-        found[called] = path
-    return found
+    """Return files by name: NAME of NAME=FILE, or the name of the file, with its folder if names are equal."""
+    pairs = [_pair(file) for file in files]
+    short_names = [name or (path.resolve().name if path.is_dir() else _stem(path)) for name, path in pairs]
+    paths_by_name: dict[str, Path] = {}
+    for (name, path), short_name in zip(pairs, short_names, strict=True):
+        path_without_suffix = path if path.is_dir() else path.with_suffix("")
+        model_name = short_name if name or short_names.count(short_name) == 1 else path_without_suffix.as_posix()
+        if model_name in paths_by_name:
+            raise UserError(f"two models are called {model_name!r}; name them: NAME=FILE")
+        paths_by_name[model_name] = path
+    return paths_by_name
 
 
 def _stem(path: Path) -> str:
@@ -338,13 +346,13 @@ def _stem(path: Path) -> str:
 
 
 def _model(path: Path, images: File | None, progress: Progress | None, columns: ReadOptions) -> Model:
-    # An untrusted file may name any file of this machine; a page must not show those to its readers.
+    # The paths in an untrusted file may point to any file of this machine, which a page must not expose.
     folders = (path.parent, *([] if images is None else [Path(images)]))
     return Model(predictions=_read_labelled(path, progress, columns), source=path, image_folders=folders)
 
 
 def _with_data(
-    held: Model,
+    model: Model,
     name: str,
     calibration: Path | None,
     ood_files: Mapping[str, Path],
@@ -354,36 +362,40 @@ def _with_data(
     labels: File | None,
 ) -> Model:
     """Add calibration data and OOD data to a model."""
-    if held.predictions is None:
+    if model.predictions is None:
         raise UserError(f"{name} has neither predictions nor a report")
-    given = held.predictions
-    # Labels of calibration data have an option of their own; OOD samples have no labels.
-    unlabelled: Any = {word: value for word, value in columns.items() if word not in {"labels", "label_column"}}
-    others: Any = {**columns, "labels": labels}
-    read = {word: _like(_read(path, progress, unlabelled), given, path) for word, path in ood_files.items()}
-    other = (
-        held.calibration
+    predictions = model.predictions
+    # The labels of calibration data have a separate option; OOD samples have no labels.
+    unlabelled: Any = {key: value for key, value in columns.items() if key not in {"labels", "label_column"}}
+    labelled: Any = {**columns, "labels": labels}
+    ood_predictions = {
+        key: _like(_read(path, progress, unlabelled), predictions, path) for key, path in ood_files.items()
+    }
+    calibration_predictions = (
+        model.calibration
         if calibration is None
         else _like(
-            require_labels(_read(calibration, progress, others), calibration, "calibration_labels"), given, calibration
+            require_labels(_read(calibration, progress, labelled), calibration, "calibration_labels"),
+            predictions,
+            calibration,
         )
     )
-    return replace(held, calibration=other, ood={**held.ood, **read})
+    return replace(model, calibration=calibration_predictions, ood={**model.ood, **ood_predictions})
 
 
-def _report(held: Model, options: Mapping[str, Any], progress: Callable[[float], None] | None) -> Report:
-    assert held.predictions is not None
-    return evaluate(held.predictions, **held.evaluate_options(), **options, progress=progress)
+def _report(model: Model, options: Mapping[str, Any], progress: Callable[[float], None] | None) -> Report:
+    assert model.predictions is not None
+    return evaluate(model.predictions, **model.evaluate_options(), **options, progress=progress)
 
 
-def _no_calibrator(held: Model, folds: int) -> str:
+def _no_calibrator(model: Model, folds: int) -> str:
     """Return why no calibrator can be fitted; empty if one can."""
-    given = held.predictions
-    assert given is not None
-    if isinstance(given, TopLabelPredictions):
+    predictions = model.predictions
+    assert predictions is not None
+    if isinstance(predictions, TopLabelPredictions):
         return "only the top class of each sample is known"
-    if held.calibration is None and len(given) < 2 * folds:
-        have = "1 sample is" if len(given) == 1 else f"{len(given)} samples are"
+    if model.calibration is None and len(predictions) < 2 * folds:
+        have = "1 sample is" if len(predictions) == 1 else f"{len(predictions)} samples are"
         return f"{have} too few to cross-fit one in {folds} parts; other ones can be given"
     return ""
 
@@ -397,9 +409,9 @@ def _read(path: Path, progress: Progress | None, columns: ReadOptions) -> AnyPre
     if stage is None:
         return read_predictions(path, **columns)
     stage(0.0)
-    found = read_predictions(path, progress=stage, **columns)
+    predictions = read_predictions(path, progress=stage, **columns)
     stage(1.0)  # some formats do not report progress
-    return found
+    return predictions
 
 
 def _read_labelled(path: Path, progress: Progress | None, columns: ReadOptions) -> AnyPredictions:
@@ -411,62 +423,53 @@ def _stage(progress: Progress | None, step: str) -> Callable[[float], None] | No
 
 
 def _pair(text: str | Path) -> tuple[str, Path]:
-    """Split NAME=FILE; an existing file whose name has a = in it needs no other name."""
+    """Split NAME=FILE; the name of an existing file that contains "=" is not split."""
     name, equals, path = str(text).partition("=")
     return ("", Path(text)) if not equals or Path(text).exists() else (name.strip(), Path(path))
 
 
 def _of_models(files: Files, models: Sequence[str]) -> dict[str, Path]:
-    found: dict[str, Path] = {}
+    paths_by_model: dict[str, Path] = {}
     for name, path in _pairs(files):
         model = name or (models[0] if len(models) == 1 else "")
         if model not in models:
             raise UserError(f"which model is calibration data {path} of? Write MODEL=FILE, with {', '.join(models)}")
-        if model in found:
+        if model in paths_by_model:
             raise UserError(f"two files of calibration data are given for {model}")
-        found[model] = path
-    return found
+        paths_by_model[model] = path
+    return paths_by_model
 
 
 def _ood_files(files: Files, models: Sequence[str]) -> dict[str, dict[str, Path]]:
-    found: dict[str, dict[str, Path]] = {}
+    paths_by_model: dict[str, dict[str, Path]] = {}
     for name, path in _pairs(files, named=True):
-        # The name of a model may hold a slash itself.
-        fitting = [one for one in models if name.startswith(f"{one}/")]
-        model = models[0] if len(models) == 1 else max(fitting, key=len, default="")
-        word = name if len(models) == 1 else name.removeprefix(f"{model}/")
-        if model not in models or not word:
+        # The name of a model may contain a slash.
+        matching = [known_model for known_model in models if name.startswith(f"{known_model}/")]
+        model = models[0] if len(models) == 1 else max(matching, key=len, default="")
+        set_name = name if len(models) == 1 else name.removeprefix(f"{model}/")
+        if model not in models or not set_name:
             known = ", ".join(models)
             raise UserError(f"OOD data {name}={path}: which model is it of? Write MODEL/NAME=FILE, with {known}")
-        if word in found.setdefault(model, {}):
-            raise UserError(f"two files of OOD data are given for {word}")
-        found[model][word] = path
-    return found
+        if set_name in paths_by_model.setdefault(model, {}):
+            raise UserError(f"two files of OOD data are given for {set_name}")
+        paths_by_model[model][set_name] = path
+    return paths_by_model
 
 
 def _pairs(files: Files, *, named: bool = False) -> list[tuple[str, Path]]:
     """Return pairs of name and file; raise if a required name is missing."""
     if isinstance(files, Mapping):
         return [(str(name), Path(path)) for name, path in files.items()]
-    found = []
-    for one in [files] if isinstance(files, str | Path) else files:
-        name, _, path = str(one).partition("=")
+    pairs = []
+    for file in [files] if isinstance(files, str | Path) else files:
+        name, _, path = str(file).partition("=")
         if named and not (name and path):
-            raise UserError(f"OOD data is given as NAME=FILE, not as {str(one)!r}")
-        found.append((name, Path(path)) if named else _pair(one))
-    return found
+            raise UserError(f"OOD data is given as NAME=FILE, not as {str(file)!r}")
+        pairs.append((name, Path(path)) if named else _pair(file))
+    return pairs
 
 
-def _like(other: AnyPredictions, given: AnyPredictions, path: Path) -> AnyPredictions:
+def _like(other: AnyPredictions, evaluated: AnyPredictions, path: Path) -> AnyPredictions:
     """Return predictions of the same model after a check that they have the same classes in the same order."""
-    tops = isinstance(other, TopLabelPredictions), isinstance(given, TopLabelPredictions)
-    if all(tops):
-        return other  # each names the classes that it mentions
-    if any(tops):
-        check_every_class(other, str(path), given, "the evaluated predictions")
-    named = None not in (other.class_names, given.class_names)
-    if other.num_classes != given.num_classes:
-        raise UserError(f"{path} has {other.num_classes} classes, the evaluated predictions {given.num_classes}")
-    if named and other.class_names != given.class_names:
-        raise UserError(f"{path} names other classes, or in another order, than the evaluated predictions")
+    check_same_classes(other, str(path), evaluated, "the evaluated predictions")
     return other

@@ -1,4 +1,4 @@
-"""The HTML page of a report: one file about one model or several, which works without a network.
+"""The HTML page of a report: a single file for one or more models, which needs no network access.
 
     save_page(predictions, "report.html")
     save_page({"ce": Model(predictions=..., calibration=..., ood=...), "fedlas_ls": Model(...)}, "report.html")
@@ -32,7 +32,7 @@ from fedlas.extras import optional_module
 from fedlas.formatting import cell, count, level
 from fedlas.io.atomic import write_atomic
 from fedlas.metrics.base import Resampling
-from fedlas.metrics.registry import summary_metrics
+from fedlas.metrics.registry import all_metrics, summary_metrics
 from fedlas.metrics.result import Result
 from fedlas.predictions import AnyPredictions
 from fedlas.report.evaluation_result import EvaluationResult
@@ -57,44 +57,20 @@ from fedlas.report.slices import RESAMPLES, SMALL, slices
 from fedlas.report.summary_text import direction, headline, sentences
 from fedlas.report.thumbnails import picture_of
 
-CLASS_DIAGRAMS = 3_000  # of all models together
+CLASS_DIAGRAMS = 3_000  # largest number of diagrams of classes on a page, over all models
 MOST_SAMPLES = 50
-MOST_SLICES = 50  # of all models together, but at least 10 of each
-PICTURE_BYTES = 1_500_000  # of all pictures together
-LONG = 2_000  # letters of a command, or of a value in a recipe
-
-MEANINGS = {
-    "accuracy": "Fraction of samples whose most likely class is the label.",
-    "ece": "Absolute difference of confidence and accuracy, averaged over bins of confidence. 0 is perfect; a finite "
-    "sample of a calibrated model has an ECE above 0, its noise floor.",
-    "aece": "The same over bins with equally many samples.",
-    "over_ece": "The part of the ECE from bins where confidence is above accuracy.",
-    "under_ece": "The part of the ECE from bins where confidence is below accuracy.",
-    "signed_ece": "Mean confidence minus accuracy: positive for over-confidence, negative for under-confidence.",
-    "mce": "The largest absolute difference of confidence and accuracy in any bin, however few samples it has.",
-    "rms_error": "Root of the mean squared difference of confidence and accuracy over bins.",
-    "debiased_l2": "The same, without the bias from finite samples.",
-    "smooth_ece": "Calibration error with a kernel instead of bins; its width is chosen from the samples.",
-    "classwise_ece": "The ECE of the probability of each class, averaged over all classes.",
-    "nll": "Mean negative log-likelihood of the labels, in nats: accuracy and calibration in one.",
-    "brier": "Mean squared difference of the probabilities and the one-hot label, summed over classes.",
-    "top_5": "Fraction of samples whose label is among the five most likely classes.",
-    "aurc": "Error rate averaged over all coverages: whether confidence separates correct from incorrect predictions.",
-    "e_aurc": "The AURC minus the lowest one that this accuracy allows.",
-    "augrc": "Errors among the covered samples as a fraction of all samples, averaged over all coverages.",
-    "ks_test": "Largest cumulative difference of confidence and correctness, from low to high confidence.",
-    "kuiper_test": "Range of the same cumulative difference.",
-    "spiegelhalter_test": "Brier score minus its expectation for a calibrated model, in standard deviations.",
-}
+MOST_SLICES = 50  # largest number of slices on a page, over all models; each model has at least 10
+PICTURE_BYTES = 1_500_000  # total size of all pictures on a page
+LONG = 2_000  # characters of a command, or of a value in a recipe
 
 
-Given = AnyPredictions | Report | Model
-Models = Given | Mapping[str, Given] | EvaluationResult
+ModelLike = AnyPredictions | Report | Model
+Models = ModelLike | Mapping[str, ModelLike] | EvaluationResult
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What is asked of a page; see `report_page`."""
+    """Options of a page; see `report_page`."""
 
     title: str
     samples: int
@@ -106,14 +82,14 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Samples:
-    """What is known about the single samples of a model: names, paths, and pictures.
+    """Names, image files and images of the samples of a model.
 
     Args:
-        key: tells pictures of these samples from those of others on the page.
-        ids: a name for each.
-        paths: an image file for each.
-        images: an image for each.
-        folders: where the files are looked for; None where paths stand as they are.
+        key: prefix of the picture keys, which makes them unique on the page.
+        ids: one name per sample.
+        paths: one image file per sample.
+        images: one image per sample.
+        folders: folders that may contain the image files; None if paths are trusted and used unchanged.
     """
 
     key: str
@@ -123,14 +99,14 @@ class _Samples:
     folders: Sequence[Path] | None = None
 
     def about(self, row: int) -> Plain:
-        """Name a sample."""
+        """Return the name, path and picture key of a sample."""
         names = {"id": self.ids, "path": self.paths}
-        found = {word: text_data(given[row]) for word, given in names.items() if given is not None}
-        return found | {"picture": f"{self.key}{row}"}
+        about = {field: text_data(values[row]) for field, values in names.items() if values is not None}
+        return about | {"picture": f"{self.key}{row}"}
 
     @property
     def pictured(self) -> bool:
-        """Whether there should be pictures at all."""
+        """Whether the samples have images."""
         return self.images is not None or self.paths is not None
 
     def outside(self, row: int) -> bool:
@@ -138,27 +114,27 @@ class _Samples:
         return self.images is None and self.paths is not None and self._file(self.paths[row]) is None
 
     def picture(self, row: int) -> str | None:
-        """Make the picture of a sample; None where there is none, or its file cannot be read."""
+        """Return the thumbnail of a sample as a data URL; None if there is no image or its file cannot be read."""
         if self.images is not None:
             return picture_of(self.images[row])
-        found = None if self.paths is None else self._file(self.paths[row])
-        if found is None:
+        file = None if self.paths is None else self._file(self.paths[row])
+        if file is None:
             return None
         try:
-            return picture_of(found)
-        except Exception:  # a missing or damaged file leaves a gap on the page, which says so
+            return picture_of(file)
+        except Exception:  # the page reports pictures of missing or damaged files as left out
             return None
 
     def _file(self, path: str | Path) -> Path | None:
-        """Find an image file; None where it lies outside of the folders, links followed."""
+        """Resolve the path of an image file; None if it, with links resolved, is outside of the allowed folders."""
         if self.folders is None:
             return Path(path)
         try:
             roots = [folder.resolve() for folder in self.folders]
-            places = [(root / path).resolve() for root in roots]
-            inside = [place for place in places if any(place.is_relative_to(root) for root in roots)]
-            return next((place for place in inside if place.is_file()), inside[0] if inside else None)
-        except (OSError, ValueError, RuntimeError):  # a name that no file can have, or links that go round
+            candidates = [(root / path).resolve() for root in roots]
+            inside = [candidate for candidate in candidates if any(candidate.is_relative_to(root) for root in roots)]
+            return next((candidate for candidate in inside if candidate.is_file()), inside[0] if inside else None)
+        except (OSError, ValueError, RuntimeError):  # an invalid file name, or a loop of symbolic links
             return None
 
 
@@ -177,35 +153,37 @@ def report_page(
     resamples: int | None = None,
     seed: int = 0,
 ) -> str:
-    """Return the HTML page of one model, or of several on the same samples.
+    """Return the HTML page of one model, or of several models on the same samples.
 
     Args:
-        models: predictions, a report or a `Model`; several of them by name; or the result of `evaluate_files`, whose
-            paired tests are shown as they are.
+        models: predictions, a report or a `Model`; or a mapping of names to these; or the result of
+            `evaluate_files`, whose paired tests are used unchanged.
         title: heading of the page.
-        ids: a name for each sample; by default those of each model's own predictions.
-        paths: an image file for each sample; those of the samples shown are read and made small. By default those of
-            each model's own predictions, as far as its `image_folders` allow.
-        images: instead of files, something that gives an image for `images[row]`: an array, a list of arrays.
-        samples: how many of the most over- and under-confident samples are shown, at most 50 of each kind.
-        command: the command that made the page.
-        environment: further lines for where it was made.
-        bins: how many bins calibration errors have, also those of paired tests; by default as many as in the first
-            report that is given, else 15.
+        ids: one name per sample; by default the ids of each model's predictions.
+        paths: one image file per sample, from which thumbnails are made. By default the paths of each model's
+            predictions, restricted to its `image_folders`.
+        images: one image per sample, instead of files: an array, or a list of arrays, indexed by the row.
+        samples: number of the most over-confident and of the most under-confident samples, at most 50 each.
+        command: the command that wrote the page.
+        environment: further entries of the section on the environment.
+        bins: number of bins of calibration errors, also in paired tests; by default that of the first report in
+            `models`, or 15 if there is none.
         level: confidence level.
         resamples: number of bootstrap resamples; by default that of each method.
         seed: random seed for bootstrap intervals and cross-fitting.
     """
     if not 0 <= samples <= MOST_SAMPLES:
         raise UserError(f"samples is {samples}; a number from 0 to {MOST_SAMPLES} is needed")
-    held = named_models(models)
-    known = _samples(held, ids, paths, images)
+    models_by_name = named_models(models)
+    samples_by_model = _samples(models_by_name, ids, paths, images)
     if bins is None:
-        bins = next((model.report["ece"].definition.bins for model in held.values() if model.report), None)
-    asked = _Asked(title, samples, bins or 15, level, resamples, seed)
-    reports = {name: report_of(model, level, resamples, seed, asked.bins) for name, model in held.items()}
+        bins = next((model.report["ece"].definition.bins for model in models_by_name.values() if model.report), None)
+    page_options = _Asked(title, samples, bins or 15, level, resamples, seed)
+    reports = {
+        name: report_of(model, level, resamples, seed, page_options.bins) for name, model in models_by_name.items()
+    }
     comparisons = (models.comparisons or None) if isinstance(models, EvaluationResult) else None
-    data = _data(held, reports, known, asked, comparisons)
+    data = _data(models_by_name, reports, samples_by_model, page_options, comparisons)
     if data["outside"]:
         warnings.warn(
             f"{data['outside']} pictures are not shown: their files lie outside of the folder of the predictions; "
@@ -213,32 +191,32 @@ def report_page(
             UserWarning,
             stacklevel=2,
         )
-    about = _environment() | {str(name): value for name, value in (environment or {}).items()}
-    return _filled(data, held, reports, command, about)
+    environment_entries = _environment() | {str(name): value for name, value in (environment or {}).items()}
+    return _filled(data, models_by_name, reports, command, environment_entries)
 
 
 def _samples(
-    held: Mapping[str, Model], ids: Sequence[object] | None, paths: Sequence[str | Path] | None, images: Any
+    models_by_name: Mapping[str, Model], ids: Sequence[object] | None, paths: Sequence[str | Path] | None, images: Any
 ) -> dict[str, _Samples]:
-    """Return ids, paths and images of the samples: those of the arguments, else those of each model."""
-    for what, given in {"ids": ids, "paths": paths, "images": images}.items():
-        for name, model in held.items():
-            if given is not None and model.predictions is not None and len(given) != len(model.predictions):
-                raise UserError(f"{what} has {len(given)} entries, {name} has {len(model.predictions)} samples")
-    found: dict[str, _Samples] = {}
+    """Return the ids, paths and images of the samples; arguments take precedence over those of each model."""
+    for argument, values in {"ids": ids, "paths": paths, "images": images}.items():
+        for name, model in models_by_name.items():
+            if values is not None and model.predictions is not None and len(values) != len(model.predictions):
+                raise UserError(f"{argument} has {len(values)} entries, {name} has {len(model.predictions)} samples")
+    samples: dict[str, _Samples] = {}
     sources: list[object] = []
-    for name, model in held.items():
-        own = model.predictions
-        called = ids if ids is not None else None if own is None else own.ids
-        if images is not None or paths is not None or own is None or own.paths is None:
-            found[name] = _Samples("", called, paths, images)
+    for name, model in models_by_name.items():
+        predictions = model.predictions
+        sample_ids = ids if ids is not None else None if predictions is None else predictions.ids
+        if images is not None or paths is not None or predictions is None or predictions.paths is None:
+            samples[name] = _Samples("", sample_ids, paths, images)
             continue
-        source = (own.paths, model.image_folders)
+        source = (predictions.paths, model.image_folders)
         if source not in sources:
             sources.append(source)
-        # Models whose files name the same images share their pictures.
-        found[name] = _Samples(f"{sources.index(source)}-", called, own.paths, None, model.image_folders)
-    return found
+        # Models with the same image files share their pictures.
+        samples[name] = _Samples(f"{sources.index(source)}-", sample_ids, predictions.paths, None, model.image_folders)
+    return samples
 
 
 def save_page(models: Models, path: str | Path, **options: Any) -> Path:
@@ -249,38 +227,38 @@ def save_page(models: Models, path: str | Path, **options: Any) -> Path:
 
 
 def embedded(data: Any) -> str:
-    """Write data as JSON that may stand in an HTML element: without <, > and &, and in ASCII."""
+    """Serialise data as ASCII JSON that is safe inside an HTML element: <, > and & are escaped."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def unbroken(text: str) -> str:
-    """Keep numbers and their units on one line."""
-    return re.sub(r"(?<=\d) (?=%|points)|(?<=T) = ", lambda found: found[0].replace(" ", "\u00a0"), text)
+    """Replace spaces between numbers and units by non-breaking spaces."""
+    return re.sub(r"(?<=\d) (?=%|points)|(?<=T) = ", lambda match: match[0].replace(" ", "\u00a0"), text)
 
 
 def named_models(models: Models) -> dict[str, Model]:
     """Return a `Model` for each name."""
-    given: Mapping[str, Any]
+    inputs: Mapping[str, Any]
     if isinstance(models, EvaluationResult):
-        given = models.models
+        inputs = models.models
     else:
-        given = models if isinstance(models, Mapping) else {"model": models}
-    if not given:
+        inputs = models if isinstance(models, Mapping) else {"model": models}
+    if not inputs:
         raise UserError("no model is given")
-    found: dict[str, Model] = {}
-    for name, one in given.items():
-        if isinstance(one, AnyPredictions):
-            found[str(name)] = Model(predictions=one)
-        elif isinstance(one, Report):
-            found[str(name)] = Model(report=one)
-        elif isinstance(one, Model):
-            found[str(name)] = one
+    models_by_name: dict[str, Model] = {}
+    for name, model in inputs.items():
+        if isinstance(model, AnyPredictions):
+            models_by_name[str(name)] = Model(predictions=model)
+        elif isinstance(model, Report):
+            models_by_name[str(name)] = Model(report=model)
+        elif isinstance(model, Model):
+            models_by_name[str(name)] = model
         else:
-            raise UserTypeError(f"{name} is {type(one).__name__}; Predictions, a Report or a Model is expected")
-        if found[str(name)].predictions is None and found[str(name)].report is None:
+            raise UserTypeError(f"{name} is {type(model).__name__}; Predictions, a Report or a Model is expected")
+        if models_by_name[str(name)].predictions is None and models_by_name[str(name)].report is None:
             raise UserError(f"{name} has neither predictions nor a report")
-    return found
+    return models_by_name
 
 
 def report_of(model: Model, level: float = 0.95, resamples: int | None = None, seed: int = 0, bins: int = 15) -> Report:
@@ -294,77 +272,87 @@ def report_of(model: Model, level: float = 0.95, resamples: int | None = None, s
 
 
 def _data(
-    held: Mapping[str, Model],
+    models_by_name: Mapping[str, Model],
     reports: Mapping[str, Report],
-    known: Mapping[str, _Samples],
-    asked: _Asked,
+    samples_by_model: Mapping[str, _Samples],
+    page_options: _Asked,
     comparisons: Sequence[PairedTest] | None,
 ) -> Plain:
     names: list[list[str]] = []
-    models = [_model(name, model, reports[name], asked, len(held)) for name, model in held.items()]
-    for one, model in zip(models, held.values(), strict=True):
-        called = None if model.predictions is None else names_data(model.predictions)
-        if called is not None and called not in names:
-            names.append(called)
-        one["names"] = None if called is None else names.index(called)
+    models = [
+        _model(name, model, reports[name], page_options, len(models_by_name)) for name, model in models_by_name.items()
+    ]
+    for page_model, model in zip(models, models_by_name.values(), strict=True):
+        class_names = None if model.predictions is None else names_data(model.predictions)
+        if class_names is not None and class_names not in names:
+            names.append(class_names)
+        page_model["names"] = None if class_names is None else names.index(class_names)
     pictures: dict[str, str] = {}
-    lost = outside = 0
-    for one, samples in zip(models, known.values(), strict=True):
-        for sample in (sample for kind in one.get("samples", {}).values() for sample in kind):
+    left_out = outside = 0
+    for page_model, samples in zip(models, samples_by_model.values(), strict=True):
+        for sample in (sample for kind in page_model.get("samples", {}).values() for sample in kind):
             sample.update(samples.about(sample["row"]))
             missing = samples.pictured and not _keep_picture(pictures, samples, sample)
-            kept_out = missing and samples.outside(sample["row"])
-            outside, lost = outside + kept_out, lost + (missing and not kept_out)
+            is_outside = missing and samples.outside(sample["row"])
+            outside, left_out = outside + is_outside, left_out + (missing and not is_outside)
     if comparisons is None:
-        compared = {name: model.predictions for name, model in held.items() if model.predictions is not None}
-        if len(compared) == len(held):
-            options: dict[str, Any] = {"level": asked.level, "resamples": asked.resamples, "seed": asked.seed}
-            comparisons = compare_models(compared, bins=asked.bins, **options)
+        compared = {name: model.predictions for name, model in models_by_name.items() if model.predictions is not None}
+        if len(compared) == len(models_by_name):
+            options: dict[str, Any] = {
+                "level": page_options.level,
+                "resamples": page_options.resamples,
+                "seed": page_options.seed,
+            }
+            comparisons = compare_models(compared, bins=page_options.bins, **options)
     return {
-        "title": text_data(asked.title),
-        "level": asked.level,
+        "title": text_data(page_options.title),
+        "level": page_options.level,
         "names": names,
         "models": models,
         "pictures": pictures,
-        "lost": lost,
+        "lost": left_out,
         "outside": outside,
-        "comparison": None if comparisons is None else comparison_data(list(held), comparisons),
+        "comparison": None if comparisons is None else comparison_data(list(models_by_name), comparisons),
     }
 
 
-def _model(name: str, model: Model, report: Report, asked: _Asked, models: int) -> Plain:
-    one = model_data(name, report, asked.level)
-    one |= {"direction": direction(report.before), "training": training_data(model.log, model.recipe)}
-    given = model.predictions
-    if given is not None:
-        one["ood"] = ood_data(given, model.ood, report, model.train_features)
-        one["norms"] = norm_data(given)
-    if given is not None:
+def _model(name: str, model: Model, report: Report, page_options: _Asked, models: int) -> Plain:
+    data = model_data(name, report, page_options.level)
+    data |= {"direction": direction(report.before), "training": training_data(model.log, model.recipe)}
+    predictions = model.predictions
+    if predictions is not None:
+        data["ood"] = ood_data(predictions, model.ood, report, model.train_features)
+        data["norms"] = norm_data(predictions)
+    if predictions is not None:
         most = max(10, MOST_SLICES // models)
         has_intervals = report.before["ece"].interval is not None
-        how = Resampling(asked.level, asked.resamples or RESAMPLES, asked.seed) if has_intervals else None
-        one["slices"] = slice_data(slices(given, bins=asked.bins, most=most, how=how))
-    if given is not None and given.given_labels is not None and given.prediction is not None:
-        one["class_table"] = class_data(given, report, most=CLASS_DIAGRAMS // models, level=asked.level)
-        one["confusions"] = confusion_data(given)
-        one["samples"] = sample_data(given, count=asked.samples)
-    return one
+        how = (
+            Resampling(page_options.level, page_options.resamples or RESAMPLES, page_options.seed)
+            if has_intervals
+            else None
+        )
+        data["slices"] = slice_data(slices(predictions, bins=page_options.bins, most=most, how=how))
+    if predictions is not None and predictions.given_labels is not None and predictions.prediction is not None:
+        data["class_table"] = class_data(predictions, report, most=CLASS_DIAGRAMS // models, level=page_options.level)
+        data["confusions"] = confusion_data(predictions)
+        data["samples"] = sample_data(predictions, count=page_options.samples)
+    return data
 
 
-def _keep_picture(pictures: dict[str, str], known: _Samples, sample: Plain) -> bool:
-    """Add the picture of a sample to those of the page, as long as there is room."""
+def _keep_picture(pictures: dict[str, str], samples: _Samples, sample: Plain) -> bool:
+    """Add the picture of a sample to the page; return False if there is none or the size limit is reached."""
     if sample["picture"] in pictures:
         return True
-    made = known.picture(sample["row"])
-    if made is None or sum(map(len, pictures.values())) + len(made) > PICTURE_BYTES:
+    picture = samples.picture(sample["row"])
+    if picture is None or sum(map(len, pictures.values())) + len(picture) > PICTURE_BYTES:
         return False
-    pictures[sample["picture"]] = made
+    pictures[sample["picture"]] = picture
     return True
 
 
 def _filled(
     data: Plain,
-    held: Mapping[str, Model],
+    models_by_name: Mapping[str, Model],
     reports: Mapping[str, Report],
     command: str | None,
     environment: Mapping[str, Any],
@@ -377,11 +365,14 @@ def _filled(
     trusted = engine.filters["safe"]
     text: str = template.render(
         data=data,
-        models=[_model_words(one, reports[name], held[name]) for one, name in zip(data["models"], held, strict=True)],
+        models=[
+            _model_words(page_model, reports[name], models_by_name[name])
+            for page_model, name in zip(data["models"], models_by_name, strict=True)
+        ],
         numbers=_numbers(data, list(reports.values())),
         definitions=_definitions(first),
         environment=_lines(environment),
-        header=_header(data, held, environment),
+        header=_header(data, models_by_name, environment),
         command=None if command is None else text_data(command, LONG),
         script=trusted(script),
         style=trusted(style),
@@ -402,23 +393,23 @@ def _policy(script: str, style: str) -> str:
 
 
 def _sections(data: Plain, has_calibrators: bool) -> list[tuple[str, str]]:
-    """List the sections that there is something to show in."""
+    """Return the id and title of each section that has data."""
     models = data["models"]
     there = {
         "summary": True,
         "recalibration": has_calibrators,
         "comparison": len(models) > 1,
         "reliability": True,
-        "confidences": any("confidences" in state for one in models for state in one["states"]),
-        "slices": any(one.get("slices") and one["slices"]["rows"] for one in models),
-        "classes": any(one.get("class_table") for one in models),
-        "map": any(one.get("class_table") for one in models),
-        "confusions": any(one.get("confusions") and one["confusions"]["by_count"] for one in models),
-        "selective": any("risk" in state for one in models for state in one["states"]),
-        "ood": any(one.get("ood") for one in models),
-        "norms": any(one.get("norms") for one in models),
-        "training": any(one.get("training") for one in models),
-        "samples": any(one.get("samples") and any(one["samples"].values()) for one in models),
+        "confidences": any("confidences" in state for model in models for state in model["states"]),
+        "slices": any(model.get("slices") and model["slices"]["rows"] for model in models),
+        "classes": any(model.get("class_table") for model in models),
+        "map": any(model.get("class_table") for model in models),
+        "confusions": any(model.get("confusions") and model["confusions"]["by_count"] for model in models),
+        "selective": any("risk" in state for model in models for state in model["states"]),
+        "ood": any(model.get("ood") for model in models),
+        "norms": any(model.get("norms") for model in models),
+        "training": any(model.get("training") for model in models),
+        "samples": any(model.get("samples") and any(model["samples"].values()) for model in models),
         "method": True,
     }
     titles = {
@@ -441,22 +432,26 @@ def _sections(data: Plain, has_calibrators: bool) -> list[tuple[str, str]]:
     return [(name, titles[name]) for name, shown in there.items() if shown]
 
 
-def _header(data: Plain, held: Mapping[str, Model], environment: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _header(data: Plain, models_by_name: Mapping[str, Model], environment: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return names and values of the header: model, data, split, samples, classes, date and version."""
-    recipes = [dict(model.recipe or {}) for model in held.values()]
+    recipes = [dict(model.recipe or {}) for model in models_by_name.values()]
     values: dict[str, list[object]] = {
-        "Model": [one["name"] for one in data["models"]],
+        "Model": [page_model["name"] for page_model in data["models"]],
         "Architecture": [recipe.get("model") for recipe in recipes],
         "Data": [recipe.get("data") for recipe in recipes],
-        "File": [None if model.source is None else model.source.name for model in held.values()],
-        "Split": [one["split"] for one in data["models"]],
-        "Samples": [count(one["n"]) for one in data["models"]],
-        "Classes": [count(one["classes"]) if one["classes"] else "unknown" for one in data["models"]],
+        "File": [None if model.source is None else model.source.name for model in models_by_name.values()],
+        "Split": [page_model["split"] for page_model in data["models"]],
+        "Samples": [count(page_model["n"]) for page_model in data["models"]],
+        "Classes": [
+            count(page_model["classes"]) if page_model["classes"] else "unknown" for page_model in data["models"]
+        ],
         "Date": [_date()],
         "fedlas": [environment["fedlas"]],
     }
-    distinct = {name: list(dict.fromkeys(str(x) for x in found if x is not None)) for name, found in values.items()}
-    return [(name, text_data(", ".join(map(text_data, found)), LONG)) for name, found in distinct.items() if found]
+    distinct = {name: list(dict.fromkeys(str(x) for x in entries if x is not None)) for name, entries in values.items()}
+    return [
+        (name, text_data(", ".join(map(text_data, entries)), LONG)) for name, entries in distinct.items() if entries
+    ]
 
 
 def _date() -> str:
@@ -466,19 +461,19 @@ def _date() -> str:
 
 
 def _model_words(data: Plain, report: Report, model: Model) -> Plain:
-    said = headline(report)
+    text = headline(report)
     return {
         "name": data["name"],
-        "headline": unbroken(said[0].upper() + said[1:]),
+        "headline": unbroken(text[0].upper() + text[1:]),
         "direction": data["direction"],
         "sentences": [unbroken(text_data(line, LONG)) for line in sentences(report)],
         "recommendations": [
             {
-                "title": unbroken(text_data(one.title)),
-                "verdict": one.verdict,
-                "code": [(language, text_data(code, LONG)) for language, code in one.code],
+                "title": unbroken(text_data(recommendation.title)),
+                "verdict": recommendation.verdict,
+                "code": [(language, text_data(code, LONG)) for language, code in recommendation.code],
             }
-            for one in recommendations(report, model.predictions)
+            for recommendation in recommendations(report, model.predictions)
         ],
         "recipe": _lines(model.recipe or {}),
         "environment": _lines(model.environment or {}),
@@ -486,15 +481,15 @@ def _model_words(data: Plain, report: Report, model: Model) -> Plain:
 
 
 def _numbers(data: Plain, reports: Sequence[Report]) -> Plain:
-    """Lay out the table of the summary: a row for each state of each model."""
+    """Return the summary table, with a row for each state of each model."""
     names = [name for name in summary_metrics() if any(name in report.before.results for report in reports)]
     head = [next(r.before[name].heading() for r in reports if name in r.before.results) for name in names]
     rows, notes = [], []
-    for one, report in zip(data["models"], reports, strict=True):
-        for place, state in enumerate(report.states):
+    for model, report in zip(data["models"], reports, strict=True):
+        for position, state in enumerate(report.states):
             cells = [_cell(state.results.get(name)) for name in names]
-            rows.append({"model": one["name"], "state": one["states"][place]["name"], "cells": cells})
-        notes += [f"{one['name']}: {note}" if len(reports) > 1 else note for note in report.notes]
+            rows.append({"model": model["name"], "state": model["states"][position]["name"], "cells": cells})
+        notes += [f"{model['name']}: {note}" if len(reports) > 1 else note for note in report.notes]
     return {"head": head, "rows": rows, "notes": notes}
 
 
@@ -508,27 +503,27 @@ def _cell(result: Result | None) -> tuple[str, str]:
 
 
 def _definitions(report: Report) -> list[tuple[str, str, str]]:
-    found = report.before.results
+    explanations = {name: metric.explanation for name, metric in all_metrics().items()}
     return [
-        (result.definition.estimator, MEANINGS.get(name, ""), text_data(result.definition, 400))
-        for name, result in found.items()
+        (result.definition.estimator, explanations.get(name, ""), text_data(result.definition, 400))
+        for name, result in report.before.results.items()
     ]
 
 
-def _lines(given: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Write a mapping as lines of words."""
-    found = []
-    for name, value in given.items():
-        words = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-        found.append((text_data(name), text_data(words, LONG)))
-    return found
+def _lines(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Format a mapping as pairs of name and text."""
+    lines = []
+    for name, value in values.items():
+        text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+        lines.append((text_data(name), text_data(text, LONG)))
+    return lines
 
 
 def _environment() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in ("fedlas", "torch", "numpy"):
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed as a package"
-    return found | {"python": platform.python_version(), "system": platform.platform()}
+            versions[name] = "not installed as a package"
+    return versions | {"python": platform.python_version(), "system": platform.platform()}

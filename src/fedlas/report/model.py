@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fedlas.evaluation import FOLDS, Report
-from fedlas.predictions import AnyPredictions, Array
+from fedlas.predictions import AnyPredictions
+from fedlas.predictions.arrays import Array
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -14,19 +15,19 @@ class Model:
     """A model under evaluation.
 
     Args:
-        predictions: predictions and labels of the test samples. Without them, a page has summary and diagrams only.
-        report: the result of `evaluate`; by default it is computed.
+        predictions: predictions and labels of the test samples. If None, a page has only the summary and diagrams.
+        report: result of `evaluate`; computed by default.
         calibration: predictions on other samples, to fit calibrators on; without them, calibrators are cross-fitted.
-        posthoc: names of calibrators, or built ones, if the report is computed.
+        posthoc: names of calibrators, or calibrators, if the report is computed.
         folds: number of folds for cross-fitting, if the report is computed.
-        ood: predictions or logits on OOD data, by the name of the data set.
+        ood: predictions or arrays on OOD data, by the name of the data set, as in `evaluate`.
         train_features: features of the training set, for the "knn" score.
-        log: the log of its training run, one record for each epoch.
-        recipe: the fields of its training recipe.
-        environment: versions and hardware of its training run.
-        source: the file or folder that it was read from.
-        image_folders: where image files of the predictions are looked for, in this order; no file outside of these
-            folders is opened. None: paths are trusted.
+        log: log of the training run, one record per epoch.
+        recipe: fields of the training recipe.
+        environment: versions and hardware of the training run.
+        source: file or folder that the model was read from.
+        image_folders: folders that are searched for the image files of the predictions, in this order; files outside
+            of these folders are never opened. None if paths are trusted.
     """
 
     predictions: AnyPredictions | None = None

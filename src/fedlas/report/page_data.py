@@ -1,8 +1,8 @@
 """Data of the HTML page: each `..._data` returns lists and dictionaries that can be written as JSON.
 
 Metrics come from a `Report`, curves and bins from the functions of `fedlas.metrics` and `fedlas.ood`. Every number that
-the page shows is computed here, at full precision; the page rounds it when it shows it. Curves are thinned and texts
-are cut, so that a page stays small for any number of samples and classes.
+the page shows is computed here at full precision and rounded by the page. Curves are subsampled and texts are
+truncated, so that a page stays small for any number of samples and classes.
 """
 
 import math
@@ -33,34 +33,36 @@ from fedlas.metrics.selective import RiskCoverage, curve
 from fedlas.metrics.smooth import smooth_curve
 from fedlas.ood.detection import Ranking, as_ood_predictions, ranking
 from fedlas.ood.scores import QUANTITIES, feature_norm, missing, score_of
-from fedlas.predictions import AnyPredictions, Array, Predictions, TopLabelPredictions, slices_of
+from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
+from fedlas.predictions.arrays import Array
+from fedlas.predictions.probabilities import slices_of
 from fedlas.report.reliability_bins import non_empty_bins
 from fedlas.report.slices import Slices
 
-if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
+if TYPE_CHECKING:  # `evaluation` imports many modules
     from fedlas.comparison import PairedTest
     from fedlas.evaluation import Report, State
 
-LONGEST = 200  # characters of a text from a file
-ALL_NAMES, SHORTEST = 1_000_000, 24  # characters of the names of all classes, and of one of very many
-POINTS = 160  # of a curve
-COVERAGES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)  # at which the risk is listed
-FALSE_POSITIVE_RATES = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of listed ROC points
+LONGEST = 200  # largest number of characters of a text from a file
+ALL_NAMES, SHORTEST = 900_000, 24  # characters of all class names together, and at least of each one
+POINTS = 160  # number of points of a curve
+COVERAGES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)  # rows of the risk-coverage table
+FALSE_POSITIVE_RATES = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # rows of the ROC table
 CONFIDENCE_BINS = 25
 CLASS_BINS = 10
 SCORE_BINS = 40
 NORM_BINS = 30
-MIN_CONFUSIONS = 5  # of a pair of classes that is listed by its mean confidence
+MIN_CONFUSIONS = 5  # number of samples from which a pair of classes is ranked by its mean confidence
 EPOCHS = 400
 
 Plain = dict[str, Any]
 
 
 def text_data(text: object, longest: int = LONGEST) -> str:
-    """Cut a long text, and replace characters that UTF-8 cannot encode."""
-    whole = str(text)
-    cut = whole if len(whole) <= longest else f"{whole[:longest]}… ({len(whole):,} characters)"
-    return cut.encode("utf-8", "replace").decode("utf-8")
+    """Truncate a long text, and replace characters that UTF-8 cannot encode."""
+    full_text = str(text)
+    truncated = full_text if len(full_text) <= longest else f"{full_text[:longest]}… ({len(full_text):,} characters)"
+    return truncated.encode("utf-8", "replace").decode("utf-8")
 
 
 def result_data(result: Result) -> Plain:
@@ -78,23 +80,23 @@ def result_data(result: Result) -> Plain:
 
 def state_data(state: "State", level: float = 0.95) -> Plain:
     """Return the results and diagrams before calibration, or after one calibrator."""
-    found: Plain = {
+    data: Plain = {
         "name": text_data(state.name),
         "results": {name: result_data(result) for name, result in state.results.items()},
         "diagrams": {name: diagram_data(bins, level) for name, bins in state.bins.items()},
         "parameters": {text_data(name): number(value) for name, value in state.parameters.items()},
     }
     if state.pairs is not None:
-        found["diagrams"]["smooth"] = smooth_data(state.pairs, level)
-        found["confidences"] = confidence_data(state.pairs)
-        found["risk"] = risk_data(state.pairs)
-    return found
+        data["diagrams"]["smooth"] = smooth_data(state.pairs, level)
+        data["confidences"] = confidence_data(state.pairs)
+        data["risk"] = risk_data(state.pairs)
+    return data
 
 
 def diagram_data(bins: Bins, level: float = 0.95) -> Plain:
     """Return the non-empty bins of a reliability diagram.
 
-    A row holds the two edges, the number of samples, the mean confidence, the accuracy with its confidence interval,
+    Each row has the two edges, the number of samples, the mean confidence, the accuracy with its confidence interval,
     and the gap (mean confidence minus accuracy).
     """
     rows = non_empty_bins(bins, level)
@@ -104,8 +106,8 @@ def diagram_data(bins: Bins, level: float = 0.95) -> Plain:
 def smooth_data(pairs: Pairs, level: float = 0.95) -> Plain:
     """Return the curve of a smooth reliability diagram, with an approximate confidence interval.
 
-    A row holds the confidence, the accuracy with its interval, the density of samples, their effective number, and the
-    gap.
+    Each row has the confidence, the accuracy with its interval, the density of samples, the effective sample size, and
+    the gap.
     """
     smoothed = smooth_curve(pairs, points=101)
     low, high = clopper_pearson(smoothed.accuracy * smoothed.samples, smoothed.samples, level)
@@ -136,16 +138,16 @@ def _counts_data(correct: Float64[Tensor, " bins"], incorrect: Float64[Tensor, "
 
 
 def risk_data(pairs: Pairs) -> Plain:
-    """Return the risk-coverage curve, and the lowest one that this accuracy allows.
+    """Return the risk-coverage curve, and the curve of a perfect ranking at the same accuracy.
 
-    `listed` holds `[coverage, risk, lowest risk]` at round coverages.
+    `listed` has rows `[coverage, risk, lowest risk]` at round coverages.
     """
     traced = curve(pairs)
     # All correct predictions before all incorrect ones.
     best = curve(Pairs(exact(pairs.correct), pairs.correct, pairs.about))
     coverages = torch.tensor(COVERAGES, dtype=torch.float64, device=traced.risk.device)
-    place = torch.searchsorted(traced.coverage, coverages - 1e-12).clamp_max(len(traced.risk) - 1)
-    listed = zip(COVERAGES, traced.risk[place].tolist(), best.risk[place].tolist(), strict=True)
+    position = torch.searchsorted(traced.coverage, coverages - 1e-12).clamp_max(len(traced.risk) - 1)
+    listed = zip(COVERAGES, traced.risk[position].tolist(), best.risk[position].tolist(), strict=True)
     return {
         "coverage": numbers(_thinned(traced).coverage),
         "risk": numbers(_thinned(traced).risk),
@@ -156,12 +158,12 @@ def risk_data(pairs: Pairs) -> Plain:
 
 def _thinned(traced: RiskCoverage) -> RiskCoverage:
     n = len(traced.risk)
-    kept = torch.linspace(0, n - 1, min(n, POINTS), device=traced.risk.device).round().long()
-    return RiskCoverage(traced.coverage[kept], traced.risk[kept])
+    points = torch.linspace(0, n - 1, min(n, POINTS), device=traced.risk.device).round().long()
+    return RiskCoverage(traced.coverage[points], traced.risk[points])
 
 
 def model_data(name: str, report: "Report", level: float = 0.95) -> Plain:
-    """Return the name and size of one evaluation, and all its states."""
+    """Return the name, size and states of one evaluation."""
     return {
         "name": text_data(name),
         "n": report.n,
@@ -172,7 +174,7 @@ def model_data(name: str, report: "Report", level: float = 0.95) -> Plain:
 
 
 def names_data(predictions: AnyPredictions) -> list[str] | None:
-    """Return the class names, if any; those of very many classes are cut shorter."""
+    """Return the class names, if any; with very many classes, names are truncated further."""
     names = predictions.class_names
     if names is None:
         return None
@@ -185,47 +187,49 @@ def class_data(
 ) -> Plain:
     """Return the class table, and the diagrams of the classes that are predicted most often.
 
-    Columns have one entry per class: its number of labels, of samples predicted as it, and of correct ones among them;
+    Columns have one entry per class: the numbers of labels, of predictions and of correct predictions of the class;
     recall, precision, mean confidence and gap of these predictions; the weight of the gap in the signed ECE; and the
-    class-wise ECE. Diagrams hold `[bin, accuracy index, confidence, gap, significant]` for every non-empty bin: of the
-    predictions, and of the probability of the class in all samples. The index is that of a row of `accuracies`, which
-    holds `[count, accuracy, low, high]`; many bins of few samples share one.
+    class-wise ECE. A class has two diagrams, one of the samples predicted as the class and one of its probability in
+    all samples. Their rows `[bin, accuracy index, confidence, gap, significant]` describe the non-empty bins; the index
+    refers to a row `[count, accuracy, low, high]` of `accuracies`, which bins with equal counts share.
 
     Args:
-        predictions: of one model.
+        predictions: predictions of one model.
         report: the report that has the class-wise ECE.
-        most: number of classes with diagrams.
-        level: of the confidence intervals of accuracies.
+        most: largest number of classes with diagrams.
+        level: level of the confidence intervals of accuracies.
     """
     classes = predictions.num_classes
     bins = predicted_class_bins(predictions).cpu()
     predicted, correct, total = (x.sum(1).double() for x in (bins.counts, bins.correct_sum, bins.confidence_sum))
     labels = predictions.labels
     support = (exact(labels).sum(0) if labels.ndim == 2 else count_up(labels, classes)).cpu().double()
-    shown = torch.arange(classes)
+    listed = torch.arange(classes)
     if isinstance(predictions, TopLabelPredictions):  # other classes are unknown
-        shown = ((predicted > 0) | (support > 0)).nonzero()[:, 0]
+        listed = ((predicted > 0) | (support > 0)).nonzero()[:, 0]
     classwise = None if report is None else report.before.results.get("classwise_ece")
     errors = None if classwise is None else torch.tensor(classwise.details["per_class"], dtype=torch.float64)
-    drawn = shown[predicted[shown].argsort(descending=True, stable=True)[:most]].sort().values
-    every = None if isinstance(predictions, TopLabelPredictions) else probability_bins(predictions)
+    with_diagrams = listed[predicted[listed].argsort(descending=True, stable=True)[:most]].sort().values
+    all_probability_bins = None if isinstance(predictions, TopLabelPredictions) else probability_bins(predictions)
     accuracies: dict[tuple[float, ...], int] = {}
     confidence, precision, recall = total / predicted, correct / predicted, correct / support  # NaN: no samples
     return {
-        "class": shown.tolist(),
-        "labels": numbers(support[shown]),
-        "predicted": numbers(predicted[shown]),
-        "correct": numbers(correct[shown]),
-        "recall": optional_numbers(recall[shown]),
-        "precision": optional_numbers(precision[shown]),
-        "confidence": optional_numbers(confidence[shown]),
-        "gap": optional_numbers((confidence - precision)[shown]),
-        "weight": numbers(((total - correct) / len(predictions))[shown]),
-        "ece": None if errors is None else numbers(errors[shown]),
+        "class": listed.tolist(),
+        "labels": numbers(support[listed]),
+        "predicted": numbers(predicted[listed]),
+        "correct": numbers(correct[listed]),
+        "recall": optional_numbers(recall[listed]),
+        "precision": optional_numbers(precision[listed]),
+        "confidence": optional_numbers(confidence[listed]),
+        "gap": optional_numbers((confidence - precision)[listed]),
+        "weight": numbers(((total - correct) / len(predictions))[listed]),
+        "ece": None if errors is None else numbers(errors[listed]),
         "bins": CLASS_BINS,
-        "drawn": drawn.tolist(),
-        "of_predictions": _cells(bins, drawn, level, accuracies),
-        "of_probability": None if every is None else _cells(every, drawn, level, accuracies),
+        "drawn": with_diagrams.tolist(),
+        "of_predictions": _cells(bins, with_diagrams, level, accuracies),
+        "of_probability": None
+        if all_probability_bins is None
+        else _cells(all_probability_bins, with_diagrams, level, accuracies),
         "accuracies": [[*row] for row in accuracies],
     }
 
@@ -244,23 +248,23 @@ def predicted_class_bins(predictions: AnyPredictions) -> Bins:
 
 
 def probability_bins(predictions: Predictions) -> Bins:
-    """Return one histogram per class: its probability in all samples, some samples at a time."""
-    first, *others = slices_of(predictions.scores)
-    found = histogram(predictions[first], bins=CLASS_BINS, scope="class-wise").bins
-    for rows in others:
-        found += histogram(predictions[rows], bins=CLASS_BINS, scope="class-wise").bins
-    return found
+    """Return one histogram per class, of the probability of the class in all samples; computed in chunks."""
+    first, *remaining = slices_of(predictions.scores)
+    bins = histogram(predictions[first], bins=CLASS_BINS, scope="class-wise").bins
+    for rows in remaining:
+        bins += histogram(predictions[rows], bins=CLASS_BINS, scope="class-wise").bins
+    return bins
 
 
 def _cells(
     bins: Bins, kept: Int64[Tensor, " kept"], level: float, accuracies: dict[tuple[float, ...], int]
 ) -> list[list[list[float]]]:
-    """Return the non-empty bins of some classes; accuracies that are not in `accuracies` yet are added to it."""
+    """Return the rows of the non-empty bins of some classes; append new accuracies to `accuracies`."""
     bins = bins.cpu()
     row, column = bins.counts[kept].nonzero().unbind(1)
-    place = (kept[row], column)
-    confidence, accuracy, counts = bins.confidence[place], bins.accuracy[place], bins.counts[place]
-    low, high = clopper_pearson(bins.correct_sum[place], counts, level)
+    cells = (kept[row], column)
+    confidence, accuracy, counts = bins.confidence[cells], bins.accuracy[cells], bins.counts[cells]
+    low, high = clopper_pearson(bins.correct_sum[cells], counts, level)
     significant = (confidence < low) | (confidence > high)
     columns = (counts, accuracy, low, high, column, confidence, confidence - accuracy, significant)
     rows: list[list[list[float]]] = [[] for _ in range(len(kept))]
@@ -271,15 +275,15 @@ def _cells(
 
 
 def confusion_data(predictions: AnyPredictions, *, most: int = 10) -> Plain:
-    """Return the pairs of label and predicted class that are confused most often, and those with the most confidence.
+    """Return the pairs of label and predicted class that are confused most often, or with the highest confidence.
 
-    A row holds label, predicted class, number of samples, their fraction of all samples with this label, and their mean
-    confidence. Pairs of fewer than `MIN_CONFUSIONS` samples are not listed by confidence. The label of a sample with
-    soft labels is its most likely class.
+    Each row has the label, the predicted class, the number of samples, their fraction of all samples with this label,
+    and their mean confidence. Pairs of fewer than `MIN_CONFUSIONS` samples are not listed by confidence. A soft label
+    counts as its most likely class.
     """
     assert predictions.prediction is not None
-    given = predictions.labels
-    labels = (given if given.ndim == 1 else given.argmax(1)).cpu()
+    labels_or_weights = predictions.labels
+    labels = (labels_or_weights if labels_or_weights.ndim == 1 else labels_or_weights.argmax(1)).cpu()
     prediction, classes = predictions.prediction.cpu(), predictions.num_classes
     wrong = (labels != prediction).nonzero()[:, 0]
     pairs, codes = (labels[wrong] * classes + prediction[wrong]).unique(return_inverse=True)
@@ -300,25 +304,25 @@ def confusion_data(predictions: AnyPredictions, *, most: int = 10) -> Plain:
     }
 
 
-def slice_data(found: Slices) -> Plain:
+def slice_data(slices: Slices) -> Plain:
     """Return the table of slices by decreasing harm.
 
-    A row holds column, value, number of samples, accuracy, ECE with its interval, harm, and whether it is small.
+    Each row has the column, value, number of samples, accuracy, ECE with its interval, harm, and whether it is small.
     """
     rows = []
-    for one in found.listed:
-        interval = one.ece.interval
+    for row in slices.listed:
+        interval = row.ece.interval
         ends = (None, None) if interval is None else (interval.low, interval.high)
-        texts = [text_data(one.column), text_data(one.value)]
-        rows.append([*texts, one.n, number(one.accuracy), number(one.ece), *ends, number(one.harm), one.is_small])
-    return {"rows": rows, "total": found.total, "skipped": [text_data(name) for name in found.skipped]}
+        texts = [text_data(row.column), text_data(row.value)]
+        rows.append([*texts, row.n, number(row.accuracy), number(row.ece), *ends, number(row.harm), row.is_small])
+    return {"rows": rows, "total": slices.total, "skipped": [text_data(name) for name in slices.skipped]}
 
 
 def sample_data(predictions: AnyPredictions, *, count: int = 12, most: int = 3) -> Plain:
     """Return the most over-confident and the most under-confident samples.
 
     Args:
-        predictions: of one model.
+        predictions: predictions of one model.
         count: number of samples of each kind.
         most: number of the most likely classes listed for each sample.
     """
@@ -368,7 +372,7 @@ def ood_data(
         return None
     sets: list[Plain] = []
     for name, separations in detection.sets.items():
-        given = as_ood_predictions(name, ood[name], predictions) if name in ood else None
+        ood_predictions = as_ood_predictions(name, ood[name], predictions) if name in ood else None
         scores: list[Plain] = []
         for score, separation in separations.items():
             metrics = (separation.auroc, separation.aupr_out, separation.aupr_in, separation.fpr)
@@ -377,7 +381,7 @@ def ood_data(
                 "quantity": QUANTITIES.get(score, score),
                 "results": [result_data(result) for result in metrics],
             }
-            both = [x for x in (predictions, given) if x is not None]
+            both = [x for x in (predictions, ood_predictions) if x is not None]
             if len(both) == 2 and all(missing(x, score, train_features) is None for x in both):
                 id_scores, ood_scores = (score_of(x, score, train_features) for x in both)
                 data |= {
@@ -390,21 +394,23 @@ def ood_data(
 
 
 def roc_data(ranked: Ranking) -> Plain:
-    """Return the ROC curve in steps of equal length; `listed` holds `[FPR, TPR]` at round false-positive rates."""
+    """Return the ROC curve at points of equal distance; `listed` has rows `[FPR, TPR]` for the table."""
     positives, negatives = ranked.sizes
     start = torch.zeros(1, dtype=torch.float64)
     true = torch.cat([start, exact(ranked.positives.cumsum(0)).cpu() / positives])
     false = torch.cat([start, exact(ranked.negatives.cumsum(0)).cpu() / negatives])
-    kept = torch.searchsorted(true + false, torch.linspace(0, 2, POINTS, dtype=torch.float64)).clamp_max(len(true) - 1)
-    kept = torch.cat([torch.zeros(1, dtype=torch.long), kept]).unique()
+    points = torch.searchsorted(true + false, torch.linspace(0, 2, POINTS, dtype=torch.float64)).clamp_max(
+        len(true) - 1
+    )
+    points = torch.cat([torch.zeros(1, dtype=torch.long), points]).unique()
     rates = torch.tensor(FALSE_POSITIVE_RATES, dtype=torch.float64)
     reached = true[torch.searchsorted(false, rates + 1e-12, right=True) - 1]
     listed = [[*map(number, row)] for row in zip(FALSE_POSITIVE_RATES, reached.tolist(), strict=True)]
-    return {"fpr": numbers(false[kept]), "tpr": numbers(true[kept]), "listed": listed}
+    return {"fpr": numbers(false[points]), "tpr": numbers(true[points]), "listed": listed}
 
 
 def score_data(id_scores: Tensor, ood_scores: Tensor) -> Plain:
-    """Return histograms of a score on ID and OOD samples, as fractions; the outermost bins hold all beyond them."""
+    """Return histograms of a score on ID and OOD samples, as fractions; the outermost bins are unbounded."""
     id_scores, ood_scores = exact(id_scores).cpu(), exact(ood_scores).cpu()
     both = torch.cat([id_scores, ood_scores])
     finite = both[both.isfinite()]
@@ -425,7 +431,7 @@ def score_data(id_scores: Tensor, ood_scores: Tensor) -> Plain:
 def norm_data(predictions: AnyPredictions) -> Plain | None:
     """Return the confidence indicator of FeDLaS on these samples: the standardised L1 norm of the features.
 
-    Training standardises by running statistics; here mean and standard deviation are those of these samples.
+    Training uses running statistics; here, mean and standard deviation are computed from these samples.
     """
     if predictions.features is None or len(predictions) < 2:
         return None
@@ -450,52 +456,56 @@ def norm_data(predictions: AnyPredictions) -> Plain | None:
 def _groups(
     gamma: Float64[Tensor, " n"], confidence: Float64[Tensor, " n"], correct: Float64[Tensor, " n"]
 ) -> list[list[float]]:
-    """Average indicator, confidence and correctness over tenths of the samples, by increasing feature norm."""
+    """Average indicator, confidence and correctness over ten equal parts of the samples, by increasing norm."""
     groups = 10
-    place = bin_index(gamma, equal_mass_edges(gamma, groups), EdgeRule.RIGHT)
-    counts = count_up(place, groups)
-    means = [add_up(x, place, groups) / counts.clamp_min(1) for x in (gamma, confidence, correct)]
+    group = bin_index(gamma, equal_mass_edges(gamma, groups), EdgeRule.RIGHT)
+    counts = count_up(group, groups)
+    means = [add_up(x, group, groups) / counts.clamp_min(1) for x in (gamma, confidence, correct)]
     rows = zip(counts.tolist(), *(x.tolist() for x in means), strict=True)
     return [[*map(number, row)] for row in rows if row[0]]
 
 
 def training_data(log: Sequence[Mapping[str, Any]], recipe: Mapping[str, Any] | None = None) -> Plain | None:
-    """Return the curves of a run's log: loss, accuracy, calibration, gate and feedback; long logs are thinned."""
-    records = [one for one in log if "epoch" in one and "train" in one and "val" in one]
+    """Return the curves of a run's log: loss, accuracy, calibration, gate and feedback; long logs are subsampled."""
+    records = [record for record in log if "epoch" in record and "train" in record and "val" in record]
     if not records:
         return None
     step = math.ceil(len(records) / EPOCHS)
-    records = [one for place, one in enumerate(records) if place % step == 0 or place == len(records) - 1]
-    found: Plain = {"epoch": [int(one["epoch"]) for one in records]}
-    found["loss"] = [_maybe(one["train"].get("loss")) for one in records]
+    records = [
+        record for position, record in enumerate(records) if position % step == 0 or position == len(records) - 1
+    ]
+    data: Plain = {"epoch": [int(record["epoch"]) for record in records]}
+    data["loss"] = [_maybe(record["train"].get("loss")) for record in records]
     for name in ("accuracy", "ece", "over_ece", "under_ece"):
-        found[name] = [_maybe(one["val"].get(name)) for one in records]
+        data[name] = [_maybe(record["val"].get(name)) for record in records]
     beta = ((recipe or {}).get("loss_options") or {}).get("beta")
-    found["beta"] = _maybe(beta)
-    if all(one.get("gate") for one in records):
+    data["beta"] = _maybe(beta)
+    if all(record.get("gate") for record in records):
         names = ("positive", "flip_rate", "alpha_ratio", "against_gamma")
-        found["gate"] = {name: [_maybe(one["gate"].get(name)) for one in records] for name in names}
-        found["gate"]["gamma"] = _gamma(records[-1]["gate"].get("gamma_histogram"), found["beta"])
-    states: list[Mapping[str, Any]] = [one.get("loss_state") or {} for one in records]
-    if all({"strengths", "gaps"} <= set(one) for one in states):
-        found["feedback"] = {name: [list(map(_maybe, one[name])) for one in states] for name in ("strengths", "gaps")}
-    return found
+        data["gate"] = {name: [_maybe(record["gate"].get(name)) for record in records] for name in names}
+        data["gate"]["gamma"] = _gamma(records[-1]["gate"].get("gamma_histogram"), data["beta"])
+    states: list[Mapping[str, Any]] = [record.get("loss_state") or {} for record in records]
+    if all({"strengths", "gaps"} <= set(record) for record in states):
+        data["feedback"] = {
+            name: [list(map(_maybe, record[name])) for record in states] for name in ("strengths", "gaps")
+        }
+    return data
 
 
-def _gamma(given: Any, beta: float | None) -> Plain | None:
+def _gamma(recorded: Any, beta: float | None) -> Plain | None:
     """Return the histogram of gamma in an epoch, and the smoothing of both gate modes at the centre of each bin.
 
-    The first and last counts lie beyond the edges; they are shown as one more bin on either side.
+    The first and last counts are of values beyond the edges; they get an additional bin on either side.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(recorded, Mapping):
         return None
-    edges, counts = list(map(float, given["edges"])), list(map(float, given["counts"]))
+    edges, counts = list(map(float, recorded["edges"])), list(map(float, recorded["counts"]))
     if len(counts) != len(edges) + 1 or len(edges) < 2:
         return None
     step = edges[1] - edges[0]
     ends = [edges[0] - step, *edges, edges[-1] + step]
     centres = [(low + high) / 2 for low, high in pairwise(ends)]
-    evenly = [ends[0] + place / 80 * (ends[-1] - ends[0]) for place in range(81)]
+    evenly = [ends[0] + step_number / 80 * (ends[-1] - ends[0]) for step_number in range(81)]
     total = sum(counts) or 1.0
     return {
         "edges": edges,
@@ -527,20 +537,20 @@ def comparison_data(names: Sequence[str], tests: "Iterable[PairedTest]") -> Plai
     rows: list[Plain] = []
     for test in tests:
         about: Plain = {"first": names.index(test.first), "second": names.index(test.second), "metric": test.metric}
-        found = test.comparison
-        if found is None:
+        comparison = test.comparison
+        if comparison is None:
             rows.append(about | {"reason": text_data(test.reason)})
             continue
         rows.append(
             about
             | {
-                "name": found.first.definition.estimator,
-                "percent": found.first.definition.unit == "fraction",
-                "difference": found.difference,
-                "low": found.interval.low,
-                "high": found.interval.high,
-                "p": found.p_value,
-                "better": {"first": 0, "second": 1}.get(found.better or ""),
+                "name": comparison.first.definition.estimator,
+                "percent": comparison.first.definition.unit == "fraction",
+                "difference": comparison.difference,
+                "low": comparison.interval.low,
+                "high": comparison.interval.high,
+                "p": comparison.p_value,
+                "better": {"first": 0, "second": 1}.get(comparison.better or ""),
             }
         )
     return {"tests": rows}

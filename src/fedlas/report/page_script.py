@@ -1,8 +1,8 @@
 """The script of the HTML page, joined from the modules in `page/`.
 
 Each module is a standard ES module that exports functions and constants by name and imports them by name from its
-neighbours. `join_modules` turns every module into a function that returns its exports, in the order of the imports, so
-that one inline script works from a local file, where browsers refuse to load modules.
+neighbours. `join_modules` turns every module into a function that returns its exports, in the order of the imports.
+The result is one inline script, which works in a local file, where browsers do not load modules.
 """
 
 import re
@@ -37,7 +37,7 @@ def _read(folder: Path, name: str) -> str:
 
 
 def _wrap(name: str, source: str) -> str:
-    """Return a module as a function call whose value are its exports."""
+    """Wrap a module in a function call that returns its exports."""
     exports = ", ".join(EXPORT.findall(source))
     body = EXPORT.sub("", IMPORT.sub(r"const { \1 } = \2_module;\n", source))
     return f"const {name}_module = (() => {{\n{body}return {{ {exports} }};\n}})();"

@@ -1,4 +1,4 @@
-"""Recommendations of a report page: what to do about miscalibration, with code to copy."""
+"""Recommendations of a report page: how to recalibrate the model, with code to copy."""
 
 import re
 import shlex
@@ -9,7 +9,7 @@ from fedlas.formatting import significant
 from fedlas.predictions import AnyPredictions
 from fedlas.report.summary_text import direction, effect
 
-if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
+if TYPE_CHECKING:  # `evaluation` imports many modules
     from fedlas.evaluation import Report, State
 
 VERDICTS = {
@@ -45,24 +45,24 @@ def recommendations(report: "Report", predictions: AnyPredictions | None = None)
 
     Args:
         report: the evaluation of a model.
-        predictions: its predictions, given as logits or as probabilities.
+        predictions: predictions of the model; they decide whether the code divides logits or log-probabilities.
     """
     of_probs = getattr(predictions, "given_probs", None) is not None
     return [_recommend(state, direction(report.before) == "none", of_probs) for state in report.after.values()]
 
 
 def _recommend(state: "State", is_calibrated: bool, of_probs: bool) -> Recommendation:
-    name = re.sub(r" \d+$", "", state.name)  # calibrators of equal names are numbered
+    name = re.sub(r" \d+$", "", state.name)  # remove the number of calibrators with equal names
     if any(fit.doubt for fit in state.fits):
         verdict = UNRELIABLE
     else:
-        found = effect(state)
-        verdict = CALIBRATED if is_calibrated and found not in {"worse", "harm"} else VERDICTS[found]
+        change = effect(state)
+        verdict = CALIBRATED if is_calibrated and change not in {"worse", "harm"} else VERDICTS[change]
     if name == "temperature" and "temperature" in state.parameters and "log_floor" not in state.parameters:
         temperature = significant(state.parameters["temperature"])
-        what = "logarithms of the probabilities" if of_probs else "logits"
+        inputs = "logarithms of the probabilities" if of_probs else "logits"
         note = f" T is the mean of {len(state.fits)} cross-fitted temperatures." if len(state.fits) > 1 else ""
-        title = f"Divide the {what} by {temperature} (temperature scaling)"
+        title = f"Divide the {inputs} by {temperature} (temperature scaling)"
         return Recommendation(title, verdict + note, _temperature_code(temperature, of_probs))
     return Recommendation(f"Fit and apply the calibrator {state.name}", verdict, _calibrator_code(name))
 

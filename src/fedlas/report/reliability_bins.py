@@ -28,9 +28,9 @@ class ReliabilityBin(NamedTuple):
 
 def non_empty_bins(bins: Bins, level: float = 0.95) -> list[ReliabilityBin]:
     """Return the non-empty bins, each with the Clopper-Pearson interval of its accuracy."""
-    kept = (bins.counts > 0).nonzero()[:, 0]
-    low, high = clopper_pearson(bins.correct_sum[kept], bins.counts[kept], level)
-    lower, upper = bins.edges[:-1][kept], bins.edges[1:][kept]
-    columns = (lower, upper, bins.counts[kept], bins.confidence[kept], bins.accuracy[kept], low, high)
-    rows = zip(*(torch.as_tensor(column).tolist() for column in (*columns, bins.weighted_gap[kept])), strict=True)
+    non_empty = (bins.counts > 0).nonzero()[:, 0]
+    low, high = clopper_pearson(bins.correct_sum[non_empty], bins.counts[non_empty], level)
+    lower, upper = bins.edges[:-1][non_empty], bins.edges[1:][non_empty]
+    columns = (lower, upper, bins.counts[non_empty], bins.confidence[non_empty], bins.accuracy[non_empty], low, high)
+    rows = zip(*(torch.as_tensor(column).tolist() for column in (*columns, bins.weighted_gap[non_empty])), strict=True)
     return [ReliabilityBin(*row) for row in rows]

@@ -1,7 +1,7 @@
 """Accuracy and calibration of slices of the samples: by predicted class, and by columns of metadata.
 
-The class of a slice is the predicted one. A calibrated model is calibrated on the samples predicted as a class, but not
-on the samples that have it as their label.
+Slices by class use the predicted class: a calibrated model is calibrated on the samples predicted as a class, but not
+on the samples with this label.
 
 Slices are ranked by harm, the number of samples times the ECE. Only those with the largest harm are listed, and only
 for these is an interval computed.
@@ -26,10 +26,10 @@ from fedlas.metrics.inputs import Pairs, pairs
 from fedlas.metrics.result import Result
 from fedlas.predictions import AnyPredictions
 
-SMALL = 100  # samples, below which a slice is marked
-MOST_VALUES = 50  # of a column; numbers with more distinct values are grouped by quartile
+SMALL = 100  # slices with fewer samples are marked as small
+MOST_VALUES = 50  # largest number of values of a column; numbers with more values are grouped by quartile
 MOST_COLUMNS = 50
-RESAMPLES = 1_000  # of the interval of one slice, by default
+RESAMPLES = 1_000  # default number of resamples of the interval of a slice
 CLASS = "predicted class"
 MISSING = "missing"
 
@@ -43,7 +43,7 @@ class Slice:
         value: its value, or range of values.
         n: number of samples.
         accuracy: fraction of correct predictions.
-        ece: ECE, with its interval if asked for.
+        ece: ECE, with its interval if requested.
         harm: number of samples times the ECE.
     """
 
@@ -67,7 +67,7 @@ class Slices:
     Args:
         listed: slices by decreasing harm.
         total: number of all slices.
-        skipped: columns that have no slices, because they have one value or too many values.
+        skipped: columns without slices, because they have one value or too many values.
     """
 
     listed: Sequence[Slice]
@@ -107,15 +107,19 @@ def slices(predictions: AnyPredictions, *, bins: int = 15, most: int = 50, how: 
         column = _group(name, values)
         columns += [] if column is None else [column]
         skipped += [name] if column is None else []
-    found = pairs(predictions)
-    harms = [_harms(found, column, bins) for column in columns]
+    samples = pairs(predictions)
+    harms = [_harms(samples, column, bins) for column in columns]
     ranked = sorted(
-        ((float(harm), place, group) for place, each in enumerate(harms) for group, harm in enumerate(each.tolist())),
+        (
+            (float(harm), column_number, group)
+            for column_number, each in enumerate(harms)
+            for group, harm in enumerate(each.tolist())
+        ),
         key=lambda entry: (-entry[0], *entry[1:]),
     )
-    ranked = [(harm, place, group) for harm, place, group in ranked if harm >= 0]  # negative: no samples
-    listed = [_measure(found, columns[place], group, bins, how) for _, place, group in ranked[:most]]
-    return Slices(sorted(listed, key=lambda one: -one.harm), len(ranked), skipped)
+    ranked = [entry for entry in ranked if entry[0] >= 0]  # a harm of -1 means no samples
+    listed = [_measure(samples, columns[column_number], group, bins, how) for _, column_number, group in ranked[:most]]
+    return Slices(sorted(listed, key=lambda listed_slice: -listed_slice.harm), len(ranked), skipped)
 
 
 def _class_column(predictions: AnyPredictions, prediction: Tensor) -> _Column:
@@ -142,7 +146,7 @@ def _group(name: str, values: Iterable[object]) -> _Column | None:
 
 
 def _number(text: str) -> float | None:
-    """Return the finite number that a text writes, if it does."""
+    """Parse a finite number; return None for other text."""
     try:
         value = float(text)
     except ValueError:
@@ -151,15 +155,15 @@ def _number(text: str) -> float | None:
 
 
 def _quartiles(name: str, values: Float64[Tensor, " n"]) -> _Column | None:
-    """Return four groups of equally many samples, and one of missing values."""
-    known = values[~values.isnan()].sort().values
-    edges = known[[round(part / 4 * (len(known) - 1)) for part in range(5)]].unique()
+    """Return four groups of about equal size, and one of missing values; None for too few distinct values."""
+    present = values[~values.isnan()].sort().values
+    edges = present[[round(part / 4 * (len(present) - 1)) for part in range(5)]].unique()
     if len(edges) < 3:
         return None
     codes = torch.bucketize(values, edges[1:-1], right=False)
     texts = [
-        f"{'(' if place else '['}{significant(low)}, {significant(high)}]"
-        for place, (low, high) in enumerate(pairwise(edges.tolist()))
+        f"{'(' if number else '['}{significant(low)}, {significant(high)}]"
+        for number, (low, high) in enumerate(pairwise(edges.tolist()))
     ]
     if bool(values.isnan().any()):
         codes[values.isnan()] = len(texts)
@@ -167,19 +171,19 @@ def _quartiles(name: str, values: Float64[Tensor, " n"]) -> _Column | None:
     return _Column(name, texts, codes)
 
 
-def _harms(found: Pairs, column: _Column, bins: int) -> Float64[Tensor, " groups"]:
+def _harms(samples: Pairs, column: _Column, bins: int) -> Float64[Tensor, " groups"]:
     """Return the number of samples times the ECE of every group of a column; -1 without samples."""
-    confidence, correct = exact(found.confidence), exact(found.correct)
-    index = Binning(bins).index(found.confidence).to(confidence.device)
+    confidence, correct = exact(samples.confidence), exact(samples.correct)
+    index = Binning(bins).index(samples.confidence).to(confidence.device)
     codes, groups = column.codes.to(confidence.device), len(column.values)
     gaps = add_up(confidence - correct, codes * bins + index, groups * bins).view(groups, bins)
     return gaps.abs().sum(1).masked_fill(count_up(codes, groups) == 0, -1).cpu()
 
 
-def _measure(found: Pairs, column: _Column, group: int, bins: int, how: Resampling | None) -> Slice:
-    rows = (column.codes == group).nonzero()[:, 0].to(found.confidence.device)
-    about = replace(found.about, n=len(rows))
-    part = Pairs(found.confidence[rows], found.correct[rows], about)
+def _measure(samples: Pairs, column: _Column, group: int, bins: int, how: Resampling | None) -> Slice:
+    rows = (column.codes == group).nonzero()[:, 0].to(samples.confidence.device)
+    about = replace(samples.about, n=len(rows))
+    part = Pairs(samples.confidence[rows], samples.correct[rows], about)
     options: dict[str, Any] = {"bins": bins}
     result = ece(part, **options) if how is None else ece.interval.measure(ece, part, None, how, **options)
     accuracy = float(exact(part.correct).mean())

@@ -1,8 +1,8 @@
 """Summary text of a report: only statements that its intervals and paired tests support.
 
 A direction is stated only if the interval of the signed ECE excludes zero, and a bin only if the interval of its
-accuracy, Bonferroni-corrected for the number of bins, excludes its confidence. Otherwise the text says that nothing is
-shown, and gives the noise floor beside the error.
+accuracy, Bonferroni-corrected for the number of bins, excludes its confidence. Otherwise the text states that no
+miscalibration is shown, and gives the noise floor with the error.
 """
 
 import math
@@ -13,24 +13,24 @@ from fedlas.metrics.bin_sums import Bins
 from fedlas.metrics.result import Result
 from fedlas.report.reliability_bins import ReliabilityBin, non_empty_bins
 
-if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
+if TYPE_CHECKING:  # `evaluation` imports many modules
     from fedlas.evaluation import Report, State
 
 Direction = Literal["over", "under", "both", "some", "none", "unknown"]
 Effect = Literal["all", "most", "part", "unchanged", "worse", "harm", "untested"]
 
-TYPICAL_CONFIDENCE = 0.9  # whose accuracy is stated
-MIN_SAMPLES = 10  # of a bin that is mentioned
-LONGEST = 60  # characters of an untrusted name
-TINY = 1e-30  # a floor of probabilities that no rounding to decimals explains
-MUCH = 0.1  # an ECE that may be this large is not known to be small
+TYPICAL_CONFIDENCE = 0.9  # confidence whose accuracy the summary states
+MIN_SAMPLES = 10  # smallest number of samples of a bin in the text
+LONGEST = 60  # largest number of characters of an untrusted name
+TINY = 1e-30  # smaller floors of probabilities are not due to rounding to decimals
+MUCH = 0.1  # if the upper end of the interval is larger, the ECE is not known to be small
 
 
 def direction(state: "State") -> Direction:
     """Return the direction of the miscalibration that is statistically significant.
 
-    "over" and "under": of the mean; "both": some bins are over-confident and some under-confident, and they cancel;
-    "some": miscalibration without a direction; "none": no significant miscalibration; "unknown": no intervals.
+    "over" and "under": mean confidence is above or below accuracy; "both": over-confident and under-confident bins
+    cancel; "some": miscalibration without a direction; "none": no significant miscalibration; "unknown": no intervals.
     """
     signed, total = state["signed_ece"].interval, state["ece"].interval
     if signed is None or total is None:
@@ -44,12 +44,12 @@ def direction(state: "State") -> Direction:
 
 
 def effect(after: "State") -> Effect:
-    """Return what a calibrator does to the calibration error, by paired tests on the same samples.
+    """Return the effect of a calibrator on the calibration error, by paired tests on the same samples.
 
-    "all": the ECE is significantly lower, and no miscalibration is detectable any more; "most", "part": significantly
-    lower, by more or less than half of what exceeds the noise floor; "unchanged": no significant difference; "worse":
-    significantly higher; "harm": accuracy or NLL is significantly worse, whatever the ECE is; "untested": there is no
-    paired test, as without intervals.
+    "all": the ECE is significantly lower, and no miscalibration is detectable any more; "most", "part": the ECE is
+    significantly lower, by more or less than half of its excess over the noise floor; "unchanged": no significant
+    difference; "worse": the ECE is significantly higher; "harm": accuracy or NLL is significantly worse, regardless of
+    the ECE; "untested": there is no paired test, for example without intervals.
     """
     if "ece" not in after.comparisons:
         return "untested"
@@ -67,39 +67,43 @@ def effect(after: "State") -> Effect:
 
 def at_confidence(bins: Bins, confidence: float = TYPICAL_CONFIDENCE, level: float = 0.95) -> ReliabilityBin | None:
     """Return the bin of a confidence; None if it has too few samples."""
-    places = non_empty_bins(bins, level)
-    found = [place for place in places if place.lower < confidence <= place.upper and place.samples >= MIN_SAMPLES]
-    return found[0] if found else None
+    matching = [
+        filled_bin
+        for filled_bin in non_empty_bins(bins, level)
+        if filled_bin.lower < confidence <= filled_bin.upper and filled_bin.samples >= MIN_SAMPLES
+    ]
+    return matching[0] if matching else None
 
 
 def worst_bin(state: "State", level: float = 0.95) -> ReliabilityBin | None:
     """Return the significantly miscalibrated bin with the largest contribution to the ECE."""
-    way = direction(state)
+    miscalibration = direction(state)
     bins = state.bins["width"]
-    tried = max(1, int((bins.counts > 0).sum()))
-    wanted = {"over": (1,), "under": (-1,)}.get(way, (1, -1))
-    places = [
-        place
-        for place in non_empty_bins(bins, 1 - (1 - level) / tried)
-        if not place.is_calibrated and math.copysign(1, place.weighted_gap) in wanted
+    tests = max(1, int((bins.counts > 0).sum()))
+    signs = {"over": (1,), "under": (-1,)}.get(miscalibration, (1, -1))
+    miscalibrated = [
+        filled_bin
+        for filled_bin in non_empty_bins(bins, 1 - (1 - level) / tests)
+        if not filled_bin.is_calibrated and math.copysign(1, filled_bin.weighted_gap) in signs
     ]
-    return max(places, key=lambda place: abs(place.weighted_gap), default=None)
+    return max(miscalibrated, key=lambda filled_bin: abs(filled_bin.weighted_gap), default=None)
 
 
 def headline(report: "Report") -> str:
     """Return one line: direction, accuracy at 0.9 confidence, and the effect of calibration."""
-    state, way = report.before, direction(report.before)
-    two = _hides_classes(report, way)
-    said = [_headline(state, way, " of the predicted class" if two else "")]
+    state, miscalibration = report.before, direction(report.before)
+    two = _hides_classes(report, miscalibration)
+    parts = [_headline(state, miscalibration, " of the predicted class" if two else "")]
     if two:
-        said.append(f"for the probability of one class the ECE is {_value(state['classwise_ece'])}")
-    place = at_confidence(state.bins["width"], level=_level(state))
-    if place is not None and place.is_calibrated and way not in {"none", "unknown"}:
-        place = worst_bin(state, _level(state))  # an example of the error
-    if place is not None:
-        said.append(f"at {_about(place)} confidence the accuracy is {percent(place.accuracy, place.low, place.high)}")
+        parts.append(f"for the probability of one class the ECE is {_value(state['classwise_ece'])}")
+    example = at_confidence(state.bins["width"], level=_level(state))
+    if example is not None and example.is_calibrated and miscalibration not in {"none", "unknown"}:
+        example = worst_bin(state, _level(state))  # an example of the error
+    if example is not None:
+        accuracy = percent(example.accuracy, example.low, example.high)
+        parts.append(f"at {_about(example)} confidence the accuracy is {accuracy}")
     done = _headline_calibrator(report)
-    if done is not None and way not in {"none", "unknown"}:
+    if done is not None and miscalibration not in {"none", "unknown"}:
         verdict = {
             "all": "removes all detectable miscalibration",
             "most": "removes most of it",
@@ -110,26 +114,26 @@ def headline(report: "Report") -> str:
             "untested": "was not tested",
         }
         doubted = any(fit.doubt for fit in done.fits)
-        said.append(f"{_called(done)} {'cannot be relied on' if doubted else verdict[effect(done)]}")
-    return "; ".join(said)
+        parts.append(f"{_called(done)} {'cannot be relied on' if doubted else verdict[effect(done)]}")
+    return "; ".join(parts)
 
 
-def _hides_classes(report: "Report", way: Direction) -> bool:
-    """Return whether a verdict on the predicted class could be taken for one on the positive class."""
-    return report.classes == 2 and way == "none" and "classwise_ece" in report.before.results
+def _hides_classes(report: "Report", miscalibration: Direction) -> bool:
+    """Return whether readers may mistake a statement on the predicted class for one on the positive class."""
+    return report.classes == 2 and miscalibration == "none" and "classwise_ece" in report.before.results
 
 
 def sentences(report: "Report") -> tuple[str, ...]:
     """Return the results of a report as sentences, with confidence intervals."""
-    state, way = report.before, direction(report.before)
+    state, miscalibration = report.before, direction(report.before)
     confidence_level = _level(state)
     samples = f"{count(report.n)} {'sample' if report.n == 1 else 'samples'}"
     where = f' of the split "{_name(report.split)}"' if report.split else ""
     classes = f" in {count(report.classes)} classes" if report.classes else ""
-    said = [f"Accuracy is {_share(state['accuracy'])} on {samples}{where}{classes}."]
-    said += _direction_sentences(state, way, samples)
-    if _hides_classes(report, way):
-        said.append(
+    lines = [f"Accuracy is {_share(state['accuracy'])} on {samples}{where}{classes}."]
+    lines += _direction_sentences(state, miscalibration, samples)
+    if _hides_classes(report, miscalibration):
+        lines.append(
             "That is about the confidence in the predicted class, where errors of both classes can cancel. For the "
             f"probability of one class the ECE is {_value(state['classwise_ece'])}; its reliability diagram "
             "shows where."
@@ -137,25 +141,25 @@ def sentences(report: "Report") -> tuple[str, ...]:
     near = at_confidence(state.bins["width"], level=confidence_level)
     if near is not None:
         agrees = ", which agrees with the confidence" if near.is_calibrated else ""
-        said.append(
+        lines.append(
             f"Where its confidence is about {_about(near)} ({count(near.samples)} samples, mean "
             f"{_with_digits_of(near, near.confidence)}), the accuracy is {_accuracy(near)}{agrees}."
         )
-    worst = worst_bin(state, confidence_level) if way not in {"none", "unknown"} else None
+    worst = worst_bin(state, confidence_level) if miscalibration not in {"none", "unknown"} else None
     if worst is not None:
         most = abs(worst.weighted_gap) > float(state["ece"]) / 2
-        said.append(
+        lines.append(
             f"{'Most' if most else 'The largest part'} of the error lies at confidences from {fixed(worst.lower, 2)} "
             f"to {fixed(worst.upper, 2)}: {count(worst.samples)} samples, mean confidence "
             f"{_with_digits_of(worst, worst.confidence)}, accuracy {_with_digits_of(worst, worst.accuracy)}."
         )
-    said += _floored(state)
-    said += [_effect_sentence(state, after, way) for after in report.after.values()]
-    said += sorted({_fitted(after) for after in report.after.values() if after.fits})
-    return tuple(said)
+    lines += _floored(state)
+    lines += [_effect_sentence(state, after, miscalibration) for after in report.after.values()]
+    lines += sorted({_fitted(after) for after in report.after.values() if after.fits})
+    return tuple(lines)
 
 
-def _direction_sentences(state: "State", way: Direction, samples: str) -> list[str]:
+def _direction_sentences(state: "State", miscalibration: Direction, samples: str) -> list[str]:
     signed, total = state["signed_ece"], state["ece"]
     mean = float(state["accuracy"]) + float(signed)
     compared = f"mean confidence is {_like(state['accuracy'], mean)}, accuracy {_value(state['accuracy'])}"
@@ -166,20 +170,20 @@ def _direction_sentences(state: "State", way: Direction, samples: str) -> list[s
             f"Mean confidence is {_points(signed)} {side} accuracy; no confidence interval was computed.",
             f"The ECE is {_value(total)}.",
         ]
-    if way in {"over", "under"}:
+    if miscalibration in {"over", "under"}:
         low, high = sorted(abs(end) for end in (signed.interval.low, signed.interval.high))
         return [
-            f"It is {way}-confident by {_points(signed)} ({number(low, low, high)} to {number(high, low, high)} points "
-            f"at {level(signed.interval.level)}): {compared}.",
+            f"It is {miscalibration}-confident by {_points(signed)} ({number(low, low, high)} to "
+            f"{number(high, low, high)} points at {level(signed.interval.level)}): {compared}.",
             error,
         ]
-    if way == "both":
+    if miscalibration == "both":
         return [
             f"It is over-confident in some bins (O-ECE {_share(state['over_ece'])}) and under-confident in others "
             f"(U-ECE {_share(state['under_ece'])}); on average the two cancel: {compared}.",
             error,
         ]
-    if way == "some":
+    if miscalibration == "some":
         return [f"Confidence and accuracy differ, but no single direction is shown: {compared}.", error]
     unknown = f" {samples.capitalize()} cannot tell more." if total.interval.high >= MUCH else ""
     return [
@@ -188,10 +192,10 @@ def _direction_sentences(state: "State", way: Direction, samples: str) -> list[s
     ]
 
 
-def _effect_sentence(before: "State", after: "State", way: Direction) -> str:
+def _effect_sentence(before: "State", after: "State", miscalibration: Direction) -> str:
     if any(fit.doubt for fit in after.fits):
         return _doubt(after)
-    found, costs = effect(after), _costs(after)
+    change, costs = effect(after), _costs(after)
     verdict = {
         "all": "removes all detectable miscalibration",
         "most": "removes most of the miscalibration",
@@ -200,15 +204,15 @@ def _effect_sentence(before: "State", after: "State", way: Direction) -> str:
         "worse": "makes the calibration significantly worse",
         "harm": f"does harm ({' and '.join(costs)})",
         "untested": "was not tested for significance",
-    }[found]
-    if way == "none":
+    }[change]
+    if miscalibration == "none":
         verdict = {
             "all": "lowers the ECE, though no miscalibration was detectable",
             "unchanged": f"{_lowered_nll(after)}has no detectable miscalibration to remove",
-        }.get(found, verdict)
+        }.get(change, verdict)
     zeros = " Probabilities of zero may be the reason: give logits, or probabilities with more digits."
-    why = zeros if _zeros(before) and found in {"worse", "harm"} else ""
-    return f"{_subject(after, brief=way == 'none')} {verdict}: {_changes(before, after)}.{why}"
+    explanation = zeros if _zeros(before) and change in {"worse", "harm"} else ""
+    return f"{_subject(after, brief=miscalibration == 'none')} {verdict}: {_changes(before, after)}.{explanation}"
 
 
 def _changes(before: "State", after: "State") -> str:
@@ -240,19 +244,22 @@ def _p_value(after: "State", name: str) -> str:
 
 
 def _costs(after: "State") -> list[str]:
-    """List what a calibrator makes significantly worse, other than the ECE."""
+    """Return which metrics other than the ECE a calibrator makes significantly worse."""
     costs = {"accuracy": "a lower accuracy", "nll": "a higher NLL"}
     tests = after.comparisons
     return [words for name, words in costs.items() if name in tests and tests[name].better == "first"]
 
 
 def _zeros(state: "State") -> int:
-    """Count the labels whose probability was given as zero."""
+    """Count the labels whose input probability was zero."""
     return int(state["nll"].details.get("floored", 0)) if "nll" in state.results else 0
 
 
 def _is_lower_bound(state: "State") -> bool:
-    """Return whether half of the last decimal stands for zeros; the smallest float is below any true probability."""
+    """Return whether the NLL is a lower bound.
+
+    It is if zeros were replaced by half of the last decimal; the smallest float is below any true probability.
+    """
     return _zeros(state) > 0 and float(state["nll"].details["floor"]) > TINY
 
 
@@ -262,7 +269,7 @@ def _floored(state: "State") -> list[str]:
     if not zeros:
         return []
     labels = "label has" if zeros == 1 else "labels have"
-    floor = f"{float(state['nll'].details['floor']):.2g}"  # far too small for decimals
+    floor = f"{float(state['nll'].details['floor']):.2g}"  # too small for fixed decimals
     bound = f"the NLL shown depends on the number that stands for zero, {floor}"
     if _is_lower_bound(state):
         bound = f"the true NLL is larger than the one shown, in which {floor} stands for zero"
@@ -292,7 +299,7 @@ def _doubt(after: "State") -> str:
 def _headline_calibrator(report: "Report") -> "State | None":
     """Return the calibrator of the headline: a temperature if there is one."""
     states = list(report.after.values())
-    return next((one for one in states if _temperature(one) is not None), states[0] if states else None)
+    return next((state for state in states if _temperature(state) is not None), states[0] if states else None)
 
 
 def _temperature(state: "State") -> float | None:
@@ -300,33 +307,33 @@ def _temperature(state: "State") -> float | None:
 
 
 def _called(state: "State") -> str:
-    found = _temperature(state)
-    return _name(state.name) if found is None else f"T = {significant(found)}"
+    temperature = _temperature(state)
+    return _name(state.name) if temperature is None else f"T = {significant(temperature)}"
 
 
 def _subject(state: "State", *, brief: bool = False) -> str:
-    found, spread = _temperature(state), state.parameters.get("standard_error", math.inf)
-    if found is None:
+    temperature, spread = _temperature(state), state.parameters.get("standard_error", math.inf)
+    if temperature is None:
         return f"The calibrator {_name(state.name)}"
     if brief or not spread < 1:
-        return f"A temperature of T = {significant(found)}"
+        return f"A temperature of T = {significant(temperature)}"
     # The standard error is that of log T.
-    low, high = (found * math.exp(side * 1.96 * spread) for side in (-1, 1))
-    return f"A temperature of T = {significant(found)} ({significant(low)} to {significant(high)})"
+    low, high = (temperature * math.exp(side * 1.96 * spread) for side in (-1, 1))
+    return f"A temperature of T = {significant(temperature)} ({significant(low)} to {significant(high)})"
 
 
-def _headline(state: "State", way: Direction, of: str = "") -> str:
+def _headline(state: "State", miscalibration: Direction, of: str = "") -> str:
     signed, total = state["signed_ece"], state["ece"]
-    if way in {"over", "under"}:
-        return f"{way}-confident by {_points(signed)}"
-    if way == "both":
+    if miscalibration in {"over", "under"}:
+        return f"{miscalibration}-confident by {_points(signed)}"
+    if miscalibration == "both":
         return f"over-confident in some bins and under-confident in others (ECE {_value(total)})"
-    if way == "some":
+    if miscalibration == "some":
         return f"confidence and accuracy differ, in no single direction (ECE {_value(total)})"
-    if way == "none":
+    if miscalibration == "none":
         floor = total.details.get("noise_floor")
-        beside = "" if floor is None else f", {_like(total, floor)} by chance"
-        return f"no miscalibration{of} is shown (ECE {_value(total)}{beside})"
+        by_chance = "" if floor is None else f", {_like(total, floor)} by chance"
+        return f"no miscalibration{of} is shown (ECE {_value(total)}{by_chance})"
     side = "above" if float(signed) >= 0 else "below"
     return f"mean confidence is {_points(signed)} {side} accuracy (no interval was computed)"
 
@@ -358,7 +365,7 @@ def _value(result: Result) -> str:
 
 
 def _like(result: Result, fraction: float) -> str:
-    """Write another fraction with as many decimals as a metric."""
+    """Write a fraction with as many decimals as the value of a metric."""
     return f"{fixed(100 * fraction, decimals(*_ends(result)))} %"
 
 
@@ -370,18 +377,19 @@ def _name(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
-def _about(place: ReliabilityBin) -> str:
-    return fixed(place.confidence, 2).removesuffix("0")
+def _about(filled_bin: ReliabilityBin) -> str:
+    return fixed(filled_bin.confidence, 2).removesuffix("0")
 
 
-def _accuracy(place: ReliabilityBin) -> str:
+def _accuracy(filled_bin: ReliabilityBin) -> str:
     """Write the accuracy in a bin of confidence, with its confidence interval."""
-    return f"{percent(place.accuracy, place.low, place.high)} ({interval(place.low, place.high)})"
+    low, high = filled_bin.low, filled_bin.high
+    return f"{percent(filled_bin.accuracy, low, high)} ({interval(low, high)})"
 
 
-def _with_digits_of(place: ReliabilityBin, fraction: float) -> str:
+def _with_digits_of(filled_bin: ReliabilityBin, fraction: float) -> str:
     """Write a fraction with as many decimals as the accuracy in a bin of confidence."""
-    return f"{fixed(100 * fraction, decimals(place.low, place.high))} %"
+    return f"{fixed(100 * fraction, decimals(filled_bin.low, filled_bin.high))} %"
 
 
 def _points(gap: Result) -> str:

@@ -33,9 +33,10 @@ Detail = Literal["ours", "both", "full"]
 
 PAPER_SEEDS = 3
 RANKS = "Mean rank"
-PARTS = {"ours": ("ours",), "both": ("ours", "printed"), "full": ("ours", "interval", "printed", "difference")}
-FIELDS = ("row", "paper", "group", "column", "mean", "spread", "n", "planned", "low", "high")
-COMPARED = ("printed", "difference", "inside_noise")
+METHOD = "method"
+PARTS = {"ours": ("ours",), "both": ("ours", "paper"), "full": ("ours", "interval", "paper", "difference")}
+FIELDS = ("row", "title", "group", "column", "mean", "spread", "n", "planned", "low", "high")
+COMPARED = ("paper", "difference", "inside_noise")
 # After `\\`, TeX parses `[` and `*` as arguments; the OT1 font encoding shows other characters for `<`, `>` and `|`.
 LATEX = str.maketrans(
     {sign: f"\\{sign}" for sign in "&%$#_{}"}
@@ -63,13 +64,13 @@ class Cell:
     Args:
         values: our value for each seed, as fractions.
         intervals: bootstrap interval of each value, or empty.
-        printed: the paper's number, in the same unit.
+        paper: the paper's number, in the same unit.
         planned: number of seeds in the plan of the experiment.
     """
 
     values: tuple[float, ...] = ()
     intervals: tuple[tuple[float, float], ...] = ()
-    printed: float | None = None
+    paper: float | None = None
     planned: int = 0
 
     def __post_init__(self) -> None:
@@ -99,15 +100,15 @@ class Cell:
     @property
     def difference(self) -> float | None:
         """Our mean minus the paper's number."""
-        return None if self.mean is None or self.printed is None else self.mean - float(self.printed)
+        return None if self.mean is None or self.paper is None else self.mean - float(self.paper)
 
     @property
     def inside_noise(self) -> bool | None:
         """Whether the paper's number is within the noise of our seeds; None if that is unknown."""
         gap, spread = self.difference, self.spread
-        if gap is None or self.printed is None or not math.isfinite(gap) or (spread is None and not self.intervals):
+        if gap is None or self.paper is None or not math.isfinite(gap) or (spread is None and not self.intervals):
             return None
-        if self.intervals and min(self.intervals)[0] <= self.printed <= max(high for _, high in self.intervals):
+        if self.intervals and min(self.intervals)[0] <= self.paper <= max(high for _, high in self.intervals):
             return True
         # With identical seeds the deviation is 0, and the mean may differ from the paper's number by a rounding error.
         return spread is not None and abs(gap) <= 2 * spread * math.sqrt(1 / len(self.values) + 1 / PAPER_SEEDS) + 1e-12
@@ -146,12 +147,12 @@ class Row:
 
     Args:
         name: catalogue name, such as "fedlas_ls".
-        paper: the paper's name, such as "FeDLaS-LS".
+        title: its name in text, such as "FeDLaS-LS".
         cells: one for each column.
     """
 
     name: str
-    paper: str
+    title: str
     cells: tuple[Cell, ...]
 
 
@@ -170,7 +171,7 @@ class Marks(NamedTuple):
     """Marks of a column, among our values and among the paper's."""
 
     ours: Mark
-    printed: Mark
+    paper: Mark
 
 
 def _plain(text: str) -> str:
@@ -179,7 +180,9 @@ def _plain(text: str) -> str:
 
 def _markdown(text: str) -> str:
     escaped = re.sub(r"([\\`*_{}\[\]<>|~&$#])", r"\\\1", _plain(text))
-    return re.sub(r"^(\d*)([-+=.)])", r"\1\\\2", escaped)  # would begin a list, or underline a heading
+    return re.sub(
+        r"^(\d*)([-+=.)])", r"\1\\\2", escaped
+    )  # Markdown would parse it as a list or as the underline of a heading
 
 
 def _latex(text: str) -> str:
@@ -204,7 +207,7 @@ class _Style(NamedTuple):
     marks: str
     around: str = "±"
     minus: str = "-"
-    labels: tuple[str, ...] = ("method", "name")
+    labels: tuple[str, ...] = (METHOD, "name")
 
 
 TEXT = _Style(_plain, "{}**", "{}*", "**: best; *: second best.", around="+-")
@@ -218,17 +221,18 @@ HTML = _Style(_html, '<b class="best">{}</b>', '<u class="second">{}</u>', UNDER
 class Table:
     """Methods in rows, measurements in columns.
 
-    `detail` says how much of each cell is shown: "ours" is mean and standard deviation over seeds, "both" has the
-    printed number beside it, "full" also the interval, the difference and whether that is inside noise. Cells that were
-    not run are empty; those with fewer seeds than planned say so.
+    `detail` selects the content of a cell: "ours" is the mean and standard deviation over seeds, "both" adds the
+    paper's number, "full" adds the interval, the difference, and whether it is inside noise. Cells without a run are
+    empty; cells with fewer seeds than planned show both numbers of seeds.
 
     Args:
-        name: of its files, without ending.
-        title: what the table is of.
-        columns: their headings.
-        rows: one for each method.
-        notes: sentences below.
-        left_out: rows that are not shown; what the paper marks among all of its rows is marked among them too.
+        name: name of the files, without extension.
+        title: caption of the table.
+        columns: headings and number formats of the columns.
+        rows: one row per method.
+        notes: sentences below the table.
+        left_out: rows that are not shown, but are included when the paper's best values are marked.
+        row_heading: heading of the column of row titles; names of rows are shown only if it is "method".
     """
 
     name: str
@@ -237,6 +241,7 @@ class Table:
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
     left_out: tuple[Row, ...] = ()
+    row_heading: str = METHOD
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w[\w.+-]*", self.name, re.ASCII):
@@ -248,11 +253,11 @@ class Table:
     def marks(self) -> tuple[Marks, ...]:
         """Return the best and second best rows of each column, by rounded values; a single value has no mark."""
         count, every = len(self.rows), (*self.rows, *self.left_out)
-        columns = [(column, [row.cells[place] for row in every]) for place, column in enumerate(self.columns)]
+        columns = [(column, [row.cells[position] for row in every]) for position, column in enumerate(self.columns)]
         return tuple(
             Marks(
                 _mark(column, [cell.mean for cell in cells[:count]]),
-                _mark(column, [cell.printed for cell in cells]).within(count),
+                _mark(column, [cell.paper for cell in cells]).within(count),
             )
             for column, cells in columns
         )
@@ -260,19 +265,20 @@ class Table:
     def text(self, detail: Detail = "ours") -> str:
         """Format the table as plain text; symbols other than the given names are ASCII."""
         heads, lines, notes = self._layout(detail, TEXT)
-        above = [[word for head, span in level for word in (head, *[""] * (span - 1))] for level in heads]
-        held = [_align_numbers([line[place] for line in lines]) for place in range(2, len(above[-1]))]
-        body = [[*line[:2], *(column[number] for column in held)] for number, line in enumerate(lines)]
-        made = aligned([*above, *body])
-        made.insert(len(above), "-" * max(map(len, made)))
-        return "\n".join([*filter(None, [_plain(self.title)]), *made, *notes]) + "\n"
+        labels = len(self._row_labels(TEXT))
+        head_rows = [[label for head, span in level for label in (head, *[""] * (span - 1))] for level in heads]
+        columns = [_align_numbers([line[position] for line in lines]) for position in range(labels, len(head_rows[-1]))]
+        body = [[*line[:labels], *(column[number] for column in columns)] for number, line in enumerate(lines)]
+        text_lines = aligned([*head_rows, *body])
+        text_lines.insert(len(head_rows), "-" * max(map(len, text_lines)))
+        return "\n".join([*filter(None, [_plain(self.title)]), *text_lines, *notes]) + "\n"
 
     def markdown(self, detail: Detail = "ours") -> str:
         """Format a Markdown table: the best values are bold, the second best italic."""
         heads, lines, notes = self._layout(detail, MARKDOWN)
         above = [[head for head, span in level for _ in range(span)] for level in heads]
         head = ["<br>".join(filter(None, column)) for column in zip(*above, strict=True)]
-        rule = [":---" if place < 2 else "---:" for place in range(len(head))]
+        rule = [":---" if position < len(self._row_labels(MARKDOWN)) else "---:" for position in range(len(head))]
         grid = "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *lines))
         return "\n\n".join([*([f"### {_markdown(self.title)}"] if _plain(self.title) else []), grid, *notes]) + "\n"
 
@@ -281,17 +287,17 @@ class Table:
         heads, lines, notes = self._layout(detail, TEX)
         width = len(heads[-1]) - 1
         kind, size = "table" if width <= 4 else "table*", r"\footnotesize" if width <= 8 else r"\scriptsize"
-        made = [rf"\begin{{{kind}}}[t]", rf"\centering\caption{{{_latex(self.title)}}}\label{{tab:{self.name}}}"]
-        made += [rf"{size}\setlength{{\tabcolsep}}{{3pt}}", rf"\begin{{tabular}}{{l{'r' * width}}}", r"\toprule"]
+        latex_lines = [rf"\begin{{{kind}}}[t]", rf"\centering\caption{{{_latex(self.title)}}}\label{{tab:{self.name}}}"]
+        latex_lines += [rf"{size}\setlength{{\tabcolsep}}{{3pt}}", rf"\begin{{tabular}}{{l{'r' * width}}}", r"\toprule"]
         for level in heads[:-1]:
-            made.append(" & ".join(rf"\multicolumn{{{span}}}{{c}}{{{head}}}" for head, span in level) + r" \\")
+            latex_lines.append(" & ".join(rf"\multicolumn{{{span}}}{{c}}{{{head}}}" for head, span in level) + r" \\")
             stops = accumulate(span for _, span in level)
             spans = [(stop - span + 1, stop) for (head, span), stop in zip(level, stops, strict=True) if head]
-            made += ["".join(rf"\cmidrule(lr){{{start}-{stop}}}" for start, stop in spans)] if spans else []
-        made += [" & ".join(head for head, _ in heads[-1]) + r" \\", r"\midrule"]
-        made += [*(" & ".join(line) + r" \\" for line in lines), r"\bottomrule", r"\end{tabular}"]
-        made += [rf"\par\smallskip{{{size} {' '.join(notes)}\par}}"] if notes else []
-        return "\n".join([*made, rf"\end{{{kind}}}"]) + "\n"
+            latex_lines += ["".join(rf"\cmidrule(lr){{{start}-{stop}}}" for start, stop in spans)] if spans else []
+        latex_lines += [" & ".join(head for head, _ in heads[-1]) + r" \\", r"\midrule"]
+        latex_lines += [*(" & ".join(line) + r" \\" for line in lines), r"\bottomrule", r"\end{tabular}"]
+        latex_lines += [rf"\par\smallskip{{{size} {' '.join(notes)}\par}}"] if notes else []
+        return "\n".join([*latex_lines, rf"\end{{{kind}}}"]) + "\n"
 
     def csv(self) -> str:
         """Format one CSV row for each cell, as fractions; text that looks like a formula gets an apostrophe."""
@@ -300,87 +306,116 @@ class Table:
         writer.writerow((*FIELDS, *COMPARED))
         for row in self.rows:
             for column, cell in zip(self.columns, row.cells, strict=True):
-                words = [_for_spreadsheet(word) for word in (row.name, row.paper, column.group, column.name)]
+                labels = [_for_spreadsheet(label) for label in (row.name, row.title, column.group, column.name)]
                 ours = [cell.mean, cell.spread, len(cell.values), cell.planned, *(cell.interval or (None, None))]
                 compared = [cell.difference, cell.inside_noise] if column.compared else [None, None]
-                writer.writerow([*words, *ours, None if cell.printed is None else float(cell.printed), *compared])
+                writer.writerow([*labels, *ours, None if cell.paper is None else float(cell.paper), *compared])
         return lines.getvalue()
 
     def html(self, detail: Detail = "ours") -> str:
-        """Format a `<table>` with the classes `best`, `second`, `label` and `note`; see `page` for a whole page."""
+        """Format a `<table>` with the classes `best`, `second`, `label` and `note`; `page` writes a full page."""
         heads, lines, notes = self._layout(detail, HTML)
-        made = [f'<table class="fedlas-table" id="{self.name}">', f"<caption>{_html(self.title)}</caption>", "<thead>"]
+        html_lines = [
+            f'<table class="fedlas-table" id="{self.name}">',
+            f"<caption>{_html(self.title)}</caption>",
+            "<thead>",
+        ]
         for level in heads[:-1]:
             wide = [(head, f'colspan="{span}"') for head, span in level]
             cells = [
                 _tag("th", head, f'scope="colgroup" {span}') if head else _tag("td", "", span) for head, span in wide
             ]
-            made.append(_tag("tr", "".join(cells)))
-        made.append(_tag("tr", "".join(_tag("th", head, 'scope="col"') for head, _ in heads[-1])))
-        made += ["</thead>", "<tbody>"]
-        for paper, name, *entries in lines:
-            label = _tag("th", paper, 'scope="row" class="label"') + _tag("td", name, 'class="label"')
-            made.append(_tag("tr", label + "".join(_tag("td", entry) for entry in entries)))
-        below = [_tag("tr", _tag("td", note, f'class="note" colspan="{len(heads[-1])}"')) for note in notes]
-        return "\n".join([*made, "</tbody>", *(["<tfoot>", *below, "</tfoot>"] if below else []), "</table>"]) + "\n"
+            html_lines.append(_tag("tr", "".join(cells)))
+        html_lines.append(_tag("tr", "".join(_tag("th", head, 'scope="col"') for head, _ in heads[-1])))
+        html_lines += ["</thead>", "<tbody>"]
+        labels = len(self._row_labels(HTML))
+        for title, *cells in lines:
+            label = _tag("th", title, 'scope="row" class="label"')
+            label += "".join(_tag("td", name, 'class="label"') for name in cells[: labels - 1])
+            html_lines.append(_tag("tr", label + "".join(_tag("td", cell) for cell in cells[labels - 1 :])))
+        footer = [_tag("tr", _tag("td", note, f'class="note" colspan="{len(heads[-1])}"')) for note in notes]
+        return (
+            "\n".join([*html_lines, "</tbody>", *(["<tfoot>", *footer, "</tfoot>"] if footer else []), "</table>"])
+            + "\n"
+        )
 
     def save(
         self, folder: str | Path, formats: Sequence[str] = ("md", "tex", "csv", "html", "txt"), detail: Detail = "both"
     ) -> list[Path]:
         """Write the table to a folder, one file for each format; return the paths."""
-        made = {"md": self.markdown(detail), "tex": self.latex(detail), "csv": self.csv(), "txt": self.text(detail)}
-        made["html"] = page([self], self.title, detail)
-        if unknown := [name for name in formats if name not in made]:
-            raise UserError(f"a table cannot be written as {', '.join(unknown)}, only as {', '.join(made)}")
+        content_by_format = {
+            "md": self.markdown(detail),
+            "tex": self.latex(detail),
+            "csv": self.csv(),
+            "txt": self.text(detail),
+        }
+        content_by_format["html"] = page([self], self.title, detail)
+        if unknown := [name for name in formats if name not in content_by_format]:
+            raise UserError(
+                f"a table cannot be written as {', '.join(unknown)}, only as {', '.join(content_by_format)}"
+            )
         paths = {name: Path(folder) / f"{self.name}.{name}" for name in formats}
         # Write the CSV file first: it identifies the files of a table, so that they can be overwritten.
         for name in sorted(paths, key=lambda name: name != "csv"):
-            write_atomic(paths[name], made[name].encode())
+            write_atomic(paths[name], content_by_format[name].encode())
         return list(paths.values())
 
     def _layout(self, detail: Detail, style: _Style) -> tuple[list[list[tuple[str, int]]], list[list[str]], list[str]]:
         """Return escaped headings with their spans, the widest first, escaped rows, and escaped notes."""
         if detail not in PARTS:
             raise UserError(f"detail is one of {', '.join(PARTS)}, not {detail!r}")
-        parts = [self._parts(place, detail) for place in range(len(self.columns))]
-        heads = [[(column.name, len(held)) for column, held in zip(self.columns, parts, strict=True)]]
+        parts = [self._parts(position, detail) for position in range(len(self.columns))]
+        heads = [[(column.name, len(column_parts)) for column, column_parts in zip(self.columns, parts, strict=True)]]
         if any(column.group for column in self.columns):
-            grouped = groupby(range(len(parts)), key=lambda place: self.columns[place].group)
-            heads.insert(0, [(group, sum(len(parts[place]) for place in places)) for group, places in grouped])
-        if any(len(held) > 1 for held in parts):
-            heads.append([(part, 1) for held in parts for part in held])
-        heads = [[*((label if level is heads[-1] else "", 1) for label in style.labels), *level] for level in heads]
-        marks, lines, papers = self.marks(), [], [row.paper for row in self.rows]
+            grouped = groupby(range(len(parts)), key=lambda position: self.columns[position].group)
+            heads.insert(
+                0, [(group, sum(len(parts[position]) for position in positions)) for group, positions in grouped]
+            )
+        if any(len(column_parts) > 1 for column_parts in parts):
+            heads.append([(part, 1) for column_parts in parts for part in column_parts])
+        labels = self._row_labels(style)
+        heads = [[*((label if level is heads[-1] else "", 1) for label in labels), *level] for level in heads]
+        marks, lines, titles = self.marks(), [], [row.title for row in self.rows]
         for number, row in enumerate(self.rows):
-            twice = papers.count(row.paper) > 1 and row.name != row.paper
-            alone = f"{row.paper} ({row.name})" if row.paper and twice else row.paper or row.name
-            words = (row.paper, row.name) if len(style.labels) > 1 else (alone,)
-            places = zip(parts, self.columns, row.cells, marks, strict=True)
-            entries = [_entry(part, a, b, c, row=number, style=style) for held, a, b, c in places for part in held]
-            lines.append([*map(style.escape, words), *entries])
+            is_ambiguous = titles.count(row.title) > 1 and row.name != row.title
+            single_label = f"{row.title} ({row.name})" if row.title and is_ambiguous else row.title or row.name
+            row_labels = (row.title, row.name) if len(labels) > 1 else (single_label,)
+            cells = zip(parts, self.columns, row.cells, marks, strict=True)
+            entries = [
+                _entry(part, a, b, c, row=number, style=style)
+                for column_parts, a, b, c in cells
+                for part in column_parts
+            ]
+            lines.append([*map(style.escape, row_labels), *entries])
         escaped = [[(style.escape(head), span) for head, span in level] for level in heads]
         return escaped, lines, [style.escape(note) for note in (*self.notes, *self._legend(detail, style))]
 
-    def _parts(self, place: int, detail: Detail) -> list[str]:
-        """Return the parts of a column that any cell has; "ours" is always included."""
-        wanted = [part for part in PARTS[detail] if self.columns[place].compared or part != "difference"]
-        cells = [row.cells[place] for row in self.rows]
-        return [part for part in wanted if part == "ours" or any(getattr(cell, part) is not None for cell in cells)]
+    def _row_labels(self, style: _Style) -> tuple[str, ...]:
+        """Return the headings of the columns that identify a row."""
+        return style.labels if self.row_heading == METHOD else (self.row_heading,)
+
+    def _parts(self, position: int, detail: Detail) -> list[str]:
+        """Return the parts of a column that at least one cell has; "ours" is always included."""
+        parts = [part for part in PARTS[detail] if self.columns[position].compared or part != "difference"]
+        cells = [row.cells[position] for row in self.rows]
+        return [part for part in parts if part == "ours" or any(getattr(cell, part) is not None for cell in cells)]
 
     def _legend(self, detail: Detail, style: _Style) -> list[str]:
         """Return a sentence for each mark and symbol in the table."""
         cells, full = [cell for row in self.rows for cell in row.cells], detail == "full"
         around = "+-" if style is TEXT else "±"
-        compared = [row.cells[place] for row in self.rows for place, one in enumerate(self.columns) if one.compared]
-        theirs = [cell for row in self.left_out for cell in row.cells if cell.printed is not None]
+        compared = [
+            row.cells[position] for row in self.rows for position, column in enumerate(self.columns) if column.compared
+        ]
+        theirs = [cell for row in self.left_out for cell in row.cells if cell.paper is not None]
         sentences = {
-            style.marks: any(mark.ours.best or (any(mark.printed) and detail != "ours") for mark in self.marks()),
-            "Printed values are marked among all of the paper's rows.": bool(theirs) and detail != "ours",
+            style.marks: any(mark.ours.best or (any(mark.paper) and detail != "ours") for mark in self.marks()),
+            "The paper's values are marked among all of its rows.": bool(theirs) and detail != "ours",
             f"{around}: standard deviation over seeds.": any(cell.spread is not None for cell in cells),
             "(n/m): n of m planned seeds were run.": any(0 < len(cell.values) < cell.planned for cell in cells),
             "interval: mean of the seeds' bootstrap intervals.": full and any(cell.intervals for cell in cells),
-            "difference: ours minus printed; inside: the printed value is within the seeds' intervals or two standard "
-            "errors; outside: it is not.": full and any(cell.inside_noise is not None for cell in compared),
+            "difference: ours minus the paper's; inside: the paper's value is within the seeds' intervals or two "
+            "standard errors; outside: it is not.": full and any(cell.inside_noise is not None for cell in compared),
         }
         return [sentence for sentence, occurs in sentences.items() if occurs]
 
@@ -393,8 +428,8 @@ def page(tables: Sequence[Table], title: str, detail: Detail = "both") -> str:
 def mean_rank_columns(table: Table, metric_columns: Sequence[str]) -> Table:
     """Add a column for each metric with the mean rank of each method over all columns of that name.
 
-    Our values are ranked as rounded, the paper's as printed, each among the rows that have every value. If those rows
-    differ, the two mean ranks are not compared.
+    Our values are rounded before ranking, the paper's are not. Each set is ranked among its rows without missing
+    values; if these rows differ, the two mean ranks are not compared.
 
     Args:
         table: table to extend.
@@ -402,31 +437,31 @@ def mean_rank_columns(table: Table, metric_columns: Sequence[str]) -> Table:
     """
     columns, notes, added = list(table.columns), list(table.notes), []
     for metric in metric_columns:
-        places = [n for n, column in enumerate(table.columns) if column.name == metric and column.group != RANKS]
-        if not places:
+        positions = [n for n, column in enumerate(table.columns) if column.name == metric and column.group != RANKS]
+        if not positions:
             names = ", ".join(dict.fromkeys(column.name for column in table.columns))
             raise UserError(f"no column is called {metric!r}; there are {names}")
-        ours, printed = {}, {}
+        ours, paper = {}, {}
         for number, row in enumerate(table.rows):
-            held = [(table.columns[place], row.cells[place]) for place in places]
-            ours[number] = [_signed(c, None if cell.mean is None else float(c.format(cell.mean))) for c, cell in held]
-            printed[number] = [_signed(c, cell.printed) for c, cell in held]
-        first, second = _ranks(ours), _ranks(printed)
+            cells = [(table.columns[position], row.cells[position]) for position in positions]
+            ours[number] = [_signed(c, None if cell.mean is None else float(c.format(cell.mean))) for c, cell in cells]
+            paper[number] = [_signed(c, cell.paper) for c, cell in cells]
+        first, second = _ranks(ours), _ranks(paper)
         same = first.keys() == second.keys()
-        compared = same and all(table.columns[place].compared for place in places)
+        compared = same and all(table.columns[position].compared for position in positions)
         columns.append(Column(metric.removesuffix(" %"), RANKS, percent=False, compared=compared))
         added.append([Cell((first[n],) if n in first else (), (), second.get(n)) for n in range(len(table.rows))])
-        notes.append(f"Mean rank of {metric} (columns ranked: {len(places)}): equal values share the smallest rank.")
+        notes.append(f"Mean rank of {metric} (columns ranked: {len(positions)}): equal values share the smallest rank.")
         if first and second and not same:
-            notes[-1] += f" Ours are of {len(first)} rows, the printed ones of {len(second)} that are not the same."
-    rows = [replace(row, cells=(*row.cells, *(held[n] for held in added))) for n, row in enumerate(table.rows)]
-    others = [replace(row, cells=(*row.cells, *(Cell() for _ in added))) for row in table.left_out]
-    return replace(table, columns=tuple(columns), rows=tuple(rows), notes=tuple(notes), left_out=tuple(others))
+            notes[-1] += f" Ours are of {len(first)} rows, the paper's of {len(second)} other rows."
+    rows = [replace(row, cells=(*row.cells, *(cells[n] for cells in added))) for n, row in enumerate(table.rows)]
+    left_out = [replace(row, cells=(*row.cells, *(Cell() for _ in added))) for row in table.left_out]
+    return replace(table, columns=tuple(columns), rows=tuple(rows), notes=tuple(notes), left_out=tuple(left_out))
 
 
 def _ranks(table: dict[int, list[float]]) -> dict[int, float]:
-    whole = {str(row): values for row, values in table.items() if all(map(math.isfinite, values))}
-    return {int(row): rank for row, rank in mean_ranks(whole).ranks.items()} if len(whole) > 1 else {}
+    complete_rows = {str(row): values for row, values in table.items() if all(map(math.isfinite, values))}
+    return {int(row): rank for row, rank in mean_ranks(complete_rows).ranks.items()} if len(complete_rows) > 1 else {}
 
 
 def _signed(column: Column, value: float | None) -> float:
@@ -435,31 +470,31 @@ def _signed(column: Column, value: float | None) -> float:
 
 
 def _mark(column: Column, values: Sequence[float | None]) -> Mark:
-    shown = [math.nan if value is None else float(column.format(value)) for value in values]
-    there = [value for value in shown if math.isfinite(value)]
-    if not column.ranked or len(there) < 2:
+    rounded = [math.nan if value is None else float(column.format(value)) for value in values]
+    finite = [value for value in rounded if math.isfinite(value)]
+    if not column.ranked or len(finite) < 2:
         return Mark()
-    order = sorted(set(there), reverse=column.higher_is_better)[:2]
-    return Mark(*(tuple(n for n, value in enumerate(shown) if value == level) for level in order))
+    order = sorted(set(finite), reverse=column.higher_is_better)[:2]
+    return Mark(*(tuple(n for n, value in enumerate(rounded) if value == level) for level in order))
 
 
 def _entry(part: str, column: Column, cell: Cell, marks: Marks, *, row: int, style: _Style) -> str:
-    number, aside, mark = "", "", Mark()
+    number, suffix, mark = "", "", Mark()
     if part == "ours" and cell.mean is not None:
         number, mark = column.format(cell.mean), marks.ours
         if cell.spread is not None and math.isfinite(cell.spread):
-            aside = f" {style.around} {column.format(cell.spread)}"
+            suffix = f" {style.around} {column.format(cell.spread)}"
         if len(cell.values) < cell.planned:
-            aside += f" ({len(cell.values)}/{cell.planned})"
+            suffix += f" ({len(cell.values)}/{cell.planned})"
     elif part == "interval" and cell.interval is not None:
         number = f"[{', '.join(column.format(end) for end in cell.interval)}]"
-    elif part == "printed" and cell.printed is not None:
-        number, mark = column.format(cell.printed), marks.printed
+    elif part == "paper" and cell.paper is not None:
+        number, mark = column.format(cell.paper), marks.paper
     elif part == "difference" and cell.difference is not None:
         number = column.format(cell.difference, "+")
-        aside = {None: "", True: " inside", False: " outside"}[cell.inside_noise]
+        suffix = {None: "", True: " inside", False: " outside"}[cell.inside_noise]
     sign = style.best if row in mark.best else style.second if row in mark.second else "{}"
-    return sign.format(number.replace("-", style.minus)) + aside
+    return sign.format(number.replace("-", style.minus)) + suffix
 
 
 def _align_numbers(column: Sequence[str]) -> list[str]:

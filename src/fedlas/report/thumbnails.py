@@ -1,8 +1,8 @@
-"""Small pictures of samples, as data that a page can hold: made anew, so that nothing but pixels of a file gets in.
+"""Thumbnails of samples as data URLs. They are re-encoded, so that a page contains only pixels of an untrusted file.
 
 Arrays are `(height, width)`, `(height, width, channels)` or `(channels, height, width)` with one, three or four
-channels, of whole numbers 0..255 (uint8) or of floating-point numbers 0..1. Nothing is guessed from values: other
-ranges are an error.
+channels, of type uint8 (0..255) or floating-point (0..1). The range is not inferred from the values; values outside of
+it raise an error.
 """
 
 import base64
@@ -16,29 +16,29 @@ from numpy.typing import NDArray
 
 from fedlas.errors import UserError, UserTypeError
 from fedlas.extras import optional_module
-from fedlas.predictions import Array, as_tensor
+from fedlas.predictions.arrays import Array, as_tensor
 
 SIDE = 96  # pixels of the longer side
-MOST_PIXELS = 64_000_000  # of a file that is opened
+MOST_PIXELS = 64_000_000  # largest number of pixels of an image file
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")
 CHANNELS = {1, 3, 4}
 
 
-def picture_of(given: Array | str | Path) -> str:
-    """Make the data address of a small picture, of an array or of an image file."""
+def picture_of(image: Array | str | Path) -> str:
+    """Return the thumbnail of an array or of an image file as a data URL."""
     images = optional_module("PIL.Image")
-    made = _opened(images, Path(given)) if isinstance(given, str | Path) else images.fromarray(pixels(given))
-    made.thumbnail((SIDE, SIDE))
+    picture = _opened(images, Path(image)) if isinstance(image, str | Path) else images.fromarray(pixels(image))
+    picture.thumbnail((SIDE, SIDE))
     # Lossless for the small images of data sets; natural images are much smaller as JPEG.
-    kind, mode = ("PNG", "RGBA" if "A" in made.getbands() else "RGB") if max(made.size) <= 64 else ("JPEG", "RGB")
+    kind, mode = ("PNG", "RGBA" if "A" in picture.getbands() else "RGB") if max(picture.size) <= 64 else ("JPEG", "RGB")
     content = io.BytesIO()
-    made.convert(mode).save(content, kind, optimize=True)
+    picture.convert(mode).save(content, kind, optimize=True)
     return f"data:image/{kind.lower()};base64,{base64.b64encode(content.getvalue()).decode()}"
 
 
-def pixels(given: Array) -> NDArray[np.uint8]:
-    """Bring an array to rows of pixels with whole numbers 0..255."""
-    array = as_tensor(given, "image").cpu().numpy()
+def pixels(image: Array) -> NDArray[np.uint8]:
+    """Convert an image to uint8 in the layout (height, width) or (height, width, channels)."""
+    array = as_tensor(image, "image").cpu().numpy()
     if array.ndim == 3 and array.shape[2] not in CHANNELS and array.shape[0] in CHANNELS:
         array = np.moveaxis(array, 0, 2)
     if array.ndim not in {2, 3} or (array.ndim == 3 and array.shape[2] not in CHANNELS) or 0 in array.shape:
@@ -56,7 +56,7 @@ def _opened(images: Any, path: Path) -> Any:
     if not path.is_file():
         raise UserError(f"{path.name[:80]} is no file")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the size, which is looked at below, and about odd metadata
+        warnings.simplefilter("ignore")  # warnings of large images, which are checked below, and of invalid metadata
         file = images.open(path, formats=FORMATS)
         with file:
             if file.width * file.height > MOST_PIXELS:

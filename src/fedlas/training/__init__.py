@@ -1,7 +1,8 @@
 """Training: from a recipe to predictions on disk."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fedlas.lazy_imports import lazy_attributes
 
 if TYPE_CHECKING:
     from fedlas.training.callbacks import AbstractCallback as AbstractCallback
@@ -11,8 +12,8 @@ if TYPE_CHECKING:
     from fedlas.training.protocols import check_parts as check_parts
     from fedlas.training.protocols import list_recipes as list_recipes
     from fedlas.training.protocols import official_preprocessing_differs as official_preprocessing_differs
+    from fedlas.training.protocols import paper_models as paper_models
     from fedlas.training.protocols import protocol_named as protocol_named
-    from fedlas.training.protocols import published_models as published_models
     from fedlas.training.protocols import recipe_for as recipe_for
     from fedlas.training.recipe import Recipe as Recipe
     from fedlas.training.run_folder import Run as Run
@@ -20,33 +21,22 @@ if TYPE_CHECKING:
     from fedlas.training.signals import StoppedError as StoppedError
     from fedlas.training.signals import StopSignals as StopSignals
 
-# Imported on first use: recipes and run folders can be used without importing data sets and networks.
-_MODULES = {
-    "AbstractCallback": "callbacks",
-    "DivergedError": "loop",
-    "Recipe": "recipe",
-    "Run": "run_folder",
-    "RunError": "run_folder",
-    "StopSignals": "signals",
-    "StoppedError": "signals",
-    "check_parts": "protocols",
-    "fit": "loop",
-    "fit_many": "loop",
-    "list_recipes": "protocols",
-    "protocol_named": "protocols",
-    "published_models": "protocols",
-    "recipe_for": "protocols",
-    "official_preprocessing_differs": "protocols",
-}
-__all__ = list(_MODULES)
-
-
-def __getattr__(name: str) -> Any:
-    """Load a name on first use."""
-    if name not in _MODULES:
-        raise AttributeError(f"module 'fedlas.training' has no attribute {name!r}")
-    return getattr(import_module(f"fedlas.training.{_MODULES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+# Recipes and run folders can be used without importing data sets and networks.
+__getattr__, __dir__, __all__ = lazy_attributes(
+    __name__,
+    {
+        "callbacks": ["AbstractCallback"],
+        "loop": ["DivergedError", "fit", "fit_many"],
+        "protocols": [
+            "check_parts",
+            "list_recipes",
+            "official_preprocessing_differs",
+            "protocol_named",
+            "paper_models",
+            "recipe_for",
+        ],
+        "recipe": ["Recipe"],
+        "run_folder": ["Run", "RunError"],
+        "signals": ["StopSignals", "StoppedError"],
+    },
+)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from fedlas import ranks
 from fedlas.catalog import keywords
@@ -16,16 +15,18 @@ from fedlas.data import AbstractDataset, Resident, Sample
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.losses import AbstractLoss, build_loss
 from fedlas.models import Output, WithFeatures, build_model
-from fedlas.training.compilation import CompiledCall
+from fedlas.training.compilation import CompiledCall, Precompile, first_line
+from fedlas.training.distributed import wrap_in_ddp
 from fedlas.training.epoch_metrics import EpochMetrics
 from fedlas.training.gate_statistics import GateStatistics
 from fedlas.training.mixup import Mixer
-from fedlas.training.optimizer import OptimizerStep, StepFunction, build_optimizer
+from fedlas.training.network_with_loss import NetworkWithLoss
+from fedlas.training.optimizer import build_optimizer
 from fedlas.training.prediction import Source
 from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import RunError
 from fedlas.training.schedule import lr_table
-from fedlas.training.step import Parts, TrainStep
+from fedlas.training.step import TrainStep
 
 if TYPE_CHECKING:
     from fedlas.training.accelerators.base import Accelerator
@@ -34,11 +35,12 @@ COMPILER = {"combo_kernels": True}  # for example one kernel for the casts of al
 
 
 class Network(NamedTuple):
-    """A network on the device, its callable (eager or compiled), and the custom kernels, if any."""
+    """A network on the device, its callable (eager or compiled), and the custom kernels and their pre-compilation."""
 
     net: WithFeatures
     call: Callable[..., Output]
-    accelerator: "Accelerator | None"
+    accelerator: "Accelerator | None" = None
+    precompile: Precompile | None = None
 
 
 def is_compiled(recipe: Recipe, device: torch.device) -> bool:
@@ -77,7 +79,8 @@ def build_network(recipe: Recipe, model: nn.Module, device: torch.device) -> Net
     if accelerated is None and is_compiled(recipe, device):
         # Separate from the loss, so that runs with other losses use the same compiler cache.
         call = CompiledCall(net, fullgraph=True, dynamic=False, options=COMPILER)
-    return Network(net, call, accelerator)
+    precompile = None if accelerator is None else accelerator.precompile(net.model)
+    return Network(net, call, accelerator, precompile)
 
 
 def with_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
@@ -102,62 +105,29 @@ def build_step(
 ) -> TrainStep:
     """Build optimizer and step."""
     device = next(network.net.parameters()).device
-    loss = loss.to(device)
     call_loss: Callable[..., Tensor] = loss
     feed: Callable[..., Sample] = BatchAssembly(train)
     if is_compiled(recipe, device):
         call_loss = CompiledCall(loss, fullgraph=True, dynamic=False)
         if isinstance(train, Resident):
             feed = CompiledCall(BatchAssembly(train), fullgraph=True, dynamic=False)
-    task: nn.Module = Task(network.net, loss, network.call, call_loss)
-    if ranks.count() > 1:
-        task = DistributedDataParallel(task, device_ids=[device.index] if device.type == "cuda" else None)
+    module = NetworkWithLoss(network.net, loss, network.call, call_loss)
     table = lr_table(recipe, steps_per_epoch(recipe, samples))
     mixer = Mixer(recipe, len(table), num_classes, device)
     optimizer, rates = build_optimizer(recipe, network.net, loss, table, device)
-    torch_step = OptimizerStep(recipe, network.net, loss, optimizer, rates)
-    optimizer_step: StepFunction = torch_step
-    sums = precompile = None
+    fused_step = sums = None
     if network.accelerator is not None:
-        optimizer_step = network.accelerator.optimizer_step(torch_step, network.net.model)
-        precompile = network.accelerator.precompile(network.net.model)
-        sums = None if optimizer_step is torch_step else network.accelerator.epoch_sums
-    parts = Parts(
-        recipe, task, network.net, loss, network.call, call_loss, feed, mixer, optimizer, torch_step.scaler,
-        optimizer_step, precompile,
+        fused_step = network.accelerator.optimizer_step(recipe, optimizer, rates, loss, network.net.model)
+        sums = None if fused_step is None else network.accelerator.epoch_sums
+    return TrainStep(
+        recipe, feed, mixer, module, wrap_in_ddp(module, device), optimizer, rates,
+        EpochMetrics(device, sums), GateStatistics(loss, samples, device, sums), fused_step,
     )  # fmt: skip
-    return TrainStep(parts, EpochMetrics(device, sums), GateStatistics(loss, samples, device, sums))
 
 
 def steps_per_epoch(recipe: Recipe, samples: int) -> int:
     """Return the number of batches of an epoch."""
     return samples // recipe.batch_size if recipe.drop_last else -(-samples // recipe.batch_size)
-
-
-class Task(nn.Module):
-    """Network and loss in one module, eager or compiled.
-
-    Args:
-        net: the network.
-        loss: the loss.
-        call_net: the network or its compiled form.
-        call_loss: the loss or its compiled form.
-    """
-
-    def __init__(
-        self, net: WithFeatures, loss: AbstractLoss, call_net: Callable[..., Output], call_loss: Callable[..., Tensor]
-    ) -> None:
-        super().__init__()
-        self.net, self.loss = net, loss
-        self.calls = call_net, call_loss  # in a tuple, which registers no module a second time
-        # DistributedDataParallel broadcasts all other buffers in every step.
-        self._ddp_params_and_buffers_to_ignore = [f"loss.{name}" for name in loss.identical_buffers]
-
-    def forward(self, inputs: Tensor, labels: Tensor, index: Tensor | None = None) -> tuple[Tensor, Output]:
-        """Return the loss of a batch and the output of the network."""
-        call_net, call_loss = self.calls
-        output = call_net(inputs)
-        return call_loss(output.logits, labels, features=output.features, index=index), output
 
 
 class BatchAssembly(nn.Module):
@@ -190,7 +160,7 @@ def check_image_size(model: nn.Module, recipe: Recipe, data: AbstractDataset) ->
         wrapped.eval()(torch.zeros(1, *shape))
         wrapped.unwrap()
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         if "head=" in reason:
             raise RunError(f"{recipe.model}: {reason}; in a recipe, head=PATH does that") from error
         options = ["model_options.in_channels", "the network's own keywords for the size of images"]

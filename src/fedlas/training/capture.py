@@ -1,4 +1,4 @@
-"""Execute training steps: the first ones eagerly, then by replaying a CUDA graph of the same step.
+"""Run training steps: the first ones eagerly, then by replaying a CUDA graph of the same step.
 
 The first steps of a batch size run eagerly, as real steps, and warm everything up; then the step is captured and from
 then on replayed. Capturing changes no number: an uncompiled captured step equals the eager one bit for bit.
@@ -14,45 +14,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedlas.training.compilation import first_line, ran_out_of_memory, run_first_step
-from fedlas.training.step import Inputs, TrainStep
+from fedlas.training.compilation import (
+    Inputs,
+    Precompile,
+    first_line,
+    ran_out_of_memory,
+    run_first_step,
+    run_with_fallback,
+)
+from fedlas.training.step import TrainStep
 
 WARM = 3  # eager steps before a capture: enough for compilation, autotuning and allocation
 
 
-class StepExecutor:
-    """Executes a step for each batch, eagerly or by replaying a captured graph.
+class StepRunner:
+    """Runs the step of each batch, eagerly or by replaying a captured graph.
 
     Args:
         step: the step.
-        capture: whether to capture it; only on a CUDA device.
+        precompile: context that pre-compiles custom kernels, if there are any.
+        capture: whether to capture the step; only on a CUDA device.
     """
 
-    def __init__(self, step: TrainStep, *, capture: bool = True) -> None:
-        self.step = step
+    def __init__(self, step: TrainStep, precompile: Precompile | None = None, *, capture: bool = True) -> None:
+        self.step, self.precompile = step, precompile
         self.capture = capture and step.device.type == "cuda"
         self.graphs: dict[tuple[Any, ...], tuple[torch.cuda.CUDAGraph, Inputs]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.capture else None  # batches of all sizes share memory
-        self._started = False
-        self._seen: Counter[tuple[Any, ...]] = Counter()
+        self._first_step_started = False
+        self._eager_steps: Counter[tuple[Any, ...]] = Counter()  # without the first step of the run
 
-    def __call__(self, *inputs: Tensor) -> None:
+    def run(self, *inputs: Tensor) -> None:
         """Train on a batch."""
-        if not self._started:
-            self._started = True
-            run_first_step(self.step, inputs)
-            return
         kind = tuple((tuple(value.shape), value.dtype) for value in inputs)
-        if self.capture and kind not in self.graphs and self._seen[kind] >= WARM:
-            self._capture(kind, inputs)
-        if kind not in self.graphs:
-            self._seen[kind] += 1
-            self.step(*inputs)
+        if not self._first_step_started:
+            self._first_step_started = True
+            self._eager_steps[kind] = 0  # compiled for this batch size
+            run_first_step(self.step, inputs, self.precompile)
             return
-        graph, static_inputs = self.graphs[kind]
-        for target, value in zip(static_inputs, inputs, strict=True):
-            target.copy_(value, non_blocking=True)
-        graph.replay()
+        if self.capture and kind not in self.graphs and self._eager_steps[kind] >= WARM:
+            self._capture(kind, inputs)
+        if kind in self.graphs:
+            graph, static_inputs = self.graphs[kind]
+            for target, value in zip(static_inputs, inputs, strict=True):
+                target.copy_(value, non_blocking=True)
+            graph.replay()
+            return
+        if kind in self._eager_steps:
+            self.step(*inputs)
+        else:  # a batch of another size is compiled again
+            run_with_fallback(self.step, lambda: self.step(*inputs))
+        self._eager_steps[kind] += 1
 
     def _capture(self, kind: tuple[Any, ...], inputs: Inputs) -> None:
         """Record a step without executing it; if it cannot be captured, all steps stay eager."""

@@ -1,19 +1,23 @@
-"""`torch.compile` with a fallback, and the first step of a run, which compiles."""
+"""`torch.compile` with a fallback, and steps that compile: the first of a run, and the first of a batch size."""
 
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fedlas import ranks
 from fedlas.data.base import Sample
 from fedlas.training.precision import autocast
 from fedlas.training.random_state import random_state, restore_random_state
-from fedlas.training.step import Inputs, TrainStep
+from fedlas.training.run_folder import RunError
+from fedlas.training.step import TrainStep
 
+Inputs = tuple[Tensor, ...]
+Precompile = Callable[[], AbstractContextManager[Any]]  # of an accelerator
 MEMORY_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # of torch, Triton and cuBLAS
 
 
@@ -26,54 +30,84 @@ class CompiledCall:
     """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
-        self.module, self.active = module, True
+        self.module, self.active, self.failed = module, True, False
         self._compiled: Any = torch.compile(module, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        return (self._compiled if self.active else self.module)(*args, **kwargs)
+        if not self.active:
+            return self.module(*args, **kwargs)
+        try:
+            return self._compiled(*args, **kwargs)
+        except Exception:
+            self.failed = True
+            raise
 
 
-def compiled_calls(*calls: object) -> list[CompiledCall]:
-    """Return those calls that go through the compiler."""
+def compiled_calls(step: TrainStep) -> list[CompiledCall]:
+    """Return those of batch assembly, network and loss that go through the compiler."""
+    calls = step.feed, *step.module.calls
     return [call for call in calls if isinstance(call, CompiledCall) and call.active]
 
 
-def run_first_step(step: TrainStep, inputs: Inputs) -> None:
-    """Execute the first step; modules that cannot be compiled run eagerly from then on."""
-    with precompiled(step, inputs):
-        _try_batch_assembly(step, inputs)
-    compiled = compiled_calls(step.parts.call_net, step.parts.call_loss)
-    restore = snapshot(step) if compiled else None
-    try:
-        step(*inputs)
-    except _compiler_errors() as error:
-        if restore is None or ran_out_of_memory(error):
-            raise
-        warnings.warn(f"not compiled: {first_line(error)}", UserWarning, stacklevel=4)
+def run_with_fallback(step: TrainStep, run: Callable[[], object]) -> None:
+    """Run a step, or a part of one, that may compile; a module that cannot be compiled runs eagerly from then on.
+
+    If the backward pass cannot be compiled, both network and loss run eagerly.
+
+    Raises:
+        RunError: a module cannot be compiled and there are several processes. They synchronise within a step, and one
+            that repeats a step alone would wait for the others forever.
+    """
+    while compiled := compiled_calls(step):
+        restore = snapshot(step)
         for call in compiled:
-            call.active = False
-        restore()
-        step(*inputs)
+            call.failed = False
+        try:
+            run()
+        except _compiler_errors() as error:
+            failed = [call for call in compiled if call.failed] or [call for call in compiled if call is not step.feed]
+            if not failed or ran_out_of_memory(error):
+                raise
+            if ranks.count() > 1:
+                raise RunError(
+                    "the training step cannot be compiled, and only a run with one process continues without "
+                    f"compilation; set compile=False: {first_line(error)}"
+                ) from error
+            warnings.warn(f"not compiled: {first_line(error)}", UserWarning, stacklevel=4)
+            for call in failed:
+                call.active = False
+            restore()
+        else:
+            return
+    run()
+
+
+def run_first_step(step: TrainStep, inputs: Inputs, precompile: Precompile | None) -> None:
+    """Execute the first step of a run, which compiles; see `run_with_fallback`."""
+    with precompiled(step, inputs, precompile):
+        if isinstance(step.feed, CompiledCall):
+            run_with_fallback(step, lambda: step.feed(*_first_part(step, inputs)))
+    run_with_fallback(step, lambda: step(*inputs))
 
 
 @contextmanager
-def precompiled(step: TrainStep, inputs: Inputs) -> Iterator[None]:
+def precompiled(step: TrainStep, inputs: Inputs, precompile: Precompile | None) -> Iterator[None]:
     """Compile custom kernels in parallel, also while the body runs; buffers are left as they were."""
-    if step.parts.precompile is None:
+    if precompile is None:
         yield
         return
     restore = snapshot(step)
     with ExitStack() as wait:
         try:
-            with wait.enter_context(step.parts.precompile()).active():
+            with wait.enter_context(precompile()).active():
                 trace(step, _first_part(step, inputs))
         except Exception as error:
             if ran_out_of_memory(error):
                 raise
             # Without pre-compilation kernels are compiled one by one when they first run.
             warnings.warn(f"kernels were not pre-compiled: {first_line(error)}", UserWarning, stacklevel=5)
-        step.parts.optimizer.zero_grad(set_to_none=True)
+        step.optimizer.zero_grad(set_to_none=True)
         restore()
         yield
 
@@ -83,55 +117,35 @@ def trace(step: TrainStep, inputs: Inputs) -> None:
 
     The network's output is not computed meanwhile, so the loss gets zeros.
     """
-    parts, precision = step.parts, step.recipe.precision
-    feed = parts.feed.module if isinstance(parts.feed, CompiledCall) else parts.feed  # it is compiled later
+    call_net, call_loss = step.module.calls
+    feed = step.feed.module if isinstance(step.feed, CompiledCall) else step.feed  # it is compiled later
     sample: Sample = feed(*inputs)
-    images, labels = parts.mixer(sample.images, sample.labels, step.count)
-    with parts.optimizer_step.gradient_slots():
-        with autocast(precision, step.device):
-            output = parts.call_net(images)
+    images, labels = step.mixer(sample.images, sample.labels, step.count)
+    with step.gradient_slots():
+        with autocast(step.recipe.precision, step.device):
+            output = call_net(images)
         # From a number, whose kernel is the first of autograd's thread: if cuBLAS were, it would warn that there is
         # no CUDA context.
         (0 * (output.logits.sum() + output.features.sum())).backward()
-    logits, features = (torch.zeros_like(one).requires_grad_() + 0 for one in output)
-    with autocast(precision, step.device):
-        value = parts.call_loss(logits, labels, features=features, index=sample.index)
-    step.scaler.scale(value).backward()
+    logits, features = (torch.zeros_like(value).requires_grad_() + 0 for value in output)
+    with autocast(step.recipe.precision, step.device):
+        loss = call_loss(logits, labels, features=features, index=sample.index)
+    step.scaler.scale(loss).backward()
 
 
 def snapshot(step: TrainStep) -> Callable[[], None]:
     """Remember what an incomplete step may change, except gradients; return a function that restores it."""
-    random = random_state(step.device)
-    names, watched = list(step.metrics.sums), [step.gate.sums, step.gate.history.now]
-    modules = step.parts.net, step.parts.loss
-    changed: list[Tensor] = [
-        *(one for module in modules for one in module.buffers()),
-        *watched,
-        *step.metrics.sums.values(),
-    ]
-    before = [value.clone() for value in changed]
+    random, names = random_state(step.device), list(step.metrics.sums)
+    state: list[Tensor] = [*step.module.buffers(), *step.metrics.sums.values(), step.gate.sums, step.gate.history.now]
+    before = [value.clone() for value in state]
 
     def restore() -> None:
-        for value, old in zip(changed, before, strict=True):
+        for value, old in zip(state, before, strict=True):
             value.copy_(old)
         step.metrics.sums = {name: step.metrics.sums[name] for name in names}
         restore_random_state(random, step.device)
 
     return restore
-
-
-def _try_batch_assembly(step: TrainStep, inputs: Inputs) -> None:
-    """Assemble a batch; if that cannot be compiled, network and loss still may be."""
-    calls = compiled_calls(step.parts.feed)
-    if not calls:
-        return
-    try:
-        step.parts.feed(*_first_part(step, inputs))
-    except _compiler_errors() as error:
-        if ran_out_of_memory(error):
-            raise
-        warnings.warn(f"batches are made without the compiler: {first_line(error)}", UserWarning, stacklevel=5)
-        calls[0].active = False
 
 
 def _first_part(step: TrainStep, inputs: Inputs) -> Inputs:

@@ -1,4 +1,4 @@
-"""Distributed training: process group, decisions on rank 0, and exchange of buffers and signals."""
+"""Distributed training: process group, gradient reduction, decisions on rank 0, and exchange of buffers and signals."""
 
 import gc
 import importlib
@@ -6,7 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fedlas import ranks
 from fedlas.training.prediction import rank
@@ -69,6 +70,21 @@ def _run_store() -> tuple[Any, int, int]:
     """Return a key space for this run; with the keys of the previous run it would wait forever."""
     store, own_rank, world_size = _rendezvous()
     return dist.PrefixStore(f"run {next(_run_numbers)}", store), own_rank, world_size  # type: ignore[attr-defined]
+
+
+def wrap_in_ddp(module: nn.Module, device: torch.device) -> nn.Module:
+    """Return a module wrapped in DistributedDataParallel; the module itself if there is one process."""
+    if ranks.count() == 1:
+        return module
+    return DistributedDataParallel(module, device_ids=[device.index] if device.type == "cuda" else None)
+
+
+def gradient_reduction(module: nn.Module, *, needed: bool) -> AbstractContextManager[None]:
+    """Return a context for a backward pass that reduces gradients across ranks only if needed."""
+    if needed or not isinstance(module, DistributedDataParallel):
+        return nullcontext()
+    deferred: AbstractContextManager[None] = module.no_sync()
+    return deferred
 
 
 def is_rank_zero() -> bool:

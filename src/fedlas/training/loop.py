@@ -29,13 +29,7 @@ from fedlas.training import checkpoint
 from fedlas.training.backend_flags import backend_flags, enable_cudnn_benchmark, on_training_stream, raise_compile_limit
 from fedlas.training.build import select_device
 from fedlas.training.callbacks import AbstractCallback, check_callbacks
-from fedlas.training.distributed import (
-    any_signal,
-    broadcast_buffers,
-    decide_on_rank_zero,
-    is_rank_zero,
-    process_group,
-)
+from fedlas.training.distributed import any_signal, broadcast_buffers, decide_on_rank_zero, is_rank_zero, process_group
 from fedlas.training.prediction import Source, predictions_of
 from fedlas.training.progress import default_callbacks, downloads, write_board
 from fedlas.training.protocols import check_parts
@@ -191,9 +185,9 @@ class _Training:
         self.resume_hint = "run the same command again to continue" if resume else f"continue with {RESUME}"
         self.writer = checkpoint.Writer()
         self.signals = StopSignals(ignore_repeats=ranks.count() > 1)
-        self.validation_source = session.evaluation("val")
+        self.validation_source = session.evaluation_source("val")
         if self.recipe.feedback == "train":
-            self.feedback_source = session.feedback()
+            self.feedback_source = session.feedback_source()
 
     def train(self) -> None:
         """Train, then write the predictions."""
@@ -239,7 +233,7 @@ class _Training:
         self.session.net.train()
         step = epoch * self.session.steps_per_epoch + first_step
         for inputs in self.session.batches(epoch, first_step):
-            self.session.execute(*inputs)
+            self.session.runner.run(*inputs)
             step += 1
             self._after_step(epoch, step)
         broadcast_buffers(self.session.net)
@@ -254,7 +248,7 @@ class _Training:
         images = (self.session.steps_per_epoch - first_step) * self.recipe.batch_size
         record[MACHINE] = {
             "seconds": time.perf_counter() - start_time,
-            "images_per_second": min(images, self.session.samples) / max(seconds, 1e-9),
+            "images_per_second": min(images, self.session.num_samples) / max(seconds, 1e-9),
             "memory_mib": _memory(self.session.device),
             "continued_at_step": first_step or None,
         }
@@ -390,7 +384,7 @@ class _Training:
         decide_on_rank_zero(self._record_checksums)
         states = {"last": {name: value.clone() for name, value in self.session.net.model.state_dict().items()}}
         states["best"] = self.session.best
-        self._predict_all(states, {name: self.session.evaluation(name) for name in self.recipe.splits})
+        self._predict_all(states, {name: self.session.evaluation_source(name) for name in self.recipe.splits})
         sources = {f"ood-{name}": self.session.ood_source(name) for name in self.recipe.ood}
         self._predict_all(states, sources, labelled=False)
 

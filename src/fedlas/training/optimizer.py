@@ -1,24 +1,17 @@
-"""Optimizer, gradient clipping and learning rate, such that a step can be captured in a CUDA graph.
+"""Optimizers and gradient clipping, such that a step can be captured in a CUDA graph.
 
-The learning rate is a function of the step: a table on the device, indexed by a counter on the device, and written
-into tensors that the optimizer reads. Optimizers are fused: only those accept a tensor as learning rate, and a flag on
-the device that makes them skip a step.
-
-    constant    ────────     multi_step  ───┐__      cosine   ─╮
-                                            └─                 ╰──
-    one_cycle   ╱─╮          triangle    ╱╲          warmup    ╱──── in front of the first three
-                  ╰──                      ╲__
+Optimizers are fused: only those accept a tensor as learning rate, and a flag on the device that makes them skip a step.
+Clipping and unscaling of gradients do not wait for the device.
 """
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from fedlas import ranks
 from fedlas.errors import UserError
 from fedlas.training.epoch_metrics import EpochMetrics
 from fedlas.training.precision import GradientScaler
@@ -43,11 +36,7 @@ def build_optimizer(
         )
     else:
         optimizer = torch.optim.AdamW(
-            groups,
-            lr=rates.groups[0],
-            betas=(recipe.beta1, recipe.beta2),
-            fused=True,
-            capturable=device.type == "cuda",
+            groups, lr=rates.groups[0], betas=(recipe.beta1, recipe.beta2), fused=True, capturable=device.type == "cuda"
         )
     for parameter in parameters_of(optimizer):
         optimizer.state[parameter] = _initial_state(recipe, parameter)
@@ -121,79 +110,50 @@ def is_finite(value: Float[Tensor, ""]) -> Bool[Tensor, ""]:
     return (value - value) == 0
 
 
-@runtime_checkable
-class StepFunction(Protocol):
-    """Ends a training step: clipping, learning rate, optimizer step and step counter."""
+@torch.no_grad()
+def clip_gradients(
+    recipe: Recipe, net: nn.Module, loss: nn.Module, scaler: GradientScaler
+) -> tuple[Float[Tensor, ""], Bool[Tensor, ""]]:
+    """Clip the gradients of the network, as in the official code, or of network and loss; undo the loss scale.
 
-    def __call__(
-        self, finite: Bool[Tensor, ""], count: Int[Tensor, ""], first_bad: Int[Tensor, ""], metrics: EpochMetrics
-    ) -> None:
-        """Update the parameters, or record the first bad step."""
+    Returns:
+        The gradient norm before clipping, and whether a gradient is not finite.
+    """
+    of_net, of_loss = ([p.grad for p in module.parameters() if p.grad is not None] for module in (net, loss))
+    clipped, others = ([*of_net, *of_loss], []) if recipe.clip_loss else (of_net, of_loss)
+    device = scaler.value.device
+    norm = scaler.unscale(gradient_norm(clipped, device))
+    overflow = ~is_finite(norm)
+    if others:  # not part of the norm
+        overflow = overflow | ~is_finite(gradient_norm(others, device))
+    if recipe.clip is None:
+        others = [*of_net, *of_loss]
+    else:
+        scale_gradients(clipped, scaler.unscale((recipe.clip / (norm + 1e-6)).clamp_max(1.0)))
+    if scaler.used:
+        scale_gradients(others, 1 / scaler.value)
+    return norm, overflow
+
+
+@runtime_checkable
+class FusedStep(Protocol):
+    """Clipping, learning rate, optimizer step and step counter by custom kernels."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the kernels support the present gradients."""
 
     def gradient_slots(self) -> AbstractContextManager[None]:
         """Return a context for forward and backward passes, in which gradients may be written to prepared memory."""
 
-
-class OptimizerStep:
-    """Ends a training step, by torch: clipping, learning rate, optimizer step, step counter.
-
-    Args:
-        recipe: clipping and precision.
-        net: the network.
-        loss: the loss, whose parameters are clipped only on request.
-        optimizer: fused, with learning rates in tensors.
-        rates: writes those tensors.
-    """
-
-    def __init__(
-        self, recipe: Recipe, net: nn.Module, loss: nn.Module, optimizer: torch.optim.Optimizer, rates: LearningRates
-    ) -> None:
-        self.recipe, self.net, self.loss, self.optimizer, self.rates = recipe, net, loss, optimizer, rates
-        self.skip: Tensor = getattr(optimizer, SKIP)
-        self.device = self.skip.device
-        self.scaler = GradientScaler(recipe.precision, self.device)
-
-    def gradient_slots(self) -> AbstractContextManager[None]:
-        """Return a context for forward and backward passes; autograd accumulates the gradients."""
-        return nullcontext()
-
-    @torch.no_grad()
     def __call__(
-        self, finite: Bool[Tensor, ""], count: Int[Tensor, ""], first_bad: Int[Tensor, ""], metrics: EpochMetrics
+        self, loss_is_valid: Bool[Tensor, ""], count: Int[Tensor, ""], first_bad: Int[Tensor, ""], metrics: EpochMetrics
     ) -> None:
-        """Clip the gradients and update the parameters, unless this or an earlier step is bad.
+        """Update the parameters, or record the first bad step.
 
         Args:
-            finite: whether the loss is finite.
-            count: number of the step; increased by one.
+            loss_is_valid: whether the loss is finite and not too large.
+            count: step counter, incremented.
             first_bad: number of the first bad step, negative if there is none.
-            metrics: sums of the epoch.
+            metrics: sums of the epoch, to which the gradient norm is added.
         """
-        self.rates.set(count)
-        net, loss = ([p.grad for p in m.parameters() if p.grad is not None] for m in (self.net, self.loss))
-        together = self.recipe.clip_loss
-        norm = self.scaler.unscale(gradient_norm([*net, *loss] if together else net, self.device))
-        overflow = ~is_finite(norm)
-        if loss and not together:  # not part of the norm
-            overflow = overflow | ~is_finite(gradient_norm(loss, self.device))
-        self._clip(net, loss, norm)
-        if ranks.count() > 1:  # all ranks must skip together
-            finite = ranks.total((~finite).float()) == 0
-        bad = ~finite | self.scaler.is_final(overflow)
-        first_bad.copy_(torch.where((first_bad < 0) & bad, count, first_bad))
-        skip = (first_bad >= 0) | overflow
-        self.skip.copy_(skip)
-        self.optimizer.step()
-        self.scaler.update(overflow)
-        metrics.add_norm(torch.where(skip, 0, norm))
-        count.add_(1)
-
-    def _clip(self, net: list[Tensor], loss: list[Tensor], norm: Float[Tensor, ""]) -> None:
-        """Clip the gradients of the network, as published, or those of network and loss together."""
-        clipped, others = ([*net, *loss], []) if self.recipe.clip_loss else (net, loss)
-        if self.recipe.clip is None:
-            others = [*net, *loss]
-        else:
-            scale_gradients(clipped, self.scaler.unscale((self.recipe.clip / (norm + 1e-6)).clamp_max(1.0)))
-        if self.scaler.used:
-            scale_gradients(others, 1 / self.scaler.value)

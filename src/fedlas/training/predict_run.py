@@ -125,10 +125,10 @@ def _training_data(run: Run, recipe: Recipe, common: dict[str, Any]) -> Abstract
 
 def _warn_about_labels(training_data: AbstractDataset, dataset: AbstractDataset) -> None:
     """Warn that labels of a user's images are ignored if their classes are not those of the network."""
-    trained, given = training_data.class_names, dataset.class_names
-    if "all" in dataset.splits and len(given) > 1 and trained != given:
+    trained, present = training_data.class_names, dataset.class_names
+    if "all" in dataset.splits and len(present) > 1 and trained != present:
         warnings.warn(
-            f"labels are ignored: the classes of the data ({_abbreviate(given)}) are not those of the network "
+            f"labels are ignored: the classes of the data ({_abbreviate(present)}) are not those of the network "
             f"({_abbreviate(trained)}); pass class_names=[...] with the classes of the network, in its order",
             stacklevel=3,
         )

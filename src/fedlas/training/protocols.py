@@ -27,7 +27,7 @@ from fedlas.losses import CATALOG as LOSSES
 from fedlas.losses import build_loss
 from fedlas.models import CATALOG as MODELS
 from fedlas.models import AbstractNetwork, check_model
-from fedlas.training.recipe import PUBLISHED, Recipe
+from fedlas.training.recipe import OFFICIAL_SUFFIX, Recipe
 from fedlas.training.recipe_text import Plain
 
 Values = dict[str, Plain]
@@ -50,17 +50,17 @@ class Protocol:
         summary: description in one sentence.
         models: returns the networks of the protocol for a data set; the first one is the default.
         values: returns the recipe fields for a data set and a network.
-        published: whether the settings are those of a publication, defined for some data sets only.
+        paper_data_only: whether the settings are defined only for the data sets of the paper.
     """
 
     name: str
     summary: str
     models: Callable[[str], tuple[str, ...]]
     values: Callable[[str, str], Values]
-    published: bool = False
+    paper_data_only: bool = False
 
 
-def published_models(data: str) -> tuple[str, ...]:
+def paper_models(data: str) -> tuple[str, ...]:
     """Return the networks that the paper trains on a data set."""
     if data in SMALL_IMAGES:
         return "resnet50_cifar", "resnet101_cifar"
@@ -69,7 +69,7 @@ def published_models(data: str) -> tuple[str, ...]:
     return ("vit_base_patch16_384", "resnet101") if data in NATURAL_IMAGES else ()
 
 
-def published_values(data: str, model: str) -> Values:
+def paper_values(data: str, model: str) -> Values:
     """Return the recipe fields of the paper."""
     sgd: Values = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "clip": 2.0}
     steps: Values = {"schedule": "multi_step", "decay": 0.1, "precision": "fp32"}
@@ -107,7 +107,7 @@ def _has_weights(model: str) -> bool:
 
 def official_values(data: str, model: str) -> Values:
     """Return the recipe fields of the official code."""
-    values = published_values(data, model) | {"precision": "fp32", "channels_last": False}
+    values = paper_values(data, model) | {"precision": "fp32", "channels_last": False}
     return values | {"data_options": {**values.get("data_options", {}), **DATA.find(data).published}}
 
 
@@ -158,8 +158,8 @@ def standard_values(_data: str, _model: str) -> Values:
 
 
 PROTOCOLS = (
-    Protocol("paper", "the settings of the paper", published_models, published_values, published=True),
-    Protocol("official", "the settings of the official code", published_models, official_values, published=True),
+    Protocol("paper", "the settings of the paper", paper_models, paper_values, paper_data_only=True),
+    Protocol("official", "the settings of the official code", paper_models, official_values, paper_data_only=True),
     Protocol("fast", "20 epochs of a ResNet-18, batch 512, one cycle", fast_models, fast_values),
     Protocol("small", "15 epochs of a small network, for a CPU", small_models, small_values),
     Protocol("standard", "100 epochs of a ResNet-18, batch 128, steps", standard_models, standard_values),
@@ -197,7 +197,7 @@ def _data_options(values: Values) -> Values:
 
 
 def loss_options(loss: str, data: str, *, official: bool = False) -> Values:
-    """Return the published hyperparameters of a loss on a data set where they differ from its defaults."""
+    """Return the hyperparameters that the paper gives a loss on a data set where they differ from its defaults."""
     small, base, is_fedlas = data in SMALL_IMAGES, loss.removeprefix("fedlas_"), loss.startswith("fedlas_")
     has_values = data in (*SMALL_IMAGES, TINY) or data in NATURAL_IMAGES
     values: Values = {}
@@ -248,7 +248,7 @@ def check_parts(recipe: Recipe) -> None:
     """Raise if a data set, network, loss or one of their options is unknown, before data is read."""
     build_data(recipe.data, seed=recipe.seed, **recipe.data_options)
     for name in recipe.ood:
-        DATA.find(name.removesuffix(PUBLISHED))
+        DATA.find(name.removesuffix(OFFICIAL_SUFFIX))
     check_model(recipe.model, **recipe.model_options)
     classes, weight = getattr(DATA.find(recipe.data), "num_classes", None), recipe.loss_options.get("weight")
     if not isinstance(classes, int):  # the classes of an image folder are counted when it is read
@@ -264,8 +264,8 @@ def check_parts(recipe: Recipe) -> None:
 def _protocol(data: str, model: str | None, name: str | None) -> Protocol:
     if name is not None:
         chosen = protocol_named(name)
-        if chosen.published and not chosen.models(data):
-            others = [protocol for protocol in PROTOCOLS if not protocol.published]
+        if chosen.paper_data_only and not chosen.models(data):
+            others = [protocol for protocol in PROTOCOLS if not protocol.paper_data_only]
             alternatives = [
                 protocol.name + ("" if model or protocol.models(data) else " (with --model)") for protocol in others
             ]

@@ -31,8 +31,9 @@ Optimizer: TypeAlias = Literal["sgd", "adamw"]
 Schedule: TypeAlias = Literal["constant", "multi_step", "cosine", "one_cycle", "triangle"]
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
 
-PUBLISHED = "-published"  # suffix of a test split with the preprocessing of the official code
-SPLITS = ("train", "val", "test", f"test{PUBLISHED}")
+# Suffix of a test split with the preprocessing of the official code. Stored recipes, results and file names have it.
+OFFICIAL_SUFFIX = "-published"
+SPLITS = ("train", "val", "test", f"test{OFFICIAL_SUFFIX}")
 OPTIONS = ("data_options", "model_options", "loss_options")
 # Options that a run sets itself, and where their values come from.
 RESERVED_OPTIONS: Mapping[str, Mapping[str, str]] = {
@@ -85,10 +86,10 @@ class Recipe:
         beta1: decay of AdamW's first moment.
         beta2: decay of AdamW's second moment.
         weight_decay: weight decay.
-        decay_all: apply weight decay to every parameter, as published; otherwise only to weight matrices and kernels.
+        decay_all: apply weight decay to all parameters, as in the official code; or to matrices and kernels only.
         gate_lr_factor: factor of the learning rate for the parameters of the loss.
         gate_weight_decay: weight decay of the parameters of the loss; by default that of the network.
-        schedule: learning-rate schedule; `fedlas.training.optimizer` draws them.
+        schedule: learning-rate schedule; `fedlas.training.schedule` draws them.
         milestones: epochs after which "multi_step" multiplies the learning rate by `decay`.
         decay: factor of "multi_step".
         warmup: epochs in which the learning rate rises from 0.
@@ -96,7 +97,7 @@ class Recipe:
         start_factor: first learning rate of these two, as a fraction of the maximum.
         end_factor: last learning rate of these two and of "cosine", as a fraction of the maximum.
         clip: maximum gradient norm; None for no clipping.
-        clip_loss: clip the parameters of the loss together with those of the network; published: the network alone.
+        clip_loss: clip the parameters of the loss together with those of the network, unlike the official code.
         mixup: alpha of mixup; 0 disables it.
         cutmix: alpha of CutMix; 0 disables it. With both, each step uses one of them at random.
         precision: "fp32", "tf32", "bf16" or "fp16"; the loss always computes in float32.

@@ -78,16 +78,7 @@ def parse_field(name: str, kind: Any, text: str) -> Plain:  # noqa: PLR0911 (one
         parts = [part.strip() for part in text.strip("[]()").split(",")]
         return tuple(parse_field(name, get_args(kind)[0], part) for part in parts if part)
     if kind is bool:
-        booleans = {
-            "true": True,
-            "yes": True,
-            "on": True,
-            "1": True,
-            "false": False,
-            "no": False,
-            "off": False,
-            "0": False,
-        }
+        booleans = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
         if text.lower() not in booleans:
             raise UserError(f"{name} must be true or false, not {text!r}")
         return booleans[text.lower()]

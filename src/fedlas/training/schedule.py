@@ -1,4 +1,13 @@
-"""Learning-rate schedules, as tables on the device that a captured step can index."""
+"""Learning-rate schedules, as tables on the device that a captured step can index.
+
+The learning rate is a function of the step: a table on the device, indexed by a counter on the device, and written
+into tensors that the optimizer reads.
+
+    constant    ────────     multi_step  ───┐__      cosine   ─╮
+                                            └─                 ╰──
+    one_cycle   ╱─╮          triangle    ╱╲          warmup    ╱──── in front of the first three
+                  ╰──                      ╲__
+"""
 
 import math
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from fedlas import ranks
 from fedlas.catalog import keywords
@@ -26,14 +25,14 @@ from fedlas.training.build import (
     check_batch_size,
     steps_per_epoch,
 )
-from fedlas.training.capture import StepExecutor
+from fedlas.training.capture import StepRunner
 from fedlas.training.checkpoint import RESTORE_ERRORS, restore_module
 from fedlas.training.compilation import ran_out_of_memory
 from fedlas.training.distributed import gather_objects
 from fedlas.training.optimizer import load_optimizer_state, optimizer_state
 from fedlas.training.prediction import Source, evaluation_source, images_dtype, rank
 from fedlas.training.random_state import random_state, restore_random_state, seed_everything
-from fedlas.training.recipe import PUBLISHED, Recipe
+from fedlas.training.recipe import OFFICIAL_SUFFIX, Recipe
 from fedlas.training.run_folder import RunError
 from fedlas.training.validation import feedback_samples, with_first_half
 
@@ -47,6 +46,17 @@ class Session:
         data_root: folder of the data sets.
         capture: whether the step may be captured in a CUDA graph.
         progress: called while files of the data are downloaded.
+
+    Attributes:
+        data: the data set.
+        train_source: batches of the training split.
+        net: the network.
+        loss: the loss.
+        step: the training step, with optimizer, learning rates, metrics and gate statistics.
+        runner: runs the step, captured if possible.
+        epoch: number of finished epochs.
+        position: number of finished steps of the next epoch.
+        best: weights of the best epoch so far.
     """
 
     def __init__(
@@ -58,23 +68,33 @@ class Session:
         capture: bool = True,
         progress: Progress | None = None,
     ) -> None:
-        self.recipe, self.device = recipe, device
-        self._common = {"progress": progress} | ({} if data_root is None else {"root": data_root})
-        self.world = ranks.count()
-        self.data = build_data(recipe.data, seed=recipe.seed, **self._common, **recipe.data_options)
+        self.recipe, self.device, self.world_size = recipe, device, ranks.count()
+        self._data_options = {"progress": progress} | ({} if data_root is None else {"root": data_root})
+        self.data = build_data(recipe.data, seed=recipe.seed, **self._data_options, **recipe.data_options)
         self._ood_data: dict[str, AbstractDataset] = {}
-        self.epoch, self.position = 0, 0  # finished epochs, and steps of the next one
-        self.best: dict[str, Tensor] = {}
-        self.best_epoch, self.best_accuracy = 0, -1.0
         self._check_classes()
         split = self.data.split("train")
         if recipe.train_on_v1:
             split = with_first_half(split, self.data.split("val"))
-        self.samples = len(split)
-        check_batch_size(recipe, self.samples, self.world)
-        self._build(split, capture=capture and recipe.capture and self.world == 1)
-        if self.world > 1:
+        self.num_samples = len(split)
+        check_batch_size(recipe, self.num_samples, self.world_size)
+        self.train_source = self._build_train_source(split)
+
+        seed_everything(recipe.seed)
+        num_classes = self.data.num_classes
+        model = build_recipe_model(recipe, self.data)
+        self.loss = build_recipe_loss(recipe, self.num_samples, num_classes).to(device)
+        network = build_network(recipe, model, device)
+        self.net: WithFeatures = network.net
+        self.step = build_step(recipe, network, self.loss, self.train_source, self.num_samples, num_classes=num_classes)
+        capture = capture and recipe.capture and self.world_size == 1
+        self.runner = StepRunner(self.step, network.precompile, capture=capture)
+        if self.world_size > 1:
             seed_everything(recipe.seed + 7919 * rank())  # dropout must differ between ranks
+
+        self.epoch, self.position = 0, 0
+        self.best: dict[str, Tensor] = {}
+        self.best_epoch, self.best_accuracy = 0, -1.0
 
     def _check_classes(self) -> None:
         if self.data.num_classes < 2:
@@ -84,22 +104,9 @@ class Session:
         except ValueError as error:  # predictions would be refused after the training
             raise RunError(f"{self.data.title}: {error}") from error
 
-    def _build(self, split: Split, *, capture: bool) -> None:
-        """Build source, network, loss and step."""
-        recipe, num_classes = self.recipe, self.data.num_classes
-        self.train = self._training_source(split)
-        seed_everything(recipe.seed)
-        model = build_recipe_model(recipe, self.data)
-        loss = build_recipe_loss(recipe, self.samples, num_classes)
-        network = build_network(recipe, model, self.device)
-        self.net: WithFeatures = network.net
-        self.step = build_step(recipe, network, loss, self.train, self.samples, num_classes=num_classes)
-        self.loss = self.step.parts.loss
-        self.execute = StepExecutor(self.step, capture=capture)
-
-    def _training_source(self, split: Split) -> Source:
+    def _build_train_source(self, split: Split) -> Source:
         recipe, transform = self.recipe, self.data.transform_for("train")
-        shared: dict[str, Any] = {
+        options: dict[str, Any] = {
             "train": True,
             "seed": recipe.seed,
             "device": self.device,
@@ -108,50 +115,50 @@ class Session:
             "cache": recipe.cache,
         }
         if self.data.resident:
-            return Resident(split, transform, **shared)
+            return Resident(split, transform, **options)
         return Loader(
             split,
             transform,
             batch_size=recipe.batch_size,
             drop_last=recipe.drop_last,
             rank=rank(),
-            world=self.world,
+            world=self.world_size,
             workers=recipe.workers,
-            **shared,
+            **options,
         )
 
     @property
     def steps_per_epoch(self) -> int:
         """Number of batches of an epoch."""
-        return steps_per_epoch(self.recipe, self.samples)
+        return steps_per_epoch(self.recipe, self.num_samples)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
         """Iterate over the inputs of the steps of an epoch, from a step on."""
-        if isinstance(self.train, Resident):
-            self.train.set_epoch(epoch)
+        if isinstance(self.train_source, Resident):
+            self.train_source.set_epoch(epoch)
             for whole in self.batch_indices(epoch)[start:]:
-                yield (share_of_batch(whole, rank(), self.world),)
+                yield (share_of_batch(whole, rank(), self.world_size),)
         else:
-            self.train.set_epoch(epoch, start)
-            for sample in self.train:
+            self.train_source.set_epoch(epoch, start)
+            for sample in self.train_source:
                 yield tuple(sample)
 
     def batch_indices(self, epoch: int) -> tuple[Tensor, ...]:
         """Return the positions in the training split of each batch of an epoch, over all ranks."""
-        indices: Tensor = order(self.samples, self.recipe.seed, epoch, self.device)
+        indices: Tensor = order(self.num_samples, self.recipe.seed, epoch, self.device)
         return tuple(indices.split(self.recipe.batch_size))[: self.steps_per_epoch]
 
-    def evaluation(self, split: str) -> Source:
+    def evaluation_source(self, split: str) -> Source:
         """Return a source of a split of the run's data; "test-published" uses the transform of the official code."""
-        name = split.removesuffix(PUBLISHED)
+        name = split.removesuffix(OFFICIAL_SUFFIX)
         transform = self.data.transform_for(name)
         if name != split:
-            transform = self._published_transform(self.recipe.data, transform)
+            transform = self._official_transform(self.recipe.data, transform)
         return evaluation_source(
             self.data.split(name), transform, self.recipe, self.device, resident=self.data.resident
         )
 
-    def feedback(self) -> Source:
+    def feedback_source(self) -> Source:
         """Return a source of training samples without augmentation, as many as feedback needs."""
         count = len(self.data.split("val")) // (2 if self.recipe.halve_validation else 1)
         split = feedback_samples(self.data.split("train"), count)
@@ -164,28 +171,30 @@ class Session:
         "cifar100-published" uses the transform that the official code has for that data set.
         """
         data, transform = self.ood_data(name), self.data.transform_for("test")
-        if name.endswith(PUBLISHED):
-            transform = self._published_transform(name.removesuffix(PUBLISHED), transform)
+        if name.endswith(OFFICIAL_SUFFIX):
+            transform = self._official_transform(name.removesuffix(OFFICIAL_SUFFIX), transform)
         return evaluation_source(data.split("test"), transform, self.recipe, self.device, resident=data.resident)
 
-    def _published_transform(self, name: str, usual: Transform) -> Transform:
+    def _official_transform(self, name: str, usual: Transform) -> Transform:
         """Return the transform of the official code for test images; raise if it equals the default one."""
         options = self.recipe.data_options if name == self.recipe.data else {}
-        data = build_data(name, seed=self.recipe.seed, **self._common, **{**options, **DATA.find(name).published})
+        data = build_data(name, seed=self.recipe.seed, **self._data_options, **{**options, **DATA.find(name).published})
         transform = data.transform_for("test")
         if transform == usual:
-            raise RunError(f"the official code transforms the test images of {name} like fedlas; leave out {PUBLISHED}")
+            raise RunError(
+                f"the official code transforms the test images of {name} like fedlas; leave out {OFFICIAL_SUFFIX}"
+            )
         return transform
 
     def ood_data(self, name: str) -> AbstractDataset:
         """Return an OOD data set by its name, with or without the suffix of its transform."""
-        name = name.removesuffix(PUBLISHED)
+        name = name.removesuffix(OFFICIAL_SUFFIX)
         if name not in self._ood_data:
             if "path" in keywords(DATA.find(name)):
                 raise RunError(
                     f"ood={name} does not say which images; see: fedlas predict RUN --data {name} --set path="
                 )
-            self._ood_data[name] = build_data(name, **self._common)
+            self._ood_data[name] = build_data(name, **self._data_options)
         return self._ood_data[name]
 
     @property
@@ -196,14 +205,14 @@ class Session:
     def check(self) -> None:
         """Raise before training if data that the end of the run needs is missing."""
         for name in dict.fromkeys(("val", *self.recipe.splits)):
-            if not len(self.data.split(name.removesuffix(PUBLISHED))):
+            if not len(self.data.split(name.removesuffix(OFFICIAL_SUFFIX))):
                 raise RunError(f"the {name} split of {self.data.title} is empty")
         for name in self.recipe.ood:
             self.ood_data(name).split("test")
         for name in (*self.recipe.splits, *self.recipe.ood):
-            if name.endswith(PUBLISHED):
-                data = name.removesuffix(PUBLISHED).replace("test", self.recipe.data)
-                self._published_transform(data, self.data.transform_for("test"))
+            if name.endswith(OFFICIAL_SUFFIX):
+                data = name.removesuffix(OFFICIAL_SUFFIX).replace("test", self.recipe.data)
+                self._official_transform(data, self.data.transform_for("test"))
         if self.validates_on_test and self.loss.needs_validation:
             raise RunError(
                 f"{self.recipe.loss} learns from validation data, which selection=official takes from the test split; "
@@ -214,11 +223,9 @@ class Session:
 
     def close(self) -> None:
         """Stop the worker processes of the loader, and release the process group."""
-        if isinstance(self.train, Loader):
-            self.train.close()
-        task = self.step.parts.task
-        if isinstance(task, DistributedDataParallel):  # it keeps the process group and its threads
-            self.step.parts.task = task.module
+        if isinstance(self.train_source, Loader):
+            self.train_source.close()
+        self.step.parallel_module = self.step.module  # DistributedDataParallel keeps the process group and its threads
 
     @torch.no_grad()
     def update_best(self, accuracy: float) -> None:
@@ -240,7 +247,7 @@ class Session:
             "position": self.position,
             "model": self.net.model.state_dict(),
             "loss": self.loss.state_dict(),
-            "optimizer": optimizer_state(self.step.parts.optimizer),
+            "optimizer": optimizer_state(self.step.optimizer),
             "step": {
                 "count": self.step.count,
                 "scale": self.step.scaler.value,
@@ -259,7 +266,7 @@ class Session:
         try:
             restore_module(self.net.model, state["model"])
             restore_module(self.loss, state["loss"])
-            load_optimizer_state(self.step.parts.optimizer, state["optimizer"])
+            load_optimizer_state(self.step.optimizer, state["optimizer"])
             self._load_step(state["step"])
         except RESTORE_ERRORS as error:
             if ran_out_of_memory(error):

@@ -1,4 +1,4 @@
-"""One training step: batch assembly, forward, loss, backward, clipping, optimizer and learning rate.
+"""One training step: batch assembly, forward, loss, backward, clipping, learning rate, optimizer.
 
 All that a step reads or changes is in tensors on the device at fixed addresses: the step counter, the table of learning
 rates, weights, optimizer state, the state of the loss, the metrics of the epoch and the first bad step. The host
@@ -18,109 +18,110 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
+from fedlas import ranks
 from fedlas.data.base import Sample
-from fedlas.losses.base import AbstractLoss
-from fedlas.models import Output, WithFeatures
+from fedlas.training.distributed import gradient_reduction
 from fedlas.training.epoch_metrics import EpochMetrics
 from fedlas.training.gate_statistics import GateStatistics
 from fedlas.training.mixup import Mixer
-from fedlas.training.optimizer import StepFunction
+from fedlas.training.network_with_loss import NetworkWithLoss
+from fedlas.training.optimizer import SKIP, FusedStep, clip_gradients
 from fedlas.training.precision import GradientScaler, autocast
 from fedlas.training.recipe import Recipe
+from fedlas.training.schedule import LearningRates
 
 DIVERGED = 1e4  # times the loss of guessing: training does not recover from that
-Inputs = tuple[Tensor, ...]
 
 
-@dataclass
-class Parts:
-    """Components of a step.
-
-    Args:
-        recipe: the recipe.
-        task: network and loss as one module, wrapped for several processes if there are any.
-        net: the network.
-        loss: the loss.
-        call_net: the network or its compiled form.
-        call_loss: the loss or its compiled form.
-        feed: assembles the batch from the inputs of a step.
-        mixer: mixup and CutMix.
-        optimizer: the optimizer.
-        scaler: loss scale.
-        optimizer_step: ends a step: clipping, learning rate, optimizer; by torch, or by custom kernels.
-        precompile: context that pre-compiles custom kernels, if there are any.
-    """
-
-    recipe: Recipe
-    task: nn.Module
-    net: WithFeatures
-    loss: AbstractLoss
-    call_net: Callable[..., Output]
-    call_loss: Callable[..., Tensor]
-    feed: Callable[..., Sample]
-    mixer: Mixer
-    optimizer: torch.optim.Optimizer
-    scaler: GradientScaler
-    optimizer_step: StepFunction
-    precompile: Callable[[], AbstractContextManager[Any]] | None = None
-
-
+@dataclass(eq=False)
 class TrainStep:
     """Trains on one batch at a time, eagerly.
 
     Args:
-        parts: network, loss, optimizer and other components.
+        recipe: precision, clipping, and the number of parts of a batch.
+        feed: assembles images, labels and positions of a batch.
+        mixer: mixup and CutMix.
+        module: network and loss.
+        parallel_module: the same wrapped in DistributedDataParallel; the module itself if there is one process.
+        optimizer: fused, with learning rates in tensors.
+        rates: writes the learning rates of a step to these tensors.
         metrics: sums of the epoch.
         gate: statistics of the gate of the loss.
+        fused_step: custom kernels for clipping, learning rate and optimizer, if available.
     """
 
-    def __init__(self, parts: Parts, metrics: EpochMetrics, gate: GateStatistics) -> None:
-        self.parts, self.metrics, self.gate = parts, metrics, gate
-        self.recipe, self.scaler, self.device = parts.recipe, parts.scaler, metrics.device
+    recipe: Recipe
+    feed: Callable[..., Sample]
+    mixer: Mixer
+    module: NetworkWithLoss
+    parallel_module: nn.Module
+    optimizer: torch.optim.Optimizer
+    rates: LearningRates
+    metrics: EpochMetrics
+    gate: GateStatistics
+    fused_step: FusedStep | None = None
+
+    def __post_init__(self) -> None:
+        self.device = self.metrics.device
+        self.scaler = GradientScaler(self.recipe.precision, self.device)
         self.count = torch.zeros((), dtype=torch.int64, device=self.device)
         self.first_bad = torch.full((), -1, dtype=torch.int64, device=self.device)
 
     def __call__(self, *inputs: Tensor) -> None:
         """Train on a batch, given the inputs of the batch assembly; must not synchronise with the device."""
-        self.parts.optimizer.zero_grad(set_to_none=True)
-        pieces = list(zip(*(value.chunk(self.recipe.accumulate) for value in inputs), strict=True))
-        acceptable = []
-        with self.parts.optimizer_step.gradient_slots():
-            for number, piece in enumerate(pieces, start=1):
-                with self._reduction(last=number == len(pieces)):
-                    acceptable.append(self._forward_backward(piece, len(piece[0]) / len(inputs[0])))
-        self.parts.optimizer_step(reduce(torch.logical_and, acceptable), self.count, self.first_bad, self.metrics)
+        self.optimizer.zero_grad(set_to_none=True)
+        parts = list(zip(*(value.chunk(self.recipe.accumulate) for value in inputs), strict=True))
+        valid = []
+        with self.gradient_slots():
+            for number, part in enumerate(parts, start=1):
+                with gradient_reduction(self.parallel_module, needed=number == len(parts)):
+                    valid.append(self._forward_backward(part, len(part[0]) / len(inputs[0])))
+        loss_is_valid = reduce(torch.logical_and, valid)
+        if self.fused_step is not None and self.fused_step.ready:
+            self.fused_step(loss_is_valid, self.count, self.first_bad, self.metrics)
+        else:
+            self._clip_and_update(loss_is_valid)
 
-    def _reduction(self, *, last: bool) -> AbstractContextManager[None]:
-        """Reduce gradients across ranks only with the last part of an accumulated step."""
-        task = self.parts.task
-        if last or not isinstance(task, DistributedDataParallel):
-            return nullcontext()
-        deferred: AbstractContextManager[None] = task.no_sync()
-        return deferred
+    def gradient_slots(self) -> AbstractContextManager[None]:
+        """Return a context for forward and backward passes, in which gradients may be written to prepared memory."""
+        return nullcontext() if self.fused_step is None else self.fused_step.gradient_slots()
 
-    def _forward_backward(self, inputs: Inputs, fraction: float) -> Bool[Tensor, ""]:
-        """Add the gradient of a batch, or of a part of one; return whether its loss is acceptable."""
-        sample = self.parts.feed(*inputs)
-        images, labels = self.parts.mixer(sample.images, sample.labels, self.count)
+    def _forward_backward(self, inputs: tuple[Tensor, ...], fraction: float) -> Bool[Tensor, ""]:
+        """Add the gradient of a batch, or of a part of one; return whether its loss is finite and not too large."""
+        sample = self.feed(*inputs)
+        images, labels = self.mixer(sample.images, sample.labels, self.count)
         with autocast(self.recipe.precision, self.device):
-            value, output = self.parts.task(images, labels, sample.index)
-        terms, summed = self.parts.loss.last_terms, self.parts.loss.reduction == "sum"
+            value, output = self.parallel_module(images, labels, sample.index)
+        terms, summed = self.module.loss.last_terms, self.module.loss.reduction == "sum"
         if fraction != 1 and summed:  # the sum over a part stands for that over the whole batch
             value, terms = value / fraction, {name: term / fraction for name, term in terms.items()}
         self.scaler.scale(value if fraction == 1 else value * fraction).backward()
         self.metrics.add_batch(value, terms, output.logits.detach(), sample.labels)
         self.gate.add(sample.index)
         limit = DIVERGED * math.log(output.logits.shape[1]) * (len(sample.labels) / fraction if summed else 1)
-        acceptable: Bool[Tensor, ""] = value.detach().abs() < limit  # False for NaN
-        return acceptable
+        is_valid: Bool[Tensor, ""] = value.detach().abs() < limit  # False for NaN
+        return is_valid
+
+    @torch.no_grad()
+    def _clip_and_update(self, loss_is_valid: Bool[Tensor, ""]) -> None:
+        """Clip the gradients and update the parameters, unless this or an earlier step is bad."""
+        self.rates.set(self.count)
+        norm, overflow = clip_gradients(self.recipe, self.module.net, self.module.loss, self.scaler)
+        if ranks.count() > 1:  # all ranks must skip together
+            loss_is_valid = ranks.total((~loss_is_valid).float()) == 0
+        bad = ~loss_is_valid | self.scaler.is_final(overflow)
+        self.first_bad.copy_(torch.where((self.first_bad < 0) & bad, self.count, self.first_bad))
+        skip = (self.first_bad >= 0) | overflow
+        getattr(self.optimizer, SKIP).copy_(skip)
+        self.optimizer.step()
+        self.scaler.update(overflow)
+        self.metrics.add_norm(torch.where(skip, 0, norm))
+        self.count.add_(1)
 
     def bad_step(self) -> int | None:
         """Wait for the device and return the first step whose loss or gradient was bad."""

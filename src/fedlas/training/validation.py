@@ -49,9 +49,9 @@ def with_first_half(train: Split, validation: Split) -> Split:
     return train.joined(validation.picked((~second_half(validation)).nonzero()[:, 0]))
 
 
-def feedback_samples(train: Split, count: int, seed: int = HALVES_SEED) -> Split:
+def feedback_samples(train: Split, count: int) -> Split:
     """Draw training samples that replace V1 as feedback (ablation)."""
-    drawn = np.random.RandomState(seed).permutation(len(train))[:count]
+    drawn = np.random.RandomState(HALVES_SEED).permutation(len(train))[:count]
     return train.picked(torch.from_numpy(drawn))
 
 

@@ -1,4 +1,4 @@
-"""What data sets are built from: the base classes, file formats, downloads, transforms and keyed random numbers."""
+"""Building blocks of data sets: base classes, file formats, downloads, transforms and counter-based random numbers."""
 
 from fedlas.data.base.dataset import (
     AbstractDataset,
@@ -16,8 +16,8 @@ from fedlas.data.base.dataset import (
     held_out_of_each_class,
     large_transform,
     one_of,
+    require_files,
     share_of_batch,
-    there,
 )
 
 __all__ = [
@@ -36,6 +36,6 @@ __all__ = [
     "held_out_of_each_class",
     "large_transform",
     "one_of",
+    "require_files",
     "share_of_batch",
-    "there",
 ]

@@ -1,6 +1,6 @@
 """The shared part of CIFAR-10 and CIFAR-100: their binary version or, if that is absent, the pickled one.
 
-The pickles are opened only if their MD5 is the published one, by an unpickler that creates plain data and arrays only.
+Pickles are read only if their MD5 is correct, with a restricted unpickler that creates plain data and arrays only.
 """
 
 from typing import ClassVar
@@ -23,8 +23,8 @@ class AbstractCIFAR(AbstractDataset):
     files: ClassVar[dict[str, tuple[str, str]]]
     binary_folder: ClassVar[str]
     pickle_folder: ClassVar[str]
-    label_bytes: ClassVar[int] = 1  # of a binary record; the last one is the class
-    label_key: ClassVar[str] = "labels"  # of a pickled batch
+    label_bytes: ClassVar[int] = 1  # label bytes of a binary record; the last one is the class
+    label_key: ClassVar[str] = "labels"  # key of the labels in a pickled batch
 
     def read(self, part: str) -> Part:
         names = [name for name in self.files if name.startswith("test") == (part == "test")]

@@ -1,12 +1,12 @@
-"""The base class of data sets: images with labels in their official order, and the splits that a seed selects.
+"""The base class of data sets: images with labels in their official order, and the splits that are drawn with a seed.
 
 A data set implements `read(part)`, which returns the official training or test part, and declares a few facts. This
 module makes the splits, checks the contents and finds the files. Nothing is read before the first `split`.
 
-    official train part ─► train, val      (the seed decides)
+    official train part ─► train, val      (depends on the seed)
     official test part  ─► test            (the same for every seed)
 
-`Split.index` is a sample's position in the data set's own order, which no seed changes.
+`Split.index` is the position of a sample in the original order of the data set; it does not depend on the seed.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from fedlas.errors import UserError
 NormalisationName: TypeAlias = Literal["imagenet", "half"]
 Images: TypeAlias = UInt8[Tensor, "n channels height width"] | tuple[Path, ...]
 Selection: TypeAlias = Literal["held_out", "official"]
-LOOKED_INTO = 1000  # the checksum of a split includes the content of at most so many image files
+LOOKED_INTO = 1000  # maximum number of image files whose content is part of the checksum of a split
 
 
 class Sample(NamedTuple):
@@ -62,11 +62,11 @@ class Split:
         name: "train", "val" or "test".
         images: bytes (N, C, H, W), or the paths of image files.
         labels: one class number per sample.
-        index: position of each sample in the data set's own order.
+        index: position of each sample in the original order of the data set.
         class_names: one name per class.
         dataset: catalogue name of the data set.
-        part: all image files of the part that the split was selected from; its splits share one cache file.
-        places: position of each sample of the split in that part.
+        part: all image files of the official part that contains the split; splits of a part share one cache file.
+        positions: position of each sample of the split in that part.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Split:
     class_names: tuple[str, ...]
     dataset: str
     part: tuple[Path, ...] | None = None
-    places: Int[Tensor, " n"] | None = None
+    positions: Int[Tensor, " n"] | None = None
 
     def __post_init__(self) -> None:
         if not len(self.images) == len(self.labels) == len(self.index):
@@ -89,23 +89,23 @@ class Split:
         return f"Split({self.dataset} {self.name}, n={len(self):,}, classes={len(self.class_names)})"
 
     def checksum(self) -> str:
-        """Return the SHA-256 of labels and images; for image files, of names, sizes and the last bytes of some."""
-        found = hashlib.sha256(self.labels.numpy().tobytes())
+        """Return the SHA-256 of labels and images; of image files only names, sizes and some contents are hashed."""
+        digest = hashlib.sha256(self.labels.numpy().tobytes())
         if isinstance(self.images, Tensor):
-            found.update(self.images.contiguous().numpy().data)
+            digest.update(self.images.contiguous().numpy().data)
         else:
-            apart = -(-len(self.images) // LOOKED_INTO)
-            for place, path in enumerate(self.images):
-                found.update(f"{path.parent.name}/{path.name} {path.stat().st_size}\n".encode())
-                if place % apart == 0:
-                    found.update(_last_bytes(path))
-        return found.hexdigest()
+            step = -(-len(self.images) // LOOKED_INTO)
+            for number, path in enumerate(self.images):
+                digest.update(f"{path.parent.name}/{path.name} {path.stat().st_size}\n".encode())
+                if number % step == 0:
+                    digest.update(_last_bytes(path))
+        return digest.hexdigest()
 
     def decoded(self, transform: Transform, *, cache: str | Path | None = None, workers: int | None = None) -> "Split":
-        """Load the images into memory, with the size and channels that a transform starts from.
+        """Load the images into memory, with the size and channels that a transform expects.
 
         Args:
-            transform: that of the data set the network was trained on, which may be another one.
+            transform: transform of the data set on which the network was trained; may differ from this data set.
             cache: a folder in which decoded images are cached.
             workers: threads that decode; by default one for each processor.
         """
@@ -114,37 +114,37 @@ class Split:
         if cache is None:
             images = decoded(self.images, transform, None, workers)
         else:
-            whole, places = self.kept(transform, cache, workers=workers)
-            images = whole[places]
-        return replace(self, images=images, part=None, places=None)
+            part_images, positions = self.kept(transform, cache, workers=workers)
+            images = part_images[positions]
+        return replace(self, images=images, part=None, positions=None)
 
     def kept(
         self, transform: Transform, cache: str | Path, *, workers: int | None = None
     ) -> tuple[UInt8[Tensor, "m channels stored stored"], Int[Tensor, " n"]]:
-        """Return the decoded images of the whole part, memory-mapped, and the positions of this split in them.
+        """Return the decoded images of the official part, memory-mapped, and the positions of this split in it.
 
         Args:
-            transform: that of the data set the network was trained on, which may be another one.
+            transform: transform of the data set on which the network was trained; may differ from this data set.
             cache: the folder of the cache file.
             workers: threads that decode; by default one for each processor.
         """
         if isinstance(self.images, Tensor):
             return fitted(self.images, transform), torch.arange(len(self))
-        part, places = self._origin()
-        return decoded(part, transform, Path(cache).expanduser(), workers), places
+        part, positions = self._origin()
+        return decoded(part, transform, Path(cache).expanduser(), workers), positions
 
     def _origin(self) -> tuple[tuple[Path, ...], Int[Tensor, " n"]]:
         assert not isinstance(self.images, Tensor)
-        return self.part or self.images, torch.arange(len(self)) if self.places is None else self.places
+        return self.part or self.images, torch.arange(len(self)) if self.positions is None else self.positions
 
-    def picked(self, positions: Int[Tensor, " m"]) -> "Split":
+    def picked(self, chosen: Int[Tensor, " m"]) -> "Split":
         """Select the samples at some positions of this split, in that order."""
-        labels, index = self.labels[positions], self.index[positions]
+        labels, index = self.labels[chosen], self.index[chosen]
         if isinstance(self.images, Tensor):
-            return replace(self, images=self.images[positions], labels=labels, index=index)
-        part, places = self._origin()
-        files = tuple(self.images[n] for n in positions.tolist())
-        return replace(self, images=files, labels=labels, index=index, part=part, places=places[positions])
+            return replace(self, images=self.images[chosen], labels=labels, index=index)
+        part, origin = self._origin()
+        files = tuple(self.images[n] for n in chosen.tolist())
+        return replace(self, images=files, labels=labels, index=index, part=part, positions=origin[chosen])
 
     def joined(self, other: "Split") -> "Split":
         """Append the samples of another split of the same part."""
@@ -153,9 +153,9 @@ class Split:
             assert isinstance(other.images, Tensor)
             return replace(self, images=torch.cat([self.images, other.images]), labels=labels, index=index)
         assert not isinstance(other.images, Tensor)
-        (part, places), (_, more) = self._origin(), other._origin()
-        files, places = self.images + other.images, torch.cat([places, more])
-        return replace(self, images=files, labels=labels, index=index, part=part, places=places)
+        (part, positions), (_, more) = self._origin(), other._origin()
+        files, positions = self.images + other.images, torch.cat([positions, more])
+        return replace(self, images=files, labels=labels, index=index, part=part, positions=positions)
 
 
 class Common(TypedDict, total=False):
@@ -178,7 +178,7 @@ class AbstractDataset(ABC):
 
     Args:
         root: the folder that holds data sets; by default `data_root()`.
-        seed: decides which samples of the training part are held out for validation.
+        seed: random seed that selects the training samples held out for validation.
         download: whether missing files may be downloaded.
         progress: called as progress(file name, bytes so far, bytes in total or None) during downloads.
     """
@@ -187,8 +187,8 @@ class AbstractDataset(ABC):
     citation: ClassVar[str]
     title: str  # name in tables
     num_classes: int
-    transform: Transform  # of every split; `transform_for` handles exceptions
-    # Keyword arguments that reproduce the official code where the default is another.
+    transform: Transform  # of all splits, unless `transform_for` is overridden
+    # Keyword arguments of the official code that differ from the defaults.
     published: ClassVar[Mapping[str, Any]] = {}
     splits: ClassVar[tuple[str, ...]] = ("train", "val", "test")
     resident: ClassVar[bool] = True  # whether the images are small enough to be kept on the training device
@@ -218,7 +218,7 @@ class AbstractDataset(ABC):
     @property
     @abstractmethod
     def class_names(self) -> tuple[str, ...]:
-        """One name per class; if the names come with the data, they are read now."""
+        """One name per class; read from disk if the names are part of the data."""
 
     @abstractmethod
     def read(self, part: str) -> Part:
@@ -231,11 +231,11 @@ class AbstractDataset(ABC):
         from_test = name == "test" or (name == "val" and official)
         part = self.part("test" if from_test else "train")
         index = torch.arange(len(part.labels)) if part.index is None else part.index
-        whole = Split(name, part.images, part.labels, index, self.class_names, self.name)
+        full_part = Split(name, part.images, part.labels, index, self.class_names, self.name)
         if from_test or official:
-            return whole
+            return full_part
         train, val = self.halves(part.labels)
-        return whole.picked(train if name == "train" else val)
+        return full_part.picked(train if name == "train" else val)
 
     def part(self, name: str) -> Part:
         """Return an official part, read once and checked."""
@@ -246,12 +246,12 @@ class AbstractDataset(ABC):
         return self._parts[name]
 
     def halves(self, labels: Int[Tensor, " n"]) -> tuple[Int[Tensor, " train"], Int[Tensor, " val"]]:
-        """Split the positions of the training part into those to train on and those held out."""
+        """Return the training and validation positions in the official training part."""
         split = held_out_of_each_class if self.stratified else held_out
         return split(labels, self.seed, self.val_share)
 
     def transform_for(self, split: str) -> Transform:
-        """Return the transform of a split; by default all splits have the same."""
+        """Return the transform of a split; by default the same for all splits."""
         one_of("split", split, self.splits)
         return self.transform
 
@@ -264,16 +264,16 @@ class AbstractDataset(ABC):
             )
         if part in self.sizes and len(labels) != self.sizes[part]:
             raise DamagedFileError(f"{where}: {len(labels)} samples; the official part has {self.sizes[part]}")
-        found = torch.bincount(labels, minlength=self.num_classes).tolist()
+        counts = torch.bincount(labels, minlength=self.num_classes).tolist()
         expected = self.per_class.get(part, range(len(labels) + 1))
-        for number, count in enumerate(found):
-            right = count in expected if isinstance(expected, range) else count == expected[number]
-            if not right:
-                wanted = f"{expected[0]} to {expected[-1]}" if isinstance(expected, range) else expected[number]
-                raise DamagedFileError(f"{where}: class {number} has {count} samples; officially {wanted}")
+        for number, count in enumerate(counts):
+            valid = count in expected if isinstance(expected, range) else count == expected[number]
+            if not valid:
+                official = f"{expected[0]} to {expected[-1]}" if isinstance(expected, range) else expected[number]
+                raise DamagedFileError(f"{where}: class {number} has {count} samples; officially {official}")
 
     def first_file(self, names: Sequence[str], source: Source, folder: str) -> Path:
-        """Return the first of several paths below the root that exists, or download the file into a folder there."""
+        """Return the first existing path of several below the root; if none exists, download the file into `folder`."""
         for name in names:
             if (self.root / name).exists():  # an absolute name is used as is
                 return self.root / name
@@ -308,7 +308,7 @@ def large_transform(
     return Transform(size=image_size, channels=3, mean=mean, std=std, resize=resize, flip=flip, antialias=antialias)
 
 
-def there(images: Sequence[Path], listed_in: Path) -> tuple[Path, ...]:
+def require_files(images: Sequence[Path], listed_in: Path) -> tuple[Path, ...]:
     """Return the image files named in a list; raise if any does not exist."""
     missing = [path for path in images if not path.exists()]
     if missing:
@@ -319,8 +319,8 @@ def there(images: Sequence[Path], listed_in: Path) -> tuple[Path, ...]:
 def held_out(labels: Int[Tensor, " n"], seed: int, share: float) -> tuple[Tensor, Tensor]:
     """Shuffle all samples regardless of class, as the official code does; hold out the first ones."""
     shuffled = torch.from_numpy(np.random.RandomState(seed).permutation(len(labels)))
-    held = round(len(labels) * share)
-    return shuffled[held:], shuffled[:held]
+    held_out_count = round(len(labels) * share)
+    return shuffled[held_out_count:], shuffled[:held_out_count]
 
 
 def held_out_of_each_class(labels: Int[Tensor, " n"], seed: int, share: float) -> tuple[Tensor, Tensor]:
@@ -328,23 +328,23 @@ def held_out_of_each_class(labels: Int[Tensor, " n"], seed: int, share: float) -
     random = np.random.RandomState(seed)
     train, val = [], []
     for number in labels.unique():
-        places = torch.nonzero(labels == number)[:, 0].numpy()
-        random.shuffle(places)
-        held = len(places) - round(len(places) * share)
-        train.append(places[:held])
-        val.append(places[held:])
+        positions = torch.nonzero(labels == number)[:, 0].numpy()
+        random.shuffle(positions)
+        train_count = len(positions) - round(len(positions) * share)
+        train.append(positions[:train_count])
+        val.append(positions[train_count:])
     none = [np.empty(0, np.int64)]
     return torch.from_numpy(np.concatenate(train or none)), torch.from_numpy(np.concatenate(val or none))
 
 
-def share_of_batch(places: Int[Tensor, " n"], rank: int, world: int) -> Int[Tensor, " m"]:
-    """Return the contiguous part of one rank; if the division is uneven, the first ranks get one more.
+def share_of_batch(positions: Int[Tensor, " n"], rank: int, world: int) -> Int[Tensor, " m"]:
+    """Return the contiguous positions of one rank; if the division is uneven, the first ranks get one more.
 
-    With fewer places than ranks, the last ranks get none.
+    With fewer positions than ranks, the last ranks get none.
     """
     if not 0 <= rank < world:
         raise UserError(f"rank {rank} of {world}")
-    return places.tensor_split(world)[rank]
+    return positions.tensor_split(world)[rank]
 
 
 def as_images(array: NDArray[np.uint8]) -> UInt8[Tensor, "n channels height width"]:
@@ -357,8 +357,8 @@ def as_labels(array: NDArray[Any] | Sequence[int]) -> Int[Tensor, " n"]:
     return torch.from_numpy(np.array(array, np.int64))
 
 
-def one_of(what: str, word: str, known: Sequence[str]) -> str:
-    """Return the word; raise if it is not one of the known ones."""
-    if word not in known:
-        raise UserError(f"no {what} is called {word!r}; {nearest(str(word), list(known))}")
-    return word
+def one_of(kind: str, name: str, known: Sequence[str]) -> str:
+    """Return the name; raise if it is not one of the known ones."""
+    if name not in known:
+        raise UserError(f"no {kind} is called {name!r}; {nearest(str(name), list(known))}")
+    return name

@@ -24,17 +24,18 @@ from pathlib import Path
 from typing import TypeAlias
 
 from fedlas.errors import UserError
+from fedlas.https import HTTPSRedirectHandler
 
 # Called during a download with the name of the file, the bytes so far, and the total number of bytes if it is known.
 Progress: TypeAlias = Callable[[str, int, int | None], None]
 
 BLOCK = 1 << 20
 TRIES = 3
-PATIENCE = 30.0  # seconds without a byte
+PATIENCE = 30.0  # timeout of the connection in seconds
 
 
 class MissingFileError(FileNotFoundError):
-    """A data file is missing; the message says which file belongs where."""
+    """A data file is missing; the message names the file and its folder."""
 
 
 class DamagedFileError(UserError):
@@ -43,10 +44,10 @@ class DamagedFileError(UserError):
 
 @dataclass(frozen=True)
 class Source:
-    """A file to download: its URLs, best first, and its checksums.
+    """A file to download: its URLs, in order of preference, and its checksums.
 
     An MD5 detects damage but not an attack on an unencrypted connection, because another file with the same MD5 can be
-    made. A file that may be downloaded without TLS should have a SHA-256 too; without one there is a warning.
+    constructed. A file that may be downloaded without TLS should have a SHA-256 too; without one there is a warning.
     """
 
     urls: tuple[str, ...]
@@ -68,7 +69,7 @@ class Source:
 
 
 def regular(path: Path, *, ours: bool = False) -> Path:
-    """Raise if the path is a folder, pipe or device, or, for our own locks and partial downloads, a link."""
+    """Raise if the path is a folder, pipe or device, or, for files created by fedlas (`ours`), a link."""
     if ours and path.is_symlink():
         raise DamagedFileError(f"{path} is a link, which fedlas never creates: remove it")
     if path.exists() and not path.is_file():
@@ -86,10 +87,10 @@ def _digest_of(path: Path, kind: str) -> str:
         return hashlib.file_digest(file, lambda: hashlib.new(kind, usedforsecurity=False)).hexdigest()
 
 
-def _fault(md5: str | None, sha256: str | None, found: Callable[[str], str]) -> tuple[str, str, str] | None:
-    for kind, name, wanted in (("md5", "MD5", md5), ("sha256", "SHA-256", sha256)):
-        if wanted is not None and (there := found(kind)) != wanted:
-            return name, there, wanted
+def _fault(md5: str | None, sha256: str | None, digest_of: Callable[[str], str]) -> tuple[str, str, str] | None:
+    for kind, name, expected in (("md5", "MD5", md5), ("sha256", "SHA-256", sha256)):
+        if expected is not None and (actual := digest_of(kind)) != expected:
+            return name, actual, expected
     return None
 
 
@@ -148,7 +149,7 @@ def _fetch_from_any(source: Source, path: Path, progress: Progress | None) -> No
                 part = _fetch_part(url, path, progress)
             except urllib.error.HTTPError as error:
                 reasons.append(f"{url}: {error}")
-                break  # the server has answered: another try is useless
+                break  # the server responded with an error: do not retry
             except (OSError, http.client.HTTPException) as error:
                 reasons.append(f"{url}: {error}")
                 continue
@@ -166,13 +167,11 @@ def _fetch_from_any(source: Source, path: Path, progress: Progress | None) -> No
 
 def _fetch_part(url: str, path: Path, progress: Progress | None) -> Path:
     """Download the missing rest of a file, and return the complete `NAME.part`."""
-    from fedlas.https import HTTPSRedirectHandler  # noqa: PLC0415  only downloads need it
-
     if not url.startswith(("https://", "http://")):
         raise UserError(f"{url} is not a web address")
     part = regular(path.with_name(f"{path.name}.part"), ours=True)
-    have = part.stat().st_size if part.exists() else 0
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})  # noqa: S310
+    downloaded = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={downloaded}-"} if downloaded else {})  # noqa: S310
     try:
         reply = urllib.request.build_opener(HTTPSRedirectHandler).open(request, timeout=PATIENCE)
     except urllib.error.HTTPError as error:
@@ -181,23 +180,23 @@ def _fetch_part(url: str, path: Path, progress: Progress | None) -> Path:
             return part  # nothing is left to download; the checksum is verified by the caller
         raise
     with reply:
-        goes_on = reply.status == http.HTTPStatus.PARTIAL_CONTENT
-        have = have if goes_on else 0
+        resumed = reply.status == http.HTTPStatus.PARTIAL_CONTENT
+        downloaded = downloaded if resumed else 0
         length = reply.headers.get("Content-Length")
-        total = None if length is None else have + int(length)
-        with part.open("ab" if goes_on else "wb") as file:
+        total = None if length is None else downloaded + int(length)
+        with part.open("ab" if resumed else "wb") as file:
             while block := reply.read(BLOCK):
                 file.write(block)
-                have += len(block)
+                downloaded += len(block)
                 if progress is not None:
-                    progress(path.name, have, total)
-    if total is not None and have < total:
-        raise ConnectionError(f"the connection was closed after {have} of {total} bytes")
+                    progress(path.name, downloaded, total)
+    if total is not None and downloaded < total:
+        raise ConnectionError(f"the connection was closed after {downloaded} of {total} bytes")
     return part
 
 
 def unpack(source: Source, root: Path, inside: str, *, download: bool = True, progress: Progress | None = None) -> Path:
-    """Return a folder that comes in an archive; download and unpack the archive if the folder does not exist.
+    """Return the folder that an archive contains; download and unpack the archive if the folder does not exist.
 
     Args:
         source: the archive.
@@ -219,16 +218,16 @@ def unpack(source: Source, root: Path, inside: str, *, download: bool = True, pr
         fault = source.fault(archive)
         if fault is not None:
             raise DamagedFileError(f"{archive} is damaged: its {fault[0]} is {fault[1]}, the published one {fault[2]}")
-        room = Path(tempfile.mkdtemp(prefix=f".{inside}.", dir=root))
+        temporary = Path(tempfile.mkdtemp(prefix=f".{inside}.", dir=root))
         try:
             with _named(archive):
-                _extract(archive, room)
-            if not (room / inside).is_dir():
+                _extract(archive, temporary)
+            if not (temporary / inside).is_dir():
                 raise DamagedFileError(f"{archive} holds no folder {inside}")
             os.sync()  # syncing many thousand small files one by one would take minutes
-            (room / inside).replace(folder)
+            (temporary / inside).replace(folder)
         finally:
-            shutil.rmtree(room, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
@@ -245,12 +244,12 @@ def _named(archive: Path) -> Iterator[None]:
         raise DamagedFileError(f"{archive} cannot be unpacked: {error}") from error
 
 
-def _extract(archive: Path, room: Path) -> None:
+def _extract(archive: Path, folder: Path) -> None:
     if archive.suffix == ".zip":
         with zipfile.ZipFile(archive) as packed:
-            packed.extractall(room)  # noqa: S202
+            packed.extractall(folder)  # noqa: S202
         return
     with tarfile.open(archive) as packed:
-        # Early 3.11 has no filters; the checksum of the archive has been checked either way.
+        # Early releases of Python 3.11 have no filters; the checksum of the archive was verified before.
         packed.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
-        packed.extractall(room)  # noqa: S202
+        packed.extractall(folder)  # noqa: S202

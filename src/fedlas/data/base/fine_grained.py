@@ -9,12 +9,12 @@ class AbstractFineGrained(AbstractDataset):
     """Large natural images; by default a tenth of each training class is held out for validation.
 
     Args:
-        selection: "held_out", or "official": validate on the test split, as the official code does, which makes the
-            test results too good.
+        selection: "held_out", or "official": validate on the test split, as the official code does, which biases the
+            test results.
         image_size: side of the square that the network sees; 384 for the ViT of the paper, 224 for its ResNet.
         resize: side of the square that images are resized to before they are cropped; by default as in the paper.
         normalisation: "imagenet", or "half" for networks that expect values from -1 to 1.
-        antialias: whether to blur before an image is made smaller.
+        antialias: whether to apply antialiasing when an image is downsized.
         common: root, seed, download and progress, as for every data set.
     """
 

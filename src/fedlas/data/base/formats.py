@@ -16,7 +16,7 @@ from fedlas.data.base.fetching import DamagedFileError, MissingFileError, checke
 from fedlas.errors import UserError
 
 Bytes = NDArray[np.uint8]
-LARGEST_IDX = 2**28  # unpacked; the training images of MNIST are 47 million bytes
+LARGEST_IDX = 2**28  # bytes after unpacking; the training images of MNIST have 47 million
 
 
 def lines_of(path: Path) -> list[str]:
@@ -34,7 +34,7 @@ def read_idx(path: Path, md5: str | None = None) -> Bytes:
 
     Args:
         path: the file; a name that ends in `.gz` is decompressed.
-        md5: of the decompressed content, which has one MD5 while compressed files have many.
+        md5: MD5 of the decompressed content, which does not depend on the compression.
     """
     if regular(path).suffix != ".gz":
         content = path.read_bytes()
@@ -57,9 +57,9 @@ def read_idx(path: Path, md5: str | None = None) -> Bytes:
         raise DamagedFileError(
             f"{path} is damaged: it announces {' x '.join(map(str, shape))} bytes, and {len(content) - start} follow"
         )
-    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if md5 is not None and found != md5:
-        raise DamagedFileError(f"{path} is damaged: the MD5 of its content is {found}, the published one {md5}")
+    digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if md5 is not None and digest != md5:
+        raise DamagedFileError(f"{path} is damaged: the MD5 of its content is {digest}, the published one {md5}")
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
@@ -72,7 +72,7 @@ def read_names(path: Path, count: int, what: str) -> tuple[str, ...]:
 
 
 def read_cifar_binary(path: Path, label_bytes: int, md5: str | None = None) -> tuple[Bytes, Bytes]:
-    """Read records of label bytes, the last of which counts, and 3 x 32 x 32 pixels."""
+    """Read records of label bytes (the last one is the label) and 3 x 32 x 32 pixels."""
     content = np.frombuffer(checked_bytes(path, md5), np.uint8)
     record = label_bytes + 3072
     if content.size == 0 or content.size % record:
@@ -87,7 +87,7 @@ def read_cifar_pickle(path: Path, labels: str, md5: str) -> tuple[Bytes, Bytes]:
     Args:
         path: the file.
         labels: the key of the labels.
-        md5: of the file; required.
+        md5: MD5 of the file; required.
     """
     batch = plain_unpickled(checked_bytes(path, md5), path)
     try:
@@ -103,31 +103,31 @@ def read_cifar_pickle(path: Path, labels: str, md5: str) -> tuple[Bytes, Bytes]:
 def plain_unpickled(content: bytes, path: Path) -> Any:
     """Unpickle dictionaries, lists, strings, bytes, numbers and numpy arrays; raise for anything else."""
     try:
-        # CIFAR was pickled by Python 2, whose strings are bytes; numpy takes its array contents back from Latin-1.
-        made = _PlainUnpickler(io.BytesIO(content), encoding="latin1").load()
+        # CIFAR was pickled by Python 2, whose strings are bytes; NumPy decodes array contents from Latin-1.
+        content_object = _PlainUnpickler(io.BytesIO(content), encoding="latin1").load()
     except DamagedFileError as error:
         raise DamagedFileError(f"{path} {error}") from None
     except MemoryError:
         raise
     except Exception as error:  # a broken pickle may raise anything
         raise DamagedFileError(f"{path} cannot be unpickled: {error!r}") from error
-    waiting, seen = [made], set()
-    while waiting:
-        thing = waiting.pop()
-        if type(thing) not in _PLAIN or (isinstance(thing, np.ndarray) and thing.dtype.hasobject):
-            raise DamagedFileError(f"{path} holds a {type(thing).__name__}, which is not plain data")
-        if id(thing) not in seen and isinstance(thing, (dict, list)):  # a list may hold itself
-            seen.add(id(thing))
-            waiting += [*thing.keys(), *thing.values()] if isinstance(thing, dict) else thing
-    return made
+    pending, seen = [content_object], set()
+    while pending:
+        item = pending.pop()
+        if type(item) not in _PLAIN or (isinstance(item, np.ndarray) and item.dtype.hasobject):
+            raise DamagedFileError(f"{path} holds a {type(item).__name__}, which is not plain data")
+        if id(item) not in seen and isinstance(item, (dict, list)):  # a list may contain itself
+            seen.add(id(item))
+            pending += [*item.keys(), *item.values()] if isinstance(item, dict) else item
+    return content_object
 
 
 _PLAIN = (dict, list, str, bytes, bool, int, float, type(None), np.ndarray)
-_ARRAY = object()  # in place of the class of arrays, which a file may name but not call
+_ARRAY = object()  # stands for the class ndarray, which a file may name but not call
 
 
 def _blank_array(kind: Any, shape: Any, code: Any) -> NDArray[Any]:
-    """Create the empty array that every pickled array starts from; its contents follow."""
+    """Create the empty array with which unpickling an array starts; its contents are set afterwards."""
     if kind is not _ARRAY or shape != (0,):
         raise DamagedFileError(f"creates an array of shape {shape} from no data; it is not unpickled")
     return np.empty(0, np.dtype(code))
@@ -137,8 +137,8 @@ class _PlainUnpickler(pickle.Unpickler):
     # The names under which all versions of NumPy pickled arrays. They are looked up here, not in the modules that the
     # file names, so that a file cannot import anything.
     admitted: ClassVar = {
-        (module, name): thing
-        for name, thing, modules in (
+        (module, name): value
+        for name, value, modules in (
             ("_reconstruct", _blank_array, ("numpy.core.multiarray", "numpy._core.multiarray")),
             ("ndarray", _ARRAY, ("numpy",)),
             ("dtype", np.dtype, ("numpy",)),

@@ -28,7 +28,7 @@ from fedlas.errors import UserError
 from fedlas.extras import optional_module
 
 _filters = threading.Lock()  # warning filters are global, and files are decoded in many threads
-MOST_UNPACKED, MOST_TIMES = 2**28, 100  # limits of the decoded size, in bytes and in sizes of the file
+MOST_UNPACKED, MOST_TIMES = 2**28, 100  # limits of the decoded size: bytes, and multiple of the file size
 CHUNK = 512  # images resized at a time, to limit memory
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -43,12 +43,12 @@ class Transform:
     Args:
         size: side of the square that the network sees.
         channels: 3 for colour, 1 for grey.
-        mean: of each channel, in units where white is 1.
-        std: of each channel.
-        resize: side of the square that each image is resized to first, whatever its shape; by default `size`.
-        pad: black pixels around the image, before normalisation, when training.
+        mean: mean of each channel, for pixels scaled to 0 to 1.
+        std: standard deviation of each channel.
+        resize: side of the square to which each image is resized first, ignoring its aspect ratio; by default `size`.
+        pad: width of the black border added in training, before normalisation.
         flip: whether to flip images horizontally with probability 0.5 in training.
-        antialias: whether to blur before an image is made smaller.
+        antialias: whether to apply antialiasing when an image is downsized.
     """
 
     size: int
@@ -106,7 +106,7 @@ def normalised(
 def fitted(
     images: UInt8[Tensor, "n channels height width"], transform: Transform
 ) -> UInt8[Tensor, "n seen stored stored"]:
-    """Convert images of any size, grey or colour, to the size and channels that a transform starts from."""
+    """Convert images of any size, grey or colour, to the size and channels that a transform expects."""
     if images.shape[1] == transform.channels and images.shape[2:] == (transform.stored, transform.stored):
         return images
     if not len(images):
@@ -127,7 +127,7 @@ def _fitted(images: Tensor, transform: Transform) -> Tensor:
 
 
 def decode(path: Path, transform: Transform) -> UInt8[Tensor, "channels stored stored"]:
-    """Decode an image file, and convert it to the size and channels that a transform starts from."""
+    """Decode an image file, and convert it to the size and channels that a transform expects."""
     pillow = optional_module("PIL.Image", "train")
     regular(path)
     try:
@@ -148,7 +148,7 @@ def decode(path: Path, transform: Transform) -> UInt8[Tensor, "channels stored s
 
 
 def _opened(content: bytes) -> Any:
-    """Open an image without Pillow's warning about large ones, which does not name the file; `decode` has a limit."""
+    """Open an image without Pillow's warning about large images; `decode` checks the size and names the file."""
     pillow = optional_module("PIL.Image", "train")
     with _filters, warnings.catch_warnings():
         warnings.simplefilter("ignore", pillow.DecompressionBombWarning)
@@ -204,18 +204,18 @@ def decoded(
 
 
 def _decode_into(images: NDArray[np.uint8], paths: Sequence[Path], transform: Transform, workers: int | None) -> None:
-    def place(number: int) -> None:
+    def decode_image(number: int) -> None:
         images[number] = decode(paths[number], transform).numpy()
 
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:  # Pillow and torch release the GIL
-        list(pool.map(place, range(len(paths))))
+        list(pool.map(decode_image, range(len(paths))))
 
 
 def _fingerprint(paths: Sequence[Path], transform: Transform) -> str:
     digest = hashlib.sha256(f"1 {transform.stored} {transform.channels} {transform.antialias}".encode())
     for path in paths:
-        about = path.stat()
-        digest.update(f"\n{path.absolute()} {about.st_size} {about.st_mtime_ns}".encode())
+        status = path.stat()
+        digest.update(f"\n{path.absolute()} {status.st_size} {status.st_mtime_ns}".encode())
     return digest.hexdigest()[:24]
 
 

@@ -1,9 +1,9 @@
 """Counter-based random numbers: a hash of (purpose, seed, epoch, sample) to 32 bits.
 
-There is no generator and no state: a sample's crop is the same in every batch, on every rank and in every worker, and
-the computation can be captured in a CUDA graph, with the seed and the epoch in tensors on the device. For one purpose,
-seed and epoch the map from samples to bits is one-to-one below 2^32 samples; sorting samples by their bits is therefore
-a permutation without ties, the same on every device.
+There is no generator and no state: the crop of a sample is the same in every batch, on every rank and in every worker,
+and the computation can be captured in a CUDA graph, with seed and epoch as tensors on the device. For fixed purpose,
+seed and epoch, the map from samples to bits is one-to-one (up to 2^32 samples). Sorting samples by their bits therefore
+gives a permutation without ties, the same on every device.
 """
 
 import torch
@@ -16,15 +16,15 @@ WORD = 0xFFFFFFFF
 ORDER, CROP = 1, 2
 
 
-def mixed(word: Tensor) -> Tensor:
-    """Scramble 32 bits that are held in int64, one-to-one.
+def mixed(x: Tensor) -> Tensor:
+    """Mix 32 bits (stored in int64) with a bijective hash.
 
-    The shifts and factors are those of the public-domain hash search (Wellons, hash-prospector, 2018 to 2023) with the
-    lowest bias of which both factors are below 2^31: then no product leaves int64, whose overflow C++ does not define.
+    Shifts and factors are from a public-domain search (Wellons, hash-prospector, 2018 to 2023): the hash with the
+    lowest bias among those with both factors below 2^31, so that no product overflows int64 (undefined in C++).
     """
-    word = ((word ^ (word >> 16)) * 0x21F0AAAD) & WORD
-    word = ((word ^ (word >> 15)) * 0x735A2D97) & WORD
-    return word ^ (word >> 15)
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & WORD
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & WORD
+    return x ^ (x >> 15)
 
 
 def bits(sample: Int[Tensor, " n"], purpose: int, seed: Number, epoch: Number) -> Int[Tensor, " n"]:
@@ -40,21 +40,21 @@ def bits(sample: Int[Tensor, " n"], purpose: int, seed: Number, epoch: Number) -
 
 
 def number(value: Number, like: Tensor) -> Tensor:
-    """Put a number into a tensor on the device of another one, without synchronisation."""
+    """Convert a number to a tensor on the device of another tensor, without synchronisation."""
     return value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.int64, device=like.device)
 
 
 def order(samples: int, seed: Number, epoch: Number, device: torch.device | str = "cpu") -> Int[Tensor, " n"]:
-    """Shuffle the numbers below `samples`: the order in which an epoch visits them."""
+    """Return a random permutation of the sample positions for one epoch."""
     return bits(torch.arange(samples, device=device), ORDER, seed, epoch).argsort()
 
 
 def crops(
     sample: Int[Tensor, " n"], seed: Number, epoch: Number, room: int, flip: bool
 ) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"], Bool[Tensor, " n"]]:
-    """Draw for each sample the top and left edge of its crop, each from 0 to `room`, and whether it is flipped."""
+    """Draw for each sample the top and left offset of its crop, each from 0 to `room`, and whether it is flipped."""
     side = room + 1
-    # One draw from all combinations; 32 bits times their number, shifted down, is uniform up to 2^-32 each.
+    # Draw one number for both offsets and the flip: (32 random bits * combinations) >> 32 is uniform up to 2^-32.
     draw = (bits(sample, CROP, seed, epoch) * (2 * side * side)) >> 32
-    place = draw >> 1
-    return place // side, place % side, (draw & 1).bool() if flip else torch.zeros_like(draw).bool()
+    corner = draw >> 1
+    return corner // side, corner % side, (draw & 1).bool() if flip else torch.zeros_like(draw).bool()

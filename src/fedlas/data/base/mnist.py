@@ -13,9 +13,9 @@ class AbstractMNIST(AbstractDataset):
 
     num_classes = 10
     sizes: ClassVar = {"train": 60_000, "test": 10_000}
-    addresses: ClassVar[tuple[str, ...]]  # of the folder that the files are downloaded from, best first
+    addresses: ClassVar[tuple[str, ...]]  # URLs of the download folder, in order of preference
     folders: ClassVar[tuple[str, ...]]  # searched below the root; downloads are written to the first
-    # MD5 of the published (compressed) file, and of its content, which is the same however the file was compressed.
+    # MD5 of the published (compressed) file, and of its uncompressed content.
     files: ClassVar[dict[str, tuple[str, str]]]
     # SHA-256 of the published file, as TensorFlow Datasets recorded it; the publishers give only an MD5.
     sha256: ClassVar[dict[str, str]]

@@ -1,4 +1,4 @@
-"""The protocol of executors, and the training of one run in whatever process an executor has."""
+"""The interface of executors, and functions that train one run in the process of an executor."""
 
 import signal
 import threading
@@ -14,7 +14,7 @@ Status: TypeAlias = Literal["finished", "locked", "stopped", "died", "failed"]
 
 
 class Outcome(NamedTuple):
-    """How one attempt at a run ended.
+    """Outcome of one attempt at a run.
 
     Args:
         name: name of the run.
@@ -115,7 +115,7 @@ def train_in_worker(
 
 def wait_or_stop(blocking_call: Callable[[], Any]) -> Any:
     """Return the result of a blocking call; raise StoppedError if a signal arrived meanwhile."""
-    with StopSignals().listening() as signals:  # raised in the handler, the error would be lost inside Ray
+    with StopSignals().listening() as signals:  # Ray would swallow an error raised in the signal handler
         result = blocking_call()
     if signals.caught is not None:
         raise StoppedError("stopped; start again to continue", signals.caught)

@@ -74,7 +74,7 @@ class ProcessExecutor(AbstractExecutor):
         self._workers = [_Worker(device) for device in devices]
         self._shared = {"data_root": data_root, "deadline": deadline, "processes": len(devices)}
         self.capacity = len(devices)
-        # A program that ends with an unfinished iterator would otherwise wait for idle processes.
+        # Otherwise a program that exits with an unfinished iterator would wait for idle processes.
         atexit.register(self.shutdown)
 
     def submit(self, recipe: Recipe, run: Run) -> None:

@@ -1,7 +1,7 @@
-"""The executor of many machines: one Ray task per run.
+"""Executor for Ray clusters: one Ray task per run.
 
-Ray assigns a node to each task, and another one if that dies; the run continues from its checkpoint in the folder that
-all nodes share.
+Ray assigns each task to a node. If the node dies, Ray assigns the task to another one, where the run resumes from its
+checkpoint in the folder that all nodes share.
 """
 
 import logging
@@ -16,13 +16,14 @@ from fedlas.training import Recipe, Run
 
 logger = logging.getLogger(__name__)
 
-RETRIES = 5  # of a run whose node died; Ray counts them
+RETRIES = 5  # how often Ray restarts a run whose node died
 VISIBLE_AFTER = 60.0  # seconds until all machines see a file; NFS caches folders no longer than this
-MARKER = ".shared"
+SHUTDOWN_TIMEOUT = 60.0  # seconds for interrupted runs to write their checkpoints
+MARKER = ".shared"  # file by which nodes recognise the folder
 
 
 class Resources(NamedTuple):
-    """The resources of a node that each run gets."""
+    """Resources that Ray reserves for each run on its node."""
 
     gpus: float | None
     cpus: float
@@ -55,16 +56,16 @@ class RayExecutor(AbstractExecutor):
         logger.info("Ray: %s; %g GPU and %g CPU for each run", count, gpus, cpus)
         if not any(all(node.get(name, 0) >= amount for name, amount in required.items()) for node in nodes):
             logger.warning("Ray: no node has these resources; the runs wait for one")
-        # Set here and not in .options(), so that Ray gives every run on a GPU a process of its own: the memory of a
-        # process that has ended is free, and a process cannot be moved to another GPU.
+        # Set resources here, not in .options(): only then does Ray start a new process for every run on a GPU. A reused
+        # process would keep its GPU memory and could not switch to another GPU.
         remote = ray.remote(num_gpus=gpus, num_cpus=cpus, max_retries=RETRIES, retry_exceptions=False)
         self._task = remote(_train_task)
-        self._shared = (device if gpus else device or "cpu", data_root, _write_marker(folder))
+        self._common_args = (device if gpus else device or "cpu", data_root, _write_marker(folder))
         self._names: dict[Any, str] = {}  # run names by Ray reference
         self._stopping = False
 
     def submit(self, recipe: Recipe, run: Run) -> None:
-        reference = self._task.options(name=recipe.name).remote(recipe, run.folder, *self._shared)
+        reference = self._task.options(name=recipe.name).remote(recipe, run.folder, *self._common_args)
         self._names[reference] = recipe.name
 
     def as_completed(self, timeout: float) -> list[Outcome]:
@@ -93,7 +94,7 @@ class RayExecutor(AbstractExecutor):
                 for reference in self._names:
                     self._ray.cancel(reference, force=False, recursive=False)
             if wait and self._names:
-                self._ray.wait(list(self._names), num_returns=len(self._names), timeout=VISIBLE_AFTER)
+                self._ray.wait(list(self._names), num_returns=len(self._names), timeout=SHUTDOWN_TIMEOUT)
         finally:
             if wait and self._started_here:
                 self._ray.shutdown()
@@ -102,7 +103,7 @@ class RayExecutor(AbstractExecutor):
 def _train_task(recipe: Recipe, folder: Path, device: str | None, data_root: Path | None, marker: str) -> Outcome:
     """Train one run on the node of this task."""
     if not _has_marker(folder.parent, marker):
-        reason = f"{folder.parent} on this node is not the folder of the scheduler; all nodes need one shared folder"
+        reason = f"{folder.parent} on this node is not the scheduler's folder; put it on storage that all nodes share"
         return Outcome(recipe.name, "failed", reason)
     return train_in_worker(recipe, folder, lambda: False, device=device, data_root=data_root)
 
@@ -112,7 +113,7 @@ def _write_marker(folder: Path) -> str:
     token = uuid.uuid4().hex
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{MARKER}.{token}").write_text(token, encoding="ascii")
-    with suppress(FileExistsError):  # the token of another scheduler serves as well
+    with suppress(FileExistsError):  # another scheduler has written its token, which is equally valid
         (folder / MARKER).hardlink_to(folder / f"{MARKER}.{token}")
     (folder / f"{MARKER}.{token}").unlink()
     return (folder / MARKER).read_text(encoding="ascii")

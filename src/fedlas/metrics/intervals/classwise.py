@@ -1,9 +1,9 @@
 """Bootstrap of the gaps in the bins of all classes.
 
 With w_i the number of times that sample i is drawn, the weighted gaps change by Z = G (w - 1) / n, where G has a row
-for each bin of each class and holds the gap of a sample in its bin. All but the first bins are sparse, so G is the
-sum of a sparse matrix and the dense table of gaps; the sparse part subtracts from the first bins the entries of all
-other bins. This is the exact bootstrap in two matrix products.
+for each bin of each class and a column for each sample, with the gap of the sample in its bin. Few samples are outside
+of the first bins, so G is stored as the dense table of gaps, as if all were in the first bins, plus a sparse matrix
+that moves the entries of all other bins. This is the exact bootstrap in two matrix products.
 """
 
 from dataclasses import dataclass
@@ -33,10 +33,10 @@ from fedlas.metrics.intervals.resampling import (
     clopper_pearson_interval,
     mean_deviation,
 )
-from fedlas.predictions import parts_of
+from fedlas.predictions.probabilities import parts_of
 
-MOST_AT_ONCE = 256  # resamples per matrix product
-WEIGHTS_AT_ONCE = 2**26  # draws in memory at a time
+MOST_AT_ONCE = 256  # largest number of resamples per matrix product
+WEIGHTS_AT_ONCE = 2**26  # largest number of draws in memory
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class ClassGaps(AbstractGaps):
 
     Args:
         probs: one row of probabilities per sample.
-        labels: class numbers, or a row for each sample.
+        labels: class numbers, or one row per sample.
         bins: number of bins per class.
-        soft: whether labels are soft, which vary less than hard ones.
+        soft: whether labels are soft; these have less variance than hard ones.
     """
 
     probs: Float[Tensor, "n classes"]
@@ -82,7 +82,7 @@ class ClassGaps(AbstractGaps):
     def binomial(self) -> Binomial:
         _, cell, values = self._upper
         squares = add_up(exact(values) ** 2, cell, self.classes * self.bins).view(self.classes, self.bins)
-        # In parts, because the squares need as much memory as the table.
+        # Compute in chunks, because the squares need as much memory as the table.
         for part in parts_of(self.probs):
             squares[:, 0] += exact(part.float().square().sum(0))
         squares[:, 0] -= squares[:, 1:].sum(1)
@@ -104,44 +104,44 @@ class ClassGaps(AbstractGaps):
             significant = np.sign(weighted) * np.maximum(np.abs(weighted) - 2 * error, 0)
             rate = np.clip(mean - significant * self.samples / np.maximum(count, 1), 0, 1)
             observed = np.abs(deviations).mean(0) * self.samples
-            wanted = mean_deviation(count, rate) * expected.narrower
-            deviations *= np.where(observed > 0, wanted / np.where(observed > 0, observed, 1), 1.0)
+            expected_deviation = mean_deviation(count, rate) * expected.narrower
+            deviations *= np.where(observed > 0, expected_deviation / np.where(observed > 0, observed, 1), 1.0)
         return BootstrapDistribution(weighted[filled], deviations[:, filled], count[filled] / self.samples)
 
     def unseen(self, level: float) -> tuple[float, float]:
-        """Return how much lower and higher the total may be if errors are too few for resampling.
+        """Return how much the total may be below and above the resampled totals if there are too few errors.
 
-        An error changes two gaps by at most one each; with multi-label targets only one.
+        An error changes two gaps by at most one each, or a single gap with multi-label targets.
         """
         if self.soft:
-            wrong, each = (self.probs != self.labels).any(1), 2 / self.classes
+            wrong, gap_per_error = (self.probs != self.labels).any(1), 2 / self.classes
         elif self.labels.ndim == 2:
-            wrong, each = (self.probs > 0.5) != (self.labels > 0.5), 1.0
+            wrong, gap_per_error = (self.probs > 0.5) != (self.labels > 0.5), 1.0
         else:
-            wrong, each = self.probs.argmax(1) != self.labels, 2 / self.classes
+            wrong, gap_per_error = self.probs.argmax(1) != self.labels, 2 / self.classes
         count, n = int(wrong.sum()), wrong.numel()
         if min(count, n - count) >= SPARSE:
             return 0.0, 0.0
         most = clopper_pearson_interval(count, n, level)[1]
-        return 1.0 if len(self.probs) < SPARSE else 0.0, each * (most - count / n)
+        return 1.0 if len(self.probs) < SPARSE else 0.0, gap_per_error * (most - count / n)
 
     def deviations(self, resamples: int, rng: np.random.Generator) -> Floats:
         """Draw deviations of the weighted gaps of all bins of all classes."""
         n, table, sparse = len(self.probs), self._dense_gaps(), self._sparse_gaps()
-        drawn = np.empty((resamples, self.classes * self.bins))
+        deviations = np.empty((resamples, self.classes * self.bins))
         at_once = max(1, min(MOST_AT_ONCE, WEIGHTS_AT_ONCE // n))
         for start in range(0, resamples, at_once):
-            part = drawn[start : start + at_once]
+            part = deviations[start : start + at_once]
             counts = np.empty((len(part), n), dtype=np.float32)
             for row in counts:
                 row[:] = np.bincount(rng.integers(0, n, n, dtype=np.int32), minlength=n)
             weights = (torch.from_numpy(counts) - 1).to(table.device).T.contiguous()
             # On a GPU torch converts the sparse matrix and warns of the missing check unless it is disabled.
             with torch.sparse.check_sparse_tensor_invariants(enable=False):
-                moved = torch.sparse.mm(sparse, weights)
-            moved[:: self.bins] += table.T @ weights
-            part[:] = _numpy(moved.T)
-        return drawn / self.samples
+                products = torch.sparse.mm(sparse, weights)
+            products[:: self.bins] += table.T @ weights
+            part[:] = _numpy(products.T)
+        return deviations / self.samples
 
     @cached_property
     def _upper(self) -> Entries:
@@ -151,7 +151,7 @@ class ClassGaps(AbstractGaps):
         return (self.probs - self.labels).float() if self.labels.ndim == 2 else self.probs.float()
 
     def _sparse_gaps(self) -> Tensor:
-        """Return the gaps in all but the first bins, and their negatives and those of the labels in the first bins."""
+        """Return the sparse matrix that moves gaps from the first bins to their bins, and subtracts hard labels."""
         n = len(self.probs)
         row, cell, values = self._upper
         column = cell // self.bins

@@ -15,12 +15,12 @@ import numpy as np
 from fedlas.metrics.intervals.resampling import BootstrapDistribution, Floats, Part
 
 MOST_STEPS = 40
-PRECISION = 1e-6  # of the observed total
-BISECTIONS = 16  # of some 15 standard errors, to less than a thousandth of one
+PRECISION = 1e-6  # relative to the observed total
+BISECTIONS = 16  # reduce a range of about 15 standard errors to less than a thousandth of one
 SAME = 1e-9  # relative difference below which totals are equal up to rounding
 TINY = 1e-15
-ROUNDING = 1e-9  # of a gap; a hundred million samples have standard errors of a hundred-thousandth
-FURTHEST = 12.0  # standard errors; candidates further away are rejected at any usual level
+ROUNDING = 1e-9  # rounding error of a gap; the standard error of a hundred million samples is about 1e-5
+FURTHEST = 12.0  # standard errors; candidates further away are rejected at all usual levels
 MOST_RESOLVED = 1000.0  # standard errors; a larger range needs more bisections
 CURVE_POINTS = 40
 
@@ -50,9 +50,9 @@ def inverted_interval(distribution: BootstrapDistribution, part: Part, level: fl
     for truth, most in candidate_gaps(distribution, part):
 
         def large(shift: float, truth: Line = truth) -> bool:
-            # Without `cautious` too: with very few samples, only that reaches the observed total.
-            drawn = (distribution.totals(truth(shift), part, cautious) for cautious in (False, True))
-            return any(bool((totals >= observed - slack).mean() >= tail) for totals in drawn)
+            # Try both kinds of noise: with very few samples, only that without `cautious` reaches the observed total.
+            totals_by_noise = (distribution.totals(truth(shift), part, cautious) for cautious in (False, True))
+            return any(bool((totals >= observed - slack).mean() >= tail) for totals in totals_by_noise)
 
         def small(shift: float, truth: Line = truth) -> bool:
             return bool((distribution.totals(truth(shift), part) <= observed + slack).mean() < tail)
@@ -71,11 +71,11 @@ def confidence_curve(distribution: BootstrapDistribution) -> Curve:
 
         def chance(shift: float, truth: Line = truth) -> float:
             totals = distribution.totals(truth(shift), "both")
-            # Ties count half.
+            # Equal totals count half.
             return float((totals <= observed + slack).mean() + (totals < observed - slack).mean()) / 2
 
-        # Only the range in which the observed total is neither the largest nor the smallest of all resamples, since the
-        # range of all shifts grows with the square root of n.
+        # Use only the range in which the observed total is neither the largest nor the smallest of the resamples,
+        # because the range of all shifts grows with the square root of n.
         first = _last(lambda shift: chance(shift) < 1, -FURTHEST, most)
         last = _last(lambda shift: chance(shift) <= 0, -FURTHEST, most)
         shifts = _grid(first, last)
@@ -102,7 +102,7 @@ def difference_interval(first: Curve, second: Curve, correlation: float, level: 
     ends = []
     for ours, theirs, side in ((first, second, 1), (second, first, -1)):
         low, middle = ours.at((1 + level) / 2), ours.at(0.5)
-        # A limit that is clipped at zero does not show the spread; use that of the other side.
+        # A limit that is clipped at zero has no valid distance from the estimate; use the distance on the other side.
         below = max(middle - low, ours.at((1 - level) / 2) - middle if low == 0 else 0.0)
         other, high = theirs.at(0.5), theirs.at((1 - level) / 2)
         above = high - other
@@ -123,10 +123,10 @@ def unbiased_totals(distribution: BootstrapDistribution) -> Floats:
 
 
 def candidate_gaps(distribution: BootstrapDistribution, part: Part) -> list[tuple[Line, float]]:
-    """Return families of candidates for the true gaps, each with the shift from which all gaps are zero.
+    """Return families of candidates for the true gaps, each with the shift at which all gaps are zero.
 
     A second family is added if gaps of sparse bins may be noise: ten correct predictions in a bin of confidence 0.98
-    look under-confident, but the true gap is more likely to have the other sign, whose range is larger.
+    look under-confident, but the true gap is more likely to have the other sign, which has the larger range.
     """
     gaps, error = distribution.gaps, distribution.error
     size, sign = np.abs(gaps), np.sign(gaps)
@@ -149,7 +149,7 @@ def candidate_gaps(distribution: BootstrapDistribution, part: Part) -> list[tupl
         return [(line(side), most) for side in sides]
     direction = 1 if part == "over" else -1
 
-    # Gaps of the other sign may be noise or real: one family keeps what exceeds a standard error, the other keeps all.
+    # Gaps of the other sign may be noise or real: one family reduces them by one standard error, the other keeps them.
     # True gaps may have the other sign if they are moved further than the gap.
     def part_line(others: Floats) -> Line:
         def truth(shift: float) -> Floats:
@@ -177,7 +177,7 @@ def _last(holds: Callable[[float], bool], low: float, high: float) -> float:
 
 
 def _crossing(falling: Callable[[float], float], level: float, low: float, high: float) -> float:
-    """Return where a decreasing function reaches a level, by the Illinois method; else an end of the range."""
+    """Return where a decreasing function reaches a level, by the Illinois method; if it does not, return an end."""
     above, below = falling(low) - level, falling(high) - level
     if below >= 0:
         return high

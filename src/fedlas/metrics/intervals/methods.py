@@ -16,7 +16,7 @@ is also that of the debiased error, since both estimate the same quantity.
 Means over samples (`MeanBootstrap`: NLL, Brier score, signed ECE) have bias-corrected and accelerated intervals, and so
 do the areas under risk-coverage curves, as means of influence values. If large losses are few, the Clopper-Pearson
 interval of their fraction is part of the interval. Accuracy has a Wilson interval, which is valid even if every
-prediction is correct; with soft labels it is a mean like the others.
+prediction is correct; with soft labels it has the interval of other means.
 """
 
 import math
@@ -30,7 +30,7 @@ from torch import Tensor
 from fedlas.errors import UserError
 from fedlas.metrics.base import AbstractBinned, AbstractIntervalMethod, AbstractMetric, AbstractTopLabel, Resampling
 from fedlas.metrics.bin_sums import exact
-from fedlas.metrics.inputs import Given, Pairs
+from fedlas.metrics.inputs import MetricInput, Pairs
 from fedlas.metrics.intervals.binomial import wilson
 from fedlas.metrics.intervals.classwise import ClassGaps
 from fedlas.metrics.intervals.inversion import inverted_interval
@@ -44,7 +44,7 @@ from fedlas.metrics.intervals.resampling import (
     mean_interval,
 )
 from fedlas.metrics.result import Interval, Result
-from fedlas.predictions import Array
+from fedlas.predictions.arrays import Array
 
 SIDES: tuple[Part, Part] = ("over", "under")
 DEFAULT_RESAMPLES = 10_000
@@ -52,7 +52,7 @@ DEFAULT_RESAMPLES = 10_000
 
 def bootstrap(
     metric: AbstractMetric,
-    probs: Given,
+    probs: MetricInput,
     labels: Array | None = None,
     *,
     level: float = 0.95,
@@ -76,8 +76,8 @@ def bootstrap(
     if method is None:
         name = getattr(metric, "name", getattr(metric, "__name__", metric))
         raise UserError(f"no interval with known coverage exists for {name}")
-    found: Result = method.measure(metric, probs, labels, how, **options)
-    return found
+    result: Result = method.measure(metric, probs, labels, how, **options)
+    return result
 
 
 @dataclass(frozen=True)
@@ -85,21 +85,21 @@ class GapInversion(AbstractIntervalMethod):
     """Interval of a sum of absolute or squared gaps, by test inversion.
 
     Args:
-        part: "both" for all bins, "over" and "under" for those of one direction, "rms" for the root of squares.
+        part: "both" for all bins, "over" or "under" for bins with gaps of one sign, "rms" for the root mean square.
     """
 
     part: Part = "both"
 
     def measure(
-        self, metric: AbstractMetric, probs: Given, labels: Array | None, how: Resampling, **options: Any
+        self, metric: AbstractMetric, probs: MetricInput, labels: Array | None, how: Resampling, **options: Any
     ) -> Result:
-        found = metric(probs, labels, **options)
+        result = metric(probs, labels, **options)
         assert isinstance(metric, AbstractBinned)
         gaps = metric.gaps(probs, labels, **options)
         if self.part == "rms" and isinstance(gaps, ClassGaps):
             raise UserError("no interval with known coverage exists for the root of class-wise squares")
         interval = self._interval(gaps, _resampled(gaps, probs, how), how.level)
-        return found.with_interval(interval, **({"noise_floor": gaps.noise_floor()} if self.part == "both" else {}))
+        return result.with_interval(interval, **({"noise_floor": gaps.noise_floor()} if self.part == "both" else {}))
 
     def _interval(self, gaps: AbstractGaps, distribution: BootstrapDistribution, level: float) -> Interval:
         low, high = inverted_interval(distribution, self.part, level)
@@ -111,13 +111,13 @@ class GapInversion(AbstractIntervalMethod):
         return Interval(min(1.0, max(0.0, low)), min(1.0, max(0.0, high)), level, gaps.method)
 
 
-def _resampled(gaps: AbstractGaps, probs: Given, how: Resampling) -> BootstrapDistribution:
+def _resampled(gaps: AbstractGaps, probs: MetricInput, how: Resampling) -> BootstrapDistribution:
     """Return the bootstrap distribution of gaps, cached for all metrics of the same pairs."""
 
     def resample() -> BootstrapDistribution:
         return gaps.resample(how.resamples, how.rng())
 
-    # The pairs keep their gaps, so that no other gaps can have the same id.
+    # The pairs hold a reference to their gaps, so that the id of the gaps is not reused.
     return probs.once((id(gaps), how.resamples, how.seed), resample) if isinstance(probs, Pairs) else resample()
 
 
@@ -131,13 +131,13 @@ class AbstractMeanInterval(AbstractIntervalMethod):
 
     bounds: Bounds | None = None
 
-    def of_mean(self, found: Result, values: Float64[Tensor, " n"], how: Resampling) -> Result:
-        check_mean(found, values)
+    def of_mean(self, result: Result, values: Float64[Tensor, " n"], how: Resampling) -> Result:
+        check_mean(result, values)
         low, high = mean_interval(
             values.cpu().numpy(), how.level, how.resamples or DEFAULT_RESAMPLES, how.rng(), self.bounds
         )
         method = "bootstrap, bias-corrected and accelerated"
-        return found.with_interval(Interval(low, high, how.level, method, self.note(values, how.level)))
+        return result.with_interval(Interval(low, high, how.level, method, self.note(values, how.level)))
 
     def note(self, values: Float64[Tensor, " n"], level: float) -> str:
         """Return a note that explains an unusual width of the interval."""
@@ -150,10 +150,10 @@ class MeanBootstrap(AbstractMeanInterval):
     """Interval of a mean of the metric's values per sample."""
 
     def measure(
-        self, metric: AbstractMetric, probs: Given, labels: Array | None, how: Resampling, **options: Any
+        self, metric: AbstractMetric, probs: MetricInput, labels: Array | None, how: Resampling, **options: Any
     ) -> Result:
-        found = metric(probs, labels, **options)
-        return self.of_mean(found, exact(metric.contributions(probs, labels, **options)), how)
+        result = metric(probs, labels, **options)
+        return self.of_mean(result, exact(metric.contributions(probs, labels, **options)), how)
 
 
 @dataclass(frozen=True)
@@ -161,10 +161,10 @@ class LossBootstrap(AbstractMeanInterval):
     """Interval of a mean loss without an upper bound, with a note if no large loss was observed."""
 
     def measure(
-        self, metric: AbstractMetric, probs: Given, labels: Array | None, how: Resampling, **options: Any
+        self, metric: AbstractMetric, probs: MetricInput, labels: Array | None, how: Resampling, **options: Any
     ) -> Result:
-        found = metric(probs, labels, **options)
-        return self.of_mean(found, exact(metric.contributions(probs, labels, **options)), how)
+        result = metric(probs, labels, **options)
+        return self.of_mean(result, exact(metric.contributions(probs, labels, **options)), how)
 
     def note(self, values: Float64[Tensor, " n"], level: float) -> str:
         assert self.bounds is not None
@@ -183,29 +183,29 @@ class AreaBootstrap(AbstractMeanInterval):
 
     Args:
         bounds: as in `AbstractMeanInterval`.
-        min_samples: errors and correct predictions that are needed; with fewer, an area depends on single samples.
+        min_samples: smallest number of errors and of correct predictions; with fewer, single samples dominate.
     """
 
     min_samples: int = 20
 
-    def is_applicable(self, found: Pairs) -> bool:
-        correct = float(exact(found.correct).sum())
-        return self.min_samples <= correct <= len(found.correct) - self.min_samples
+    def is_applicable(self, samples: Pairs) -> bool:
+        correct = float(exact(samples.correct).sum())
+        return self.min_samples <= correct <= len(samples.correct) - self.min_samples
 
     def measure(
-        self, metric: AbstractMetric, probs: Given, labels: Array | None, how: Resampling, **options: Any
+        self, metric: AbstractMetric, probs: MetricInput, labels: Array | None, how: Resampling, **options: Any
     ) -> Result:
         assert isinstance(metric, AbstractTopLabel)
-        found = metric.read(probs, labels, **options)
-        if not self.is_applicable(found):
-            correct = float(exact(found.correct).sum())
+        samples = metric.read(probs, labels, **options)
+        if not self.is_applicable(samples):
+            correct = float(exact(samples.correct).sum())
             raise UserError(
-                f"no interval with known coverage exists for the {metric.name} of {len(found.correct) - correct:g} "
+                f"no interval with known coverage exists for the {metric.name} of {len(samples.correct) - correct:g} "
                 f"errors and {correct:g} correct predictions; {self.min_samples} of each are needed"
             )
-        values = metric.values_of(found)
-        by_confidence = values[found.ranking[0].to(values.device)]  # stored intervals were drawn in this order
-        measured = self.of_mean(metric.of_pairs(found), exact(by_confidence), how)
+        values = metric.values_of(samples)
+        by_confidence = values[samples.ranking[0].to(values.device)]  # stored intervals were drawn in this order
+        measured = self.of_mean(metric.of_pairs(samples), exact(by_confidence), how)
         interval = measured.interval
         assert interval is not None
         return measured.with_interval(replace(interval, low=max(0.0, interval.low), high=min(1.0, interval.high)))
@@ -213,22 +213,22 @@ class AreaBootstrap(AbstractMeanInterval):
 
 @dataclass(frozen=True)
 class WilsonInterval(AbstractMeanInterval):
-    """Interval of the accuracy; with soft labels that of a mean."""
+    """Wilson interval of the accuracy; with soft labels, the interval of a mean."""
 
     def measure(
-        self, metric: AbstractMetric, probs: Given, labels: Array | None, how: Resampling, **options: Any
+        self, metric: AbstractMetric, probs: MetricInput, labels: Array | None, how: Resampling, **options: Any
     ) -> Result:
-        found, correct = metric(probs, labels, **options), metric.contributions(probs, labels, **options)
+        result, correct = metric(probs, labels, **options), metric.contributions(probs, labels, **options)
         if correct.dtype == torch.bool:
-            return found.with_interval(wilson(float(found), found.n, how.level))
-        return self.of_mean(found, exact(correct), how)
+            return result.with_interval(wilson(float(result), result.n, how.level))
+        return self.of_mean(result, exact(correct), how)
 
 
-def check_mean(found: Result, values: Float64[Tensor, " n"]) -> None:
+def check_mean(result: Result, values: Float64[Tensor, " n"]) -> None:
     """Raise if a mean is not finite, and name the sample that adds the most to it."""
-    if not math.isfinite(float(found)):
+    if not math.isfinite(float(result)):
         row = int(values.abs().argmax())
         raise UserError(
-            f"{found.definition.estimator} is beyond the largest number: row {row} alone has {float(values[row]):.3g}; "
-            "its logits are too far apart"
+            f"{result.definition.estimator} is beyond the largest number: row {row} alone has "
+            f"{float(values[row]):.3g}; its logits are too far apart"
         )

@@ -1,10 +1,11 @@
 """Bootstrap distributions of binned gaps and of means.
 
-A sample with gap d in bin b adds d / n to the weighted gap of that bin. There are two ways to resample:
+The gap d of a sample is its confidence minus its correctness; it adds d / n to the weighted gap of its bin. There are
+two ways to resample:
 
     cells     Samples of one bin with nearly equal gaps form a cell. The counts of the cells are multinomial, and the
               variance within cells is added as normal noise. The cost depends on bins and cells, not on samples.
-    samples   Each sample is drawn, for two models at once.
+    samples   Single samples are drawn, the same ones for two models.
 
 `classwise.py` resamples the bins of all classes.
 """
@@ -24,16 +25,16 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Part = Literal["both", "over", "under", "rms"]
 
-LEVELS = 60  # cells per unit of gap; the variance within cells is added, so that finer cells gain nothing
-AT_ONCE = 20_000_000  # draws in memory at a time
-FAR = 1e90  # values beyond are scaled down before they are raised to the third power
-SPARSE = 10  # correct or incorrect predictions; a bin that expects fewer is not resampled from its own samples
-LARGE_RATIO = 1.5  # of variances; smaller ratios are common among calibrated bins
-MANY = 100  # samples of a bin, from which single samples are negligible
+LEVELS = 60  # cells per unit of gap; since the variance within cells is added, finer cells are not more accurate
+AT_ONCE = 20_000_000  # largest number of draws in memory
+FAR = 1e90  # larger values are scaled down, so that their cubes do not overflow
+SPARSE = 10  # expected correct or incorrect predictions; bins with fewer are drawn from a binomial distribution
+LARGE_RATIO = 1.5  # ratio of two variances; smaller ratios are common in calibrated bins
+MANY = 100  # number of samples of a bin from which a single sample is negligible
 CERTAIN = 1e-6  # expected variance of a bin whose confidences are all 0 or 1 up to rounding
 NORMAL = 400.0  # variance of a binomial count from which the normal approximation is used
 PRIOR = 5  # pseudo-count of soft labels that vary like hard ones
-MOST_DRAWS = 4_000_000  # beyond, the normal approximation gives the same intervals in milliseconds instead of seconds
+MOST_DRAWS = 4_000_000  # with more, the normal approximation is used: the same intervals in milliseconds
 
 
 class Bounds(NamedTuple):
@@ -63,8 +64,8 @@ class BootstrapDistribution:
     @property
     def error(self) -> Floats:
         """Standard error of each gap under calibration; for sparse bins at least that of the Jeffreys estimate."""
-        shown = np.asarray(self._around(np.zeros_like(self.gaps)).std(0))
-        return shown if self.noise is None else np.maximum(shown, self.noise.least_error)
+        deviation = np.asarray(self._around(np.zeros_like(self.gaps)).std(0))
+        return deviation if self.noise is None else np.maximum(deviation, self.noise.least_error)
 
     def totals(self, truth: Floats, part: Part, cautious: bool = False) -> Floats:
         """Resample the total around supposed true gaps; `cautious` increases the noise of sparse bins."""
@@ -96,13 +97,13 @@ class Binomial:
 
     @classmethod
     def of(cls, count: Floats, sums: Floats, squares: Floats) -> "Binomial":
-        """Compute from the sums of confidences and of their squares."""
-        # Differences of sums may lie outside by a rounding error.
+        """Compute from the counts, the sums of confidences and the sums of their squares."""
+        # Clip, because differences of sums have rounding errors.
         mean = np.clip(sums / np.maximum(count, 1), 0, 1)
         binomial = count * mean * (1 - mean)
         # Confidences of exactly 0 or 1 have no variance; use the binomial one for other true rates.
-        known = binomial > CERTAIN
-        ratio = np.where(known, (sums - squares) / np.where(known, binomial, 1), 1.0)
+        varies = binomial > CERTAIN
+        ratio = np.where(varies, (sums - squares) / np.where(varies, binomial, 1), 1.0)
         return cls(count, mean, np.sqrt(np.clip(ratio, 0, 1)))
 
 
@@ -112,14 +113,15 @@ class Noise:
 
     The bootstrap underestimates the variance of sparse bins, those with few correct or few incorrect predictions: a bin
     without errors has a variance of zero. So the deviations of a bin are scaled to the mean deviation of a binomial
-    count at the supposed rate, and those of sparse bins are replaced by binomial counts, in a given order of resamples.
+    count at the supposed rate, and those of sparse bins are replaced by deviations of binomial counts, in a given order
+    of resamples.
 
     Args:
         bins: samples and mean confidence of each bin.
         correct: number of correct predictions in each bin.
         samples: number of samples in all bins; for soft labels the equivalent number of hard labels.
-        sparse: which bins are replaced.
-        order: for each of those, the resamples from the smallest to the largest gap.
+        sparse: mask of the sparse bins.
+        order: for each sparse bin, the indices of the resamples in the order of their gaps.
         observed: mean deviation of each bin.
     """
 
@@ -144,30 +146,30 @@ class Noise:
     @property
     def bounds(self) -> tuple[Floats, Floats]:
         """Smallest and largest possible gap of each bin."""
-        share = self.bins.count / self.samples
-        return share * (self.bins.mean - 1), share * self.bins.mean
+        fraction = self.bins.count / self.samples
+        return fraction * (self.bins.mean - 1), fraction * self.bins.mean
 
     def around(self, deviations: Floats, truth: Floats, cautious: bool = False) -> Floats:
         """Return the deviations around supposed true gaps.
 
-        Fewer supposed errors mean less noise. Since the true rate is unknown, the `cautious` noise of sparse bins is
-        that of the mean of supposed and observed rate, if its variance is clearly larger.
+        The noise decreases with the supposed number of errors. Since the true rate is unknown, `cautious` computes the
+        noise of sparse bins from the mean of the supposed and the observed rate, if its variance is clearly larger.
         """
         count, mean = self.bins.count, self.bins.mean
         rate = np.clip(mean - truth * self.samples / np.maximum(count, 1), 0, 1)
-        # The number of samples in a bin varies too, which changes a sum of unequal gaps.
+        # The number of samples in a bin varies between resamples too, which changes the sum of its gaps.
         size, binomial = np.abs(mean - rate), rate * (1 - rate)
         unequal = (size - np.abs(truth).sum()) ** 2 / np.where(binomial > 0, binomial, 1)
         wider = np.sqrt(1 + np.minimum(unequal, 1))
-        wanted = mean_deviation(count, rate) * self.bins.narrower * wider
-        scaled = deviations * np.where(self.observed > 0, wanted / np.where(self.observed > 0, self.observed, 1), 1.0)
+        expected = mean_deviation(count, rate) * self.bins.narrower * wider
+        scaled = deviations * np.where(self.observed > 0, expected / np.where(self.observed > 0, self.observed, 1), 1.0)
         if cautious:
             middle = (rate + self.accuracy) / 2
             rate = np.where(middle * (1 - middle) > LARGE_RATIO * binomial, middle, rate)
-        drawn = ranked_errors(count[self.sparse], 1 - rate[self.sparse], len(scaled))
-        # A few samples of equal confidence have a few possible gaps, which scaling would change.
-        drawn *= np.where(count >= MANY, wider, 1.0)[self.sparse, None] / self.samples
-        scaled[self.order, np.flatnonzero(self.sparse)[:, None]] = drawn
+        replacements = ranked_errors(count[self.sparse], 1 - rate[self.sparse], len(scaled))
+        # Few samples of equal confidence have few possible gaps, which scaling would change.
+        replacements *= np.where(count >= MANY, wider, 1.0)[self.sparse, None] / self.samples
+        scaled[self.order, np.flatnonzero(self.sparse)[:, None]] = replacements
         return np.asarray(scaled)
 
 
@@ -200,7 +202,7 @@ class AbstractGaps(ABC):
         """Return the bootstrap distribution of the weighted gaps."""
 
     def unseen(self, level: float) -> tuple[float, float]:
-        """Return how much lower and higher the total may be than resampling shows, if errors are too few."""
+        """Return how much the total may be below and above the resampled totals if there are too few errors."""
         del level
         return 0.0, 0.0
 
@@ -247,13 +249,13 @@ class Gaps(AbstractGaps):
         return self.distribution(cell_deviations(self.index, self.gap, self.bins, resamples or 10_000, rng), rng)
 
     def distribution(self, deviations: Floats, rng: np.random.Generator, joint: bool = False) -> BootstrapDistribution:
-        """Return the bootstrap distribution for given deviations.
+        """Return the bootstrap distribution from the deviations of each resample.
 
         Sparse bins are drawn from a binomial. With `joint`, they keep the order of their deviations, so that two models
         that were resampled together stay correlated. A soft label counts as several hard ones, according to the
         variance of soft labels within bins.
         """
-        share = self.binomial().count / self.samples
+        fraction = self.binomial().count / self.samples
         weight = self._hard_labels_per_label() if self.soft else 1.0
         expected = self.binomial(weight)
         count, mean = expected.count, expected.mean
@@ -263,12 +265,12 @@ class Gaps(AbstractGaps):
         random = rng.random((int(sparse.sum()), len(deviations)))
         order = random.argsort(1)
         if joint:
-            # Rounded, so that values that are equal up to rounding are in random order.
+            # Round, so that values that differ only by rounding errors are in random order.
             order = np.lexsort((random, np.round(deviations[:, sparse].T * self.samples, 9)), axis=1)
-        # Only the variance of hard labels follows from the rate.
+        # The rate determines the variance of hard labels, but not of soft ones.
         observed = np.zeros_like(count) if self.soft else np.abs(deviations).mean(0) * self.samples
         noise = Noise(expected, correct, weight * self.samples, sparse, order, observed)
-        return BootstrapDistribution(self.weighted, deviations, share, noise)
+        return BootstrapDistribution(self.weighted, deviations, fraction, noise)
 
     def _hard_labels_per_label(self) -> float:
         """Return the ratio of the variance of hard labels to that of the soft labels within bins, at least 1.
@@ -293,8 +295,8 @@ def mean_deviation(count: Floats, chance: Floats) -> Floats:
     above = np.floor(count * chance) + 1
     possible = (chance > 0) & (chance < 1) & (above <= count)
     n, k, p = np.where(possible, count, 1), np.where(possible, above, 1), np.where(possible, chance, 0.5)
-    ways = _log_factorial(n) - _log_factorial(k) - _log_factorial(n - k)
-    return np.where(possible, 2 * k * np.exp(ways + k * np.log(p) + (n - k + 1) * np.log1p(-p)), 0.0)
+    log_combinations = _log_factorial(n) - _log_factorial(k) - _log_factorial(n - k)
+    return np.where(possible, 2 * k * np.exp(log_combinations + k * np.log(p) + (n - k + 1) * np.log1p(-p)), 0.0)
 
 
 def ranked_errors(count: Floats, chance: Floats, resamples: int) -> Floats:
@@ -305,7 +307,7 @@ def ranked_errors(count: Floats, chance: Floats, resamples: int) -> Floats:
     if not len(small):
         return ranked
     n, odds = count[small], chance[small] / (1 - chance[small])
-    # A range that is wide enough for all bins, so that they are computed together.
+    # One range that is wide enough for all bins, so that they are computed together.
     reach = 9 * np.sqrt(variance[small]) + 10
     first = np.maximum(np.floor(mean[small] - reach), 0)
     errors = first[:, None] + np.arange(int((2 * reach).max()) + 2)
@@ -321,8 +323,8 @@ def ranked_errors(count: Floats, chance: Floats, resamples: int) -> Floats:
 
 @lru_cache(maxsize=4)
 def _normal_ranks(resamples: int) -> Floats:
-    share = (torch.arange(resamples, dtype=torch.float64) + 0.5) / resamples
-    return np.asarray(torch.special.ndtri(share).numpy())
+    quantiles = (torch.arange(resamples, dtype=torch.float64) + 0.5) / resamples
+    return np.asarray(torch.special.ndtri(quantiles).numpy())
 
 
 def _log_factorial(n: Floats) -> Floats:
@@ -333,15 +335,15 @@ def cell_deviations(index: Ints, gap: Floats, bins: int, resamples: int, rng: np
     """Resample weighted gaps by multinomial counts of samples in fine cells."""
     n = len(gap)
     key = index * (2 * LEVELS + 1) + np.floor((gap + 1) * LEVELS).astype(np.int64)
-    every = np.bincount(key)
-    filled = np.flatnonzero(every)
-    count = every[filled]
+    all_counts = np.bincount(key)
+    filled = np.flatnonzero(all_counts)
+    count = all_counts[filled]
     mean = np.bincount(key, gap)[filled] / count
     variance = np.maximum(np.bincount(key, gap**2)[filled] / count - mean**2, 0)
     bin_of = np.eye(bins)[filled // (2 * LEVELS + 1)]
-    drawn = rng.multinomial(n, count / n, size=resamples).astype(np.float64)
-    noise = np.sqrt(drawn @ (bin_of * variance[:, None])) * rng.standard_normal((resamples, bins))
-    return np.asarray(drawn @ (bin_of * mean[:, None]) + noise) / n - np.bincount(index, gap, bins) / n
+    draws = rng.multinomial(n, count / n, size=resamples).astype(np.float64)
+    noise = np.sqrt(draws @ (bin_of * variance[:, None])) * rng.standard_normal((resamples, bins))
+    return np.asarray(draws @ (bin_of * mean[:, None]) + noise) / n - np.bincount(index, gap, bins) / n
 
 
 def sample_deviations(index: Ints, gap: Floats, bins: int, resamples: int, rng: np.random.Generator) -> Floats:
@@ -351,15 +353,15 @@ def sample_deviations(index: Ints, gap: Floats, bins: int, resamples: int, rng: 
     observed = np.bincount(cell.ravel(), gap.ravel(), models * bins) / n
     if n * resamples > MOST_DRAWS:
         return _normal_deviations(cell, gap, observed, resamples, rng)
-    drawn = []
+    parts = []
     for rows in np.array_split(np.arange(resamples), max(1, n * resamples // AT_ONCE)):
         chosen = rng.integers(0, n, (len(rows), n))
         offset = models * bins * np.arange(len(rows))[:, None]
         sums = np.zeros(models * bins * len(rows))
         for cells, gaps in zip(cell, gap, strict=True):
             sums += np.bincount((cells[chosen] + offset).ravel(), gaps[chosen].ravel(), len(sums))
-        drawn.append(sums.reshape(len(rows), models * bins) / n)
-    return np.asarray(np.concatenate(drawn) - observed)
+        parts.append(sums.reshape(len(rows), models * bins) / n)
+    return np.asarray(np.concatenate(parts) - observed)
 
 
 def _normal_deviations(cell: Ints, gap: Floats, observed: Floats, resamples: int, rng: np.random.Generator) -> Floats:
@@ -380,7 +382,8 @@ def mean_interval(
     """Return the bias-corrected and accelerated interval of a mean.
 
     If few values are large, or few are small, the interval is extended by the Clopper-Pearson interval of their
-    fraction: a bootstrap of fifty correct predictions contains no errors. This needs bounds of the values.
+    fraction, because a bootstrap cannot draw unobserved values, such as errors from fifty correct predictions. This
+    needs bounds of the values.
     """
     unit = far_unit(values)
     if unit > 1:
@@ -390,15 +393,15 @@ def mean_interval(
     mean = float(values.mean())
     low, high = (mean, mean) if bounds is None else sparse_mean_range(values, level, bounds)
     centred = values - mean
-    spread = float((centred**2).sum())
-    if spread == 0:
+    sum_of_squares = float((centred**2).sum())
+    if sum_of_squares == 0:
         return low, high
     means = mean + mean_deviations(values, resamples, rng)
     normal = NormalDist()
-    share = float(np.clip((np.sum(means < mean) + np.sum(means <= mean)) / (2 * resamples), 1e-4, 1 - 1e-4))
-    shift = normal.inv_cdf(share)
+    fraction = float(np.clip((np.sum(means < mean) + np.sum(means <= mean)) / (2 * resamples), 1e-4, 1 - 1e-4))
+    shift = normal.inv_cdf(fraction)
     cubes = centred * centred * centred  # ten times as fast as centred**3
-    acceleration = float(cubes.sum()) / (6 * spread**1.5)
+    acceleration = float(cubes.sum()) / (6 * sum_of_squares**1.5)
     ends = []
     for tail in ((1 - level) / 2, (1 + level) / 2):
         z = shift + normal.inv_cdf(tail)
@@ -408,7 +411,7 @@ def mean_interval(
 
 
 def sparse_mean_range(values: Floats, level: float, bounds: Bounds) -> tuple[float, float]:
-    """Return the range of a mean if few values lie above a threshold, or few below; else the mean twice."""
+    """Return the range of a mean if few values lie above or below a threshold; else return the mean as both ends."""
     mean, large = float(values.mean()), values > bounds.split
     n, count = len(values), int(large.sum())
     if min(count, n - count) >= SPARSE:
@@ -416,21 +419,21 @@ def sparse_mean_range(values: Floats, level: float, bounds: Bounds) -> tuple[flo
     least, most = clopper_pearson_interval(count, n, level)
     below = float(values[~large].mean()) if count < n else bounds.low
     above = float(values[large].mean()) if count else bounds.high
-    # The mean of a few large losses is unknown too; assume that others are as large as the largest.
+    # The mean of a few large losses is unknown too; assume that unobserved ones are as large as the largest.
     largest = float(values.max()) if 0 < count < SPARSE else above
     return (1 - least) * below + least * above, (1 - most) * below + most * largest
 
 
 def signed_range(values: Floats, level: float, most: float) -> tuple[float, float]:
-    """Return the range of a mean difference if few differences have one sign; else the mean twice."""
+    """Return the range of a mean difference if few differences have one sign; else return the mean as both ends."""
     ends = []
     for side in (-1, 1):
         signed = side * values
         positive = signed > 0
         n, count = len(values), int(positive.sum())
-        share = clopper_pearson_interval(count, n, level)[1] if count < SPARSE else count / n
+        fraction = clopper_pearson_interval(count, n, level)[1] if count < SPARSE else count / n
         size = float(signed[positive].mean()) if count else most
-        ends.append(side * (share * size + float(signed[~positive].sum()) / n))
+        ends.append(side * (fraction * size + float(signed[~positive].sum()) / n))
     return ends[0], ends[1]
 
 
@@ -445,13 +448,13 @@ def clopper_pearson_interval(count: int, n: int, level: float) -> tuple[float, f
 
 
 def _binomial_probability(count: int, n: int, chance: float) -> float:
-    """Return the probability p at which P(X <= count) of a binomial variable is the given chance, by bisection."""
+    """Return the p at which a binomial variable has P(X <= count) = chance, by bisection."""
     coefficients = [math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) for k in range(count + 1)]
     low, high = 0.0, 1.0
     for _ in range(60):
-        share = (low + high) / 2
-        logs = (c + k * math.log(share) + (n - k) * math.log1p(-share) for k, c in enumerate(coefficients))
-        low, high = (share, high) if math.fsum(map(math.exp, logs)) > chance else (low, share)
+        middle = (low + high) / 2
+        logs = (c + k * math.log(middle) + (n - k) * math.log1p(-middle) for k, c in enumerate(coefficients))
+        low, high = (middle, high) if math.fsum(map(math.exp, logs)) > chance else (low, middle)
     return high
 
 
@@ -491,8 +494,8 @@ def _group_draws(n: int, groups: int, resamples: int, start: _GeneratorKey) -> t
     """Return multinomial counts of groups, normal numbers, and the new state of the generator.
 
     The result is cached: all means over the same samples start with the same seed and have groups of the same sizes, so
-    that a report with six means draws once.
+    a report with six means draws only once.
     """
     count = np.array([len(part) for part in np.array_split(np.arange(n), groups)])
-    drawn = start.rng.multinomial(n, count / n, size=resamples).astype(np.float64)
-    return drawn, start.rng.standard_normal(resamples), start.rng.bit_generator.state
+    draws = start.rng.multinomial(n, count / n, size=resamples).astype(np.float64)
+    return draws, start.rng.standard_normal(resamples), start.rng.bit_generator.state

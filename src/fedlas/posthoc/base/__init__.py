@@ -1,4 +1,4 @@
-"""What calibrators are built from: the base class (`calibrator`) and the optimisers (`solvers`)."""
+"""The base class of calibrators (`calibrator`) and their optimisers (`solvers`)."""
 
 from fedlas.posthoc.base.calibrator import (
     AbstractCalibrator,

@@ -1,15 +1,15 @@
 """The base class of calibrators: input shapes, checks, and files.
 
-A calibrator learns from logits and labels of one split and maps logits to logits, so that all code that takes logits
-also takes calibrated ones. `fit` and `transform` accept
+A calibrator learns from logits and labels of one split and maps logits to logits, so calibrated
+logits can replace logits everywhere. `fit` and `transform` accept
 
     (n, classes)            rows of logits
     (n,) or (n, 1)          logits of class 1 of a binary classifier: z means the logits [0, z]
-    (n, classes, ...)       maps, each position of which is a sample
-    Predictions             whose split is recorded; `transform` returns Predictions
+    (n, classes, ...)       maps of logits; each position is a sample
+    Predictions             `fit` records their split, and `transform` returns Predictions
 
-as torch tensors or NumPy arrays. `transform` returns the same type and shape, in float32 or better. A calibrator of
-probabilities returns their logarithms, after clamping them to its `floor`.
+as torch tensors or NumPy arrays. `transform` returns the same type and shape, in float32 or better. A calibrator
+that computes probabilities clamps them to its `floor` and returns their logarithms.
 """
 
 import hashlib
@@ -32,30 +32,27 @@ from fedlas.errors import UserError, UserTypeError
 from fedlas.io.atomic import write_atomic
 from fedlas.io.safetensors import read_safetensors, to_safetensors
 from fedlas.io.untrusted import check_file, file_errors
-from fedlas.predictions import (
-    AnyPredictions,
+from fedlas.predictions import AnyPredictions, OptionalFields, Predictions, with_every_class
+from fedlas.predictions.arrays import (
     Array,
-    OptionalFields,
-    Predictions,
     as_floats,
     as_tensor,
     check_labels,
     check_rows,
-    slices_of,
     two_columns,
     warn_about_probabilities,
-    with_every_class,
 )
+from fedlas.predictions.probabilities import slices_of
 
 FORMAT = "fedlas.calibrator/1"
-# Learned values that may be non-finite: a standard error that is unknown, the value of an empty bin.
+# Fitted parameters that may be non-finite: an unknown standard error, the value of an empty bin.
 UNKNOWN: Mapping[str, Callable[[Tensor], Tensor]] = {"standard_error": torch.isposinf, "values": torch.isnan}
 KIND = "a calibrator is a .safetensors file that `fedlas calibrate fit` or its own save() wrote"
-CHECKSUM = "sha256"  # of the tensors, in the metadata of a file; `to_safetensors` adds one of the metadata
+CHECKSUM = "sha256"  # metadata key of the checksum of the tensors; `to_safetensors` adds one for the metadata
 Kind = TypeVar("Kind", bound="AbstractCalibrator")
-EXACT_BELOW = 20_000_000  # number of logits up to which they are copied to float64; larger tables keep their type
+EXACT_BELOW = 20_000_000  # number of logits up to which they are copied to float64
 ENORMOUS = 1e100
-MOST_ZEROS = 0.002  # fraction of labels whose probability was given as zero
+MOST_ZEROS = 0.002  # largest fraction of labels with an input probability of zero in a reliable fit
 
 
 class Samples(NamedTuple):
@@ -64,7 +61,7 @@ class Samples(NamedTuple):
     Args:
         logits: one row per sample.
         labels: class indices, or rows of class probabilities.
-        zeros: mask of the logits whose probability was given as zero, which are unknown; None if there are none.
+        zeros: mask of the unknown logits, whose input probability was zero; None if there are none.
     """
 
     logits: Float[Tensor, "n classes"]
@@ -91,10 +88,10 @@ class Fit:
         n: number of samples.
         classes: number of classes.
         split: split of the samples.
-        before: mean negative log-likelihood of these samples before calibration, in nats.
+        before: mean negative log-likelihood of the samples before calibration, in nats.
         after: mean negative log-likelihood after calibration.
         class_names: one name per class, if the predictions had names; files of earlier versions have none.
-        doubt: why the fit is unreliable; empty if there is no reason.
+        doubt: reason why the fit is unreliable; empty if it is reliable.
     """
 
     n: int
@@ -145,8 +142,8 @@ def _check_real(value: object, name: str) -> float:
 class AbstractCalibrator(ABC):
     """Base class of calibrators, which map logits to calibrated logits.
 
-    A subclass stores its keywords as attributes of the same names, and its fitted parameters in `learned`; saving and
-    loading need nothing else.
+    A subclass stores its keywords as attributes of the same names, and its fitted parameters in `learned`; `save` and
+    `load` store exactly these.
     """
 
     name: ClassVar[str]
@@ -170,17 +167,17 @@ class AbstractCalibrator(ABC):
     def fill_zeros(
         self, logits: Float[Tensor, "n classes"], zeros: Bool[Tensor, "n classes"] | None
     ) -> Float[Tensor, "n classes"]:
-        """Return logits with the learned value for probabilities of zero; by default they are unchanged.
+        """Replace the logits of zero probabilities by the fitted value; the default returns logits unchanged.
 
         Args:
             logits: one row per sample.
-            zeros: mask of the logits whose probability was given as zero.
+            zeros: mask of the logits whose input probability was zero.
         """
         del zeros
         return logits
 
     def doubt(self, samples: Samples) -> str:
-        """Return why a fit on these samples is unreliable; empty if there is no reason."""
+        """Return the reason why a fit on these samples is unreliable; empty if it is reliable."""
         if samples.zeros is None:
             return ""
         labels = float((samples.label_probs * samples.zeros).sum())
@@ -208,9 +205,9 @@ class AbstractCalibrator(ABC):
         """Fit to logits and their labels.
 
         Args:
-            logits: predictions, or logits of any shape listed in the docstring of the module.
+            logits: predictions, or logits of a shape that the module docstring lists.
             labels: class indices, or rows of class probabilities; not needed with predictions.
-            split: name of the split; known for predictions.
+            split: name of the split; by default that of the predictions.
             ignore_index: label of samples that are ignored.
         """
         samples, split = _samples(logits, labels, split, ignore_index)
@@ -241,35 +238,35 @@ class AbstractCalibrator(ABC):
     def transform(self, logits: AnyPredictions | Tensor | NDArray[Any]) -> Predictions | Tensor | NDArray[Any]:
         """Calibrate logits; the result has the type and shape of the input.
 
-        Predictions whose classes have other names, or another order, than in the fit raise an error, unless the map is
-        the same for all classes (`by_class` is False) or one of the two has no names.
+        Raise if the class names of the predictions, or their order, differ from the fit. This is not checked if the map
+        is the same for all classes (`by_class` is False) or if the fit or the predictions have no names.
         """
         if isinstance(logits, AnyPredictions):
             logits = with_every_class(logits, "calibration")
             self.check_names(logits.class_names)
             return with_logits(logits, self.transform(self.fill_zeros(logits.logits, logits.zeros)))
-        given = as_floats(logits, "logits")
-        table = _table(given)
+        scores = as_floats(logits, "logits")
+        table = _table(scores)
         if self.fitted is None:
             raise RuntimeError(f"{self.name} is not fitted yet; call fit(logits, labels) first, or load it from a file")
         if table.shape[1] != self.fitted.classes:
             raise UserError(f"logits have {table.shape[1]} classes; {self.name} was fitted on {self.fitted.classes}")
         check_rows("logits", table, torch.isfinite(table).all(1), "holds NaN or infinity")
-        largest = torch.finfo(given.dtype).max  # keeps logits finite
-        calibrated = _as_given(self.apply(float32_or_better(table)).clamp(-largest, largest), given)
+        largest = torch.finfo(scores.dtype).max  # keeps logits finite
+        calibrated = _as_given(self.apply(float32_or_better(table)).clamp(-largest, largest), scores)
         return calibrated if isinstance(logits, Tensor) else calibrated.numpy()
 
     def check_names(self, names: Sequence[str] | None) -> None:
         """Raise if the class names differ from those of the fit and the map depends on the class."""
-        known = None if self.fitted is None else self.fitted.class_names
-        if not self.by_class or known is None or names is None or known == tuple(names):
+        expected = None if self.fitted is None else self.fitted.class_names
+        if not self.by_class or expected is None or names is None or expected == tuple(names):
             return
-        if len(known) != len(names):
-            raise UserError(f"there are {len(names)} classes; {self.name} was fitted on {len(known)}")
-        index = next(k for k, (fitted, given) in enumerate(zip(known, names, strict=True)) if fitted != given)
-        order = "the same classes in another order" if sorted(known) == sorted(names) else "other classes"
+        if len(expected) != len(names):
+            raise UserError(f"there are {len(names)} classes; {self.name} was fitted on {len(expected)}")
+        index = next(k for k, (fitted, name) in enumerate(zip(expected, names, strict=True)) if fitted != name)
+        order = "the same classes in another order" if sorted(expected) == sorted(names) else "other classes"
         raise UserError(
-            f"{self.name} was fitted on {order}: class {index} was {known[index]!r} and is {names[index]!r} here. "
+            f"{self.name} was fitted on {order}: class {index} was {expected[index]!r} and is {names[index]!r} here. "
             "Its map differs between classes; put the columns in the order of the fit, or fit it again."
         )
 
@@ -284,7 +281,7 @@ class AbstractCalibrator(ABC):
 
     @classmethod
     def load(cls: type[Kind], path: str | Path) -> Kind:
-        """Read a file of `save`; `fedlas.posthoc.load_calibrator` reads any class."""
+        """Read a file that `save` wrote; `fedlas.posthoc.load_calibrator` reads files of any calibrator."""
         about, tensors = read(path)
         if about.get("name") != cls.name:
             raise UserError(f"{path} holds a {about.get('name')!r} calibrator, not {cls.name!r}")
@@ -310,8 +307,8 @@ class AbstractCalibrator(ABC):
         state = "not fitted"
         if self.fitted is not None:
             numbers = {name: float(value) for name, value in self.learned.items() if value.numel() == 1}
-            shown = "".join(f", {name}={value:.4g}" for name, value in numbers.items())
-            state = f"fitted on {self.fitted.n:,} samples{shown}"
+            parameters = "".join(f", {name}={value:.4g}" for name, value in numbers.items())
+            state = f"fitted on {self.fitted.n:,} samples{parameters}"
         return f"<{type(self).__name__}({options}), {state}>"
 
 
@@ -320,7 +317,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     check_file(path)
     with Path(path).open("rb") as file:
         start = file.read(9)
-    if start[8:] != b"{":  # follows the length of the metadata
+    if start[8:] != b"{":  # safetensors: eight bytes of length, then JSON
         raise UserError(f"{path} is {'no calibrator' if start else 'empty'}; {KIND}")
     metadata, tensors = read_safetensors(path)
     if metadata.get("format") != json.dumps(FORMAT):
@@ -328,7 +325,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise UserError(f"{path} is no calibrator{content}; {KIND}")
     with file_errors(path):
         about = {key: json.loads(value) for key, value in metadata.items()}
-    if about.get(CHECKSUM, _checksum(tensors)) != _checksum(tensors):  # files of earlier versions have none
+    if about.get(CHECKSUM, _checksum(tensors)) != _checksum(tensors):  # files of earlier versions have no checksum
         raise UserError(f"{path} is damaged: the checksum of its tensors does not match")
     return about, tensors
 
@@ -357,8 +354,8 @@ def mean_nll(logits: Float[Tensor, "n classes"], labels: Tensor) -> float:
     total = 0.0
     for rows in slices_of(logits):
         logs, truth = logits[rows].log_softmax(1), labels[rows]
-        own = logs.gather(1, truth[:, None]) if truth.ndim == 1 else (logs * truth).sum(1)
-        total -= float(own.sum(dtype=torch.float64))
+        label_logs = logs.gather(1, truth[:, None]) if truth.ndim == 1 else (logs * truth).sum(1)
+        total -= float(label_logs.sum(dtype=torch.float64))
     return total / len(logits)
 
 
@@ -376,7 +373,7 @@ def log_probs_of(probs: Float[Tensor, "n classes"], fallback: Float[Tensor, "n c
 
 
 def check_floor(floor: float) -> float:
-    """Return a floor of probabilities; raise if it is invalid."""
+    """Return the floor of probabilities; raise if it is invalid."""
     if not 0 < floor < 0.1:
         raise UserError(f"floor is {floor}; a small positive probability is needed, such as 1e-7")
     return float(floor)
@@ -392,9 +389,9 @@ def _samples(
         return Samples(exact(logits.logits), logits.labels, logits.zeros), split or logits.split
     if labels is None:
         raise UserTypeError("labels are missing; only Predictions carry their own")
-    given = as_floats(logits, "logits")
-    table, truth = _table(given), as_tensor(labels, "labels").to(given.device)
-    if given.ndim > 2 or truth.ndim > 2:
+    scores = as_floats(logits, "logits")
+    table, truth = _table(scores), as_tensor(labels, "labels").to(scores.device)
+    if scores.ndim > 2 or truth.ndim > 2:
         soft = truth.is_floating_point()
         truth = truth.movedim(1, -1).reshape(-1, truth.shape[1]) if soft else truth.reshape(-1)
     if truth.is_floating_point() and truth.numel() == len(table) and table.shape[1] == 2:
@@ -413,7 +410,7 @@ def _samples(
 
 
 def exact(logits: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
-    """Return logits in float64 if they are not too many and the device supports it, else in float32 or better.
+    """Return logits in float64 if the device supports it and memory allows, else in float32 or better.
 
     Huge float64 logits are clamped, so that products stay finite; their probabilities remain zero and one.
     """
@@ -434,9 +431,9 @@ def _table(logits: Float[Tensor, "..."]) -> Float[Tensor, "rows classes"]:
     return logits.movedim(1, -1).reshape(-1, logits.shape[1])
 
 
-def _as_given(table: Float[Tensor, "rows classes"], given: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    if given.ndim == 1 or given.shape[1] == 1:
-        return (table[:, 1] - table[:, 0]).reshape(given.shape)
-    if given.ndim == 2:
+def _as_given(table: Float[Tensor, "rows classes"], scores: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    if scores.ndim == 1 or scores.shape[1] == 1:
+        return (table[:, 1] - table[:, 0]).reshape(scores.shape)
+    if scores.ndim == 2:
         return table
-    return table.reshape(len(given), *given.shape[2:], given.shape[1]).movedim(-1, 1)
+    return table.reshape(len(scores), *scores.shape[2:], scores.shape[1]).movedim(-1, 1)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from fedlas.errors import UserError
 from fedlas.posthoc.base.calibrator import Samples, learned_like
-from fedlas.predictions import slices_of
+from fedlas.predictions.probabilities import slices_of
 
 
 def scaled_nll(samples: Samples, inverse: float) -> tuple[float, float, float]:
@@ -20,13 +20,13 @@ def scaled_nll(samples: Samples, inverse: float) -> tuple[float, float, float]:
         logits, labels = samples.logits[rows], samples.labels[rows]
         top = logits.amax(1, keepdim=True)
         below = logits - top
-        own = below.gather(1, labels[:, None])[:, 0] if labels.ndim == 1 else (below * labels).sum(1)
+        label_logits = below.gather(1, labels[:, None])[:, 0] if labels.ndim == 1 else (below * labels).sum(1)
         weight = (below * inverse).exp_()
         total = weight.sum(1)
-        pulled = weight.mul_(below)
-        first = pulled.sum(1) / total
-        second = torch.linalg.vecdot(pulled, below) / total
-        parts = torch.stack([total.log() - inverse * own, first - own, second - first**2])
+        weighted = weight.mul_(below)
+        first = weighted.sum(1) / total
+        second = torch.linalg.vecdot(weighted, below) / total
+        parts = torch.stack([total.log() - inverse * label_logits, first - label_logits, second - first**2])
         sums = parts.sum(1, dtype=torch.float64).tolist()
         value, slope, curvature = value + sums[0], slope + sums[1], curvature + sums[2]
     n = len(samples.logits)
@@ -41,47 +41,47 @@ def best_inverse_temperature(samples: Samples, low: float, high: float) -> float
     """
     if _separable(samples):
         return high
-    left, right, at = math.log(low), math.log(high), 0.0
+    left, right, log_factor = math.log(low), math.log(high), 0.0
     tried_left = tried_right = False
     tolerance = 1e-13 if samples.logits.dtype == torch.float64 else 1e-6
     for _ in range(100):
-        _, slope, curvature = scaled_nll(samples, math.exp(at))
+        _, slope, curvature = scaled_nll(samples, math.exp(log_factor))
         if slope == 0 and curvature == 0:
             # Either the NLL is constant, or every sample is correct with a probability that rounds to one.
             return 1.0 if bool((samples.logits == samples.logits[:, :1]).all()) else high
-        if (slope < 0 and at == math.log(high)) or (slope > 0 and at == math.log(low)):
+        if (slope < 0 and log_factor == math.log(high)) or (slope > 0 and log_factor == math.log(low)):
             return high if slope < 0 else low
         if slope < 0:
-            left, tried_left = at, True
+            left, tried_left = log_factor, True
         else:
-            right, tried_right = at, True
-        newton = -slope / (curvature * math.exp(at)) if curvature > 0 else math.copysign(math.inf, -slope)
-        # Before clipping to the bracket: a zero step would lie on its end and start a bisection.
+            right, tried_right = log_factor, True
+        newton = -slope / (curvature * math.exp(log_factor)) if curvature > 0 else math.copysign(math.inf, -slope)
+        # Check convergence before clipping to the bracket, because a step of zero would trigger a bisection.
         if abs(newton) <= tolerance:
-            return math.exp(at)
-        following = min(right, max(left, at + min(2.0, max(-2.0, newton))))
-        if (following == left and tried_left) or (following == right and tried_right):
-            following = (left + right) / 2
-        if abs(following - at) <= tolerance or (tried_left and tried_right and right - left <= tolerance):
-            return math.exp(following)
-        at = following
-    return math.exp(at)
+            return math.exp(log_factor)
+        next_log_factor = min(right, max(left, log_factor + min(2.0, max(-2.0, newton))))
+        if (next_log_factor == left and tried_left) or (next_log_factor == right and tried_right):
+            next_log_factor = (left + right) / 2
+        if abs(next_log_factor - log_factor) <= tolerance or (tried_left and tried_right and right - left <= tolerance):
+            return math.exp(next_log_factor)
+        log_factor = next_log_factor
+    return math.exp(log_factor)
 
 
 def _separable(samples: Samples) -> bool:
-    """Return whether every label has the largest logit and not all logits are equal: the best factor is infinite.
+    """Return whether the best factor is infinite: every label has the largest logit, and not all logits are equal.
 
-    Newton steps would become ever shorter and stop at an arbitrary factor.
+    Newton steps would become shorter and shorter, and stop at an arbitrary factor.
     """
-    spread = False
+    differs = False
     for rows in slices_of(samples.logits):
         logits, labels = samples.logits[rows], samples.labels[rows]
         top = logits.amax(1, keepdim=True)
-        own = logits.gather(1, labels[:, None]) if labels.ndim == 1 else (logits * labels).sum(1, keepdim=True)
-        if not bool((own == top).all()):
+        label_logits = logits.gather(1, labels[:, None]) if labels.ndim == 1 else (logits * labels).sum(1, keepdim=True)
+        if not bool((label_logits == top).all()):
             return False
-        spread |= bool((logits < top).any())
-    return spread
+        differs |= bool((logits < top).any())
+    return differs
 
 
 def minimise(
@@ -134,8 +134,8 @@ def fit_affine(samples: Samples, penalty: float, *, full_matrix: bool) -> dict[s
     hard = samples.labels.ndim == 1
 
     def objective(scale: Tensor, offset: Tensor, mixing: Tensor | None = None) -> Tensor:
-        moved = unit * scale + offset if mixing is None else torch.addmm(offset, unit, (mixing + scale.diag()).T)
-        nll = functional.cross_entropy(moved, samples.labels if hard else samples.label_probs)
+        mapped = unit * scale + offset if mixing is None else torch.addmm(offset, unit, (mixing + scale.diag()).T)
+        nll = functional.cross_entropy(mapped, samples.labels if hard else samples.label_probs)
         distance = (scale - factor * size).square().sum() + offset.square().sum()
         if mixing is not None:
             distance = distance + classes * mixing.square().sum()

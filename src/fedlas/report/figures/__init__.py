@@ -3,13 +3,14 @@
 Each `..._data` function computes the numbers that the matching `..._figure` function draws, so the numbers can be
 checked or plotted with another tool. Figures are one column or one page wide and readable without colour, by line
 styles, markers and hatches. `save_with_data` writes one figure as PDF and PNG, with its numbers as JSON;
-`save_figures` writes every figure that the given predictions allow.
+`save_figures` writes all figures for which the models have data.
 
 Names are imported on first use, because most modules need matplotlib or many other modules.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fedlas.lazy_imports import lazy_attributes
 
 if TYPE_CHECKING:
     from fedlas.report.figures.confidence import ClassMap as ClassMap
@@ -76,81 +77,68 @@ if TYPE_CHECKING:
     from fedlas.report.figures.training import training_data as training_data
     from fedlas.report.figures.training import training_figure as training_figure
 
-# Module of each public name.
-_HOMES = {
-    "Activations": "indicator",
-    "Alphas": "training",
-    "ClassMap": "confidence",
-    "Confidences": "confidence",
-    "EpochStatistics": "gate",
-    "OODFigureData": "ood",
-    "OODScore": "ood",
-    "OODSet": "ood",
-    "GateStability": "gate",
-    "Indicator": "indicator",
-    "LearningCurve": "training",
-    "ModeCurve": "gate",
-    "Norms": "indicator",
-    "OverUnder": "confidence",
-    "Ranks": "ranks",
-    "Reliability": "reliability",
-    "RiskCurve": "selective",
-    "ActivationExample": "indicator",
-    "SmoothReliability": "reliability",
-    "SmoothingCurve": "gate",
-    "Theorem": "theorem",
-    "Theorems": "theorem",
-    "activations_data": "indicator",
-    "activations_figure": "indicator",
-    "Feedback": "training",
-    "alpha_data": "training",
-    "feedback_data": "training",
-    "feedback_figure": "training",
-    "alpha_figure": "training",
-    "class_map_data": "confidence",
-    "class_map_figure": "confidence",
-    "confidence_data": "confidence",
-    "confidence_figure": "confidence",
-    "epoch_statistics": "gate",
-    "ood_data": "ood",
-    "gate_data": "gate",
-    "gate_figure": "gate",
-    "indicator_data": "indicator",
-    "indicator_figure": "indicator",
-    "norm_data": "indicator",
-    "norm_figure": "indicator",
-    "over_under_data": "confidence",
-    "over_under_figure": "confidence",
-    "rank_data": "ranks",
-    "rank_figure": "ranks",
-    "reliability_data": "reliability",
-    "reliability_figure": "reliability",
-    "reliability_lines_figure": "reliability",
-    "risk_data": "selective",
-    "risk_figure": "selective",
-    "roc_figure": "ood",
-    "save_figure": "style",
-    "save_figures": "saving",
-    "save_with_data": "style",
-    "score_figure": "ood",
-    "smooth_reliability_data": "reliability",
-    "smooth_reliability_figure": "reliability",
-    "smoothing_data": "gate",
-    "smoothing_figure": "gate",
-    "theorem_data": "theorem",
-    "theorem_figure": "theorem",
-    "training_data": "training",
-    "training_figure": "training",
-}
-__all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name on first use."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__, __all__ = lazy_attributes(
+    __name__,
+    {
+        "confidence": [
+            "ClassMap",
+            "Confidences",
+            "OverUnder",
+            "class_map_data",
+            "class_map_figure",
+            "confidence_data",
+            "confidence_figure",
+            "over_under_data",
+            "over_under_figure",
+        ],
+        "gate": [
+            "EpochStatistics",
+            "GateStability",
+            "ModeCurve",
+            "SmoothingCurve",
+            "epoch_statistics",
+            "gate_data",
+            "gate_figure",
+            "smoothing_data",
+            "smoothing_figure",
+        ],
+        "indicator": [
+            "ActivationExample",
+            "Activations",
+            "Indicator",
+            "Norms",
+            "activations_data",
+            "activations_figure",
+            "indicator_data",
+            "indicator_figure",
+            "norm_data",
+            "norm_figure",
+        ],
+        "ood": ["OODFigureData", "OODScore", "OODSet", "ood_data", "roc_figure", "score_figure"],
+        "ranks": ["Ranks", "rank_data", "rank_figure"],
+        "reliability": [
+            "Reliability",
+            "SmoothReliability",
+            "reliability_data",
+            "reliability_figure",
+            "reliability_lines_figure",
+            "smooth_reliability_data",
+            "smooth_reliability_figure",
+        ],
+        "saving": ["save_figures"],
+        "selective": ["RiskCurve", "risk_data", "risk_figure"],
+        "style": ["save_figure", "save_with_data"],
+        "theorem": ["Theorem", "Theorems", "theorem_data", "theorem_figure"],
+        "training": [
+            "Alphas",
+            "Feedback",
+            "LearningCurve",
+            "alpha_data",
+            "alpha_figure",
+            "feedback_data",
+            "feedback_figure",
+            "training_data",
+            "training_figure",
+        ],
+    },
+)

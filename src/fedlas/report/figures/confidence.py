@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fedlas import formatting
 from fedlas.extras import optional_module
 from fedlas.metrics.bin_sums import exact
-from fedlas.metrics.inputs import Given, pairs
+from fedlas.metrics.inputs import MetricInput, pairs
 from fedlas.metrics.result import Result
 from fedlas.predictions import AnyPredictions, TopLabelPredictions
 from fedlas.report import page_data
@@ -29,8 +29,8 @@ from fedlas.report.figures.style import (
 if TYPE_CHECKING:  # `evaluation` imports many modules
     from fedlas.evaluation import State
 
-CLASSES = 20  # rows of a class map
-LARGEST = 0.5  # gap from which on a square fills its cell
+CLASSES = 20  # largest number of rows of a class map
+LARGEST = 0.5  # gap from which a square fills its cell
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Confidences:
     accuracy: float
 
 
-def confidence_data(given: Given, title: str) -> Confidences:
+def confidence_data(given: MetricInput, title: str) -> Confidences:
     """Count correct and incorrect predictions in narrow bins of confidence."""
     samples = pairs(given)
     histogram = page_data.confidence_data(samples)
@@ -165,7 +165,7 @@ class ClassMap:
 
 
 def class_map_data(predictions: AnyPredictions, title: str, most: int = CLASSES) -> ClassMap:
-    """Return the calibration gap of each class and bin; of many classes, keep those with the largest error.
+    """Return the calibration gap of each class and bin, for the classes with the largest error.
 
     Args:
         predictions: predictions of one model.
@@ -177,13 +177,13 @@ def class_map_data(predictions: AnyPredictions, title: str, most: int = CLASSES)
     order = error.argsort(descending=True, stable=True)
     if isinstance(predictions, TopLabelPredictions):  # drop classes that were never predicted
         order = order[bins.counts.sum(1)[order] > 0]
-    kept = order[:most].sort().values
-    counts, gaps = bins.counts[kept], (bins.confidence - bins.accuracy)[kept]
+    shown_classes = order[:most].sort().values
+    counts, gaps = bins.counts[shown_classes], (bins.confidence - bins.accuracy)[shown_classes]
     names = predictions.class_names or tuple(str(n) for n in range(predictions.num_classes))
     return ClassMap(
         title=title,
         classes=predictions.num_classes,
-        names=tuple(names[n] for n in kept.tolist()),
+        names=tuple(names[n] for n in shown_classes.tolist()),
         edges=tuple(bins.edges.tolist()),
         gap=tuple(
             tuple(page_data.number(gap) if count else None for gap, count in zip(*row, strict=True))

@@ -24,7 +24,7 @@ from fedlas.report.figures.style import (
     to_floats,
 )
 
-ACROSS = 4  # panels in one row of a page
+ACROSS = 4  # number of panels in a row
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class EpochStatistics:
         mean: mean over the seeds that have a value.
         low: smallest value.
         high: largest value.
-        per_seed: values of each seed, None where it has none; seeds can split into two modes, far from their mean.
+        per_seed: values of each seed, None if missing; the mean may hide that seeds split into two groups.
     """
 
     name: str
@@ -194,7 +194,7 @@ def gate_figure(data: GateStability) -> Any:
         flips.set_ylim(0, max(1.0, 1.05 * flips.get_ylim()[1]))
         for panel in (*modes, flips):
             panel.set_xlabel("epoch")
-            panel.tick_params(labelbottom=True)  # also where there are panels below
+            panel.tick_params(labelbottom=True)  # also if there are panels below
             for epoch in data.milestones:
                 panel.axvline(epoch, color=PALE, linewidth=0.8, linestyle=":")
             # Place the legend below the axes, clear of all lines. After one epoch there is no flip rate to label.

@@ -90,9 +90,9 @@ def indicator_figure(data: Indicator) -> Any:
         ratios = {"width_ratios": (4, 1), "height_ratios": (1, 4)}
         (top, corner), (panel, side) = figure.subplots(2, 2, sharex="col", sharey="row", gridspec_kw=ratios)
         corner.remove()
-        for wanted, marker, colour, size in ((True, "o", MIDDLE, 4), (False, "x", DARK, 5)):
-            chosen = [n for n, correct in enumerate(data.correct) if correct is wanted]
-            name = f"{'correct' if wanted else 'incorrect'} ({len(chosen):,})"
+        for is_correct, marker, colour, size in ((True, "o", MIDDLE, 4), (False, "x", DARK, 5)):
+            chosen = [n for n, correct in enumerate(data.correct) if correct is is_correct]
+            name = f"{'correct' if is_correct else 'incorrect'} ({len(chosen):,})"
             x, y = ([values[n] for n in chosen] for values in (data.nci, data.confidence))
             look = {"linewidths": 0.4} if marker == "x" else {"linewidths": 0, "alpha": 0.4}
             panel.scatter(x, y, s=size, marker=marker, color=colour, label=name, rasterized=True, **look)
@@ -258,21 +258,21 @@ def activations_data(
     labels = predictions.labels.tolist()
     index = predictions.index
 
-    def example(place: int) -> ActivationExample:
+    def example(row: int) -> ActivationExample:
         return ActivationExample(
-            index=place if index is None else int(index[place]),
-            label=names[labels[place]],
-            prediction=names[int(predictions.prediction[place])],
-            confidence=float(predictions.confidence[place]),
-            norm=float(norm[place]),
-            features=to_floats(features[place]),
-            pixels=tuple(tuple(row) for row in images[place].float().mean(0).round().int().tolist()),
+            index=row if index is None else int(index[row]),
+            label=names[labels[row]],
+            prediction=names[int(predictions.prediction[row])],
+            confidence=float(predictions.confidence[row]),
+            norm=float(norm[row]),
+            features=to_floats(features[row]),
+            pixels=tuple(tuple(line) for line in images[row].float().mean(0).round().int().tolist()),
         )
 
     return Activations(
         title=title,
-        high=tuple(example(place) for place in _first_per_class(order[::-1], labels, count)),
-        low=tuple(example(place) for place in _first_per_class(order, labels, count)),
+        high=tuple(example(row) for row in _first_per_class(order[::-1], labels, count)),
+        low=tuple(example(row) for row in _first_per_class(order, labels, count)),
         flatness_high=float(flat[order[-tenth:]].mean()),
         flatness_low=float(flat[order[:tenth]].mean()),
     )
@@ -280,9 +280,9 @@ def activations_data(
 
 def _first_per_class(order: Sequence[int], labels: Sequence[int], count: int) -> list[int]:
     """Return the first sample of each class, at most `count`."""
-    first = {labels[place]: place for place in reversed(order)}
+    first = {labels[row]: row for row in reversed(order)}
     chosen = set(first.values())
-    return [place for place in order if place in chosen][:count]
+    return [row for row in order if row in chosen][:count]
 
 
 def activations_figure(data: Activations) -> Any:
@@ -301,10 +301,10 @@ def activations_figure(data: Activations) -> Any:
                 panel.stairs(example.features, color=DARK, linewidth=0.4)
                 panel.set(ylim=(1.05 * least, 1.05 * most), xlim=(0, len(example.features)))
                 label, prediction = (fit_label(name, 1.1, 7) for name in (example.label, example.prediction))
-                named = label if example.prediction == example.label else f"{label}, predicted {prediction}"
+                class_text = label if example.prediction == example.label else f"{label}, predicted {prediction}"
                 norm, probability = formatting.significant(example.norm), formatting.probability(example.confidence)
                 numbers = rf"$\|z\|_1$ = {norm}, probability {probability}"
-                panel.set_title(f"{named}\n{numbers}", fontsize=7)
+                panel.set_title(f"{class_text}\n{numbers}", fontsize=7)
                 panel.set_ylabel("activation")
         for picture in panels[:, ::2].flat:
             picture.set_axis_off()

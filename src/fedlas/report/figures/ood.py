@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from fedlas.errors import UserError
 from fedlas.formatting import number
-from fedlas.predictions import AnyPredictions, Array
+from fedlas.predictions import AnyPredictions
+from fedlas.predictions.arrays import Array
 from fedlas.report import page_data
 from fedlas.report.figures.style import (
     DARK,
@@ -31,7 +32,7 @@ class OODScore:
 
     Args:
         name: name of the score.
-        quantity: what its values are, such as "1 − max probability".
+        quantity: definition of the score, such as "1 − max probability".
         auroc: area under the ROC curve.
         false: false-positive rates: fractions of ID samples detected as OOD.
         true: true-positive rates at the same thresholds.
@@ -99,26 +100,26 @@ def ood_data(
         title: name of the model.
         train_features: features of the training set, for the "knn" score.
     """
-    held = page_data.ood_data(predictions, ood, report, train_features)
-    if held is None:
+    data = page_data.ood_data(predictions, ood, report, train_features)
+    if data is None:
         raise UserError("the report has no OOD data; pass it to evaluate(..., ood=...)")
     sets = []
-    for ood_set in held["sets"]:
+    for ood_set in data["sets"]:
         scores = tuple(_score(score) for score in ood_set["scores"] if "roc" in score)
         if scores:
             sets.append(OODSet(ood_set["name"], scores))
     if not sets:
-        raise UserError(f"of the OOD data in the report ({len(held['sets'])} sets), none is given in ood")
+        raise UserError(f"of the OOD data in the report ({len(data['sets'])} sets), none is given in ood")
     return OODFigureData(title, tuple(sets))
 
 
-def _score(held: page_data.Plain) -> OODScore:
-    auroc, roc, histogram = held["results"][0], held["roc"], held["histogram"]
+def _score(data: page_data.Plain) -> OODScore:
+    auroc, roc, histogram = data["results"][0], data["roc"], data["histogram"]
     columns = (roc["fpr"], roc["tpr"], histogram["edges"], histogram["id"], histogram["ood"])
     false, true, edges, in_distribution, out_of_distribution = (tuple(map(float, column)) for column in columns)
     interval = None if auroc["low"] is None else (auroc["low"], auroc["high"])
     fractions = (in_distribution, out_of_distribution)
-    return OODScore(held["name"], held["quantity"], auroc["value"], false, true, edges, *fractions, interval)
+    return OODScore(data["name"], data["quantity"], auroc["value"], false, true, edges, *fractions, interval)
 
 
 def roc_figure(data: OODFigureData) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fedlas.formatting import percent
 from fedlas.metrics.bin_sums import Bins
-from fedlas.metrics.inputs import Given, pairs
+from fedlas.metrics.inputs import MetricInput, pairs
 from fedlas.metrics.result import Result
 from fedlas.metrics.smooth import smooth_ece
 from fedlas.report.figures.style import (
@@ -35,9 +35,9 @@ GAPS = {
     "confidence above accuracy": {"edgecolor": OVER, "hatch": "//////"},
     "confidence below accuracy": {"edgecolor": UNDER, "hatch": "\\\\\\\\\\\\"},
 }
-TALLEST = 8.4  # inches: height of a page, less the legend
-BANDS = 4  # more would overlap
-WINDOW = 0.015  # of confidence: points of a smooth curve that are further apart are not connected
+TALLEST = 8.4  # inches: height of a page without the legend
+BANDS = 4  # largest number of models with bands; more bands would overlap
+WINDOW = 0.015  # points of a smooth curve that are further apart in confidence are not connected
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,17 @@ def reliability_data(bins: Bins, ece: float, title: str, level: float = 0.95) ->
     """Return the data of a reliability diagram; an ECE that is a `Result` is shown with the digits of its interval."""
     interval = ece.interval if isinstance(ece, Result) else None
     filled = non_empty_bins(bins, level)
-    samples = sum(each.samples for each in filled)
+    samples = sum(filled_bin.samples for filled_bin in filled)
     return Reliability(
         title=title,
-        confidence=tuple(each.confidence for each in filled),
-        accuracy=tuple(each.accuracy for each in filled),
-        fraction=tuple(each.samples / samples for each in filled),
+        confidence=tuple(filled_bin.confidence for filled_bin in filled),
+        accuracy=tuple(filled_bin.accuracy for filled_bin in filled),
+        fraction=tuple(filled_bin.samples / samples for filled_bin in filled),
         ece=float(ece),
-        lower=tuple(each.lower for each in filled),
-        upper=tuple(each.upper for each in filled),
-        low=tuple(each.low for each in filled),
-        high=tuple(each.high for each in filled),
+        lower=tuple(filled_bin.lower for filled_bin in filled),
+        upper=tuple(filled_bin.upper for filled_bin in filled),
+        low=tuple(filled_bin.low for filled_bin in filled),
+        high=tuple(filled_bin.high for filled_bin in filled),
         level=level,
         ece_interval=None if interval is None else (interval.low, interval.high),
     )
@@ -99,8 +99,8 @@ def reliability_data(bins: Bins, ece: float, title: str, level: float = 0.95) ->
 def reliability_figure(rows: Mapping[str, Sequence[Reliability]]) -> Any:
     """Draw reliability diagrams as bars, one row for each name; return the matplotlib figure.
 
-    The height of a bar is the accuracy of its bin, and a hatched area reaches from there to the confidence. Hatches
-    rise in over-confident bins and fall in under-confident ones.
+    The height of a bar is the accuracy of its bin, and a hatched area extends from the accuracy to the confidence.
+    Hatches rise in over-confident bins and fall in under-confident ones.
     """
     columns = max(len(row) for row in rows.values())
     width = COLUMN if columns <= 2 else max(PAGE, 1.3 * columns)
@@ -110,20 +110,20 @@ def reliability_figure(rows: Mapping[str, Sequence[Reliability]]) -> Any:
         panels = figure.subplots(2 * len(rows), columns, squeeze=False, sharex=True, sharey="row", height_ratios=ratios)
         for number, (name, row) in enumerate(rows.items()):
             above, below = panels[2 * number], panels[2 * number + 1]
-            for place in range(columns):
-                if place < len(row):
-                    _draw_bars(above[place], below[place], row[place])
+            for position in range(columns):
+                if position < len(row):
+                    _draw_bars(above[position], below[position], row[position])
                 else:
-                    above[place].set_axis_off()
-                    below[place].set_axis_off()
+                    above[position].set_axis_off()
+                    below[position].set_axis_off()
             above[0].set_ylabel(f"{fit_label(name, side)}\naccuracy" if name else "accuracy")
             below[0].set_ylabel("fraction")
             below[0].set_ylim(0, None)  # set last, for the whole row: it turns autoscaling off
         lengths = [len(row) for row in rows.values()]
-        for place in range(columns):
-            last = max(number for number, length in enumerate(lengths) if length > place)
-            panels[2 * last + 1][place].set_xlabel("confidence")
-            panels[2 * last + 1][place].tick_params(labelbottom=True)
+        for position in range(columns):
+            last = max(number for number, length in enumerate(lengths) if length > position)
+            panels[2 * last + 1][position].set_xlabel("confidence")
+            panels[2 * last + 1][position].tick_params(labelbottom=True)
         for name, look in GAPS.items():
             panels[0][0].bar(0, 0, facecolor="none", linewidth=0, label=name, **look)
         legend_below(figure, panels[0][0], most=2)
@@ -228,7 +228,7 @@ class SmoothReliability:
     level: float = 0.95
 
 
-def smooth_reliability_data(given: Given, title: str, level: float = 0.95) -> SmoothReliability:
+def smooth_reliability_data(given: MetricInput, title: str, level: float = 0.95) -> SmoothReliability:
     """Return the data of a smooth reliability diagram."""
     predictions = pairs(given)
     curve = smooth_data(predictions, level)

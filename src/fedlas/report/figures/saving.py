@@ -1,4 +1,4 @@
-"""Write all figures of some models in one call."""
+"""Write all figures of one or more models in one call."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from fedlas.report.html import Models
     from fedlas.report.model import Model
 
-ROWS = 4  # rows of diagrams in one figure
-GATES = 7  # models with a gate in one figure: with the flip rates, two rows of panels
+ROWS = 4  # largest number of rows of diagrams in one figure
+GATES = 7  # largest number of models in a figure of gates; with the panel of flip rates, two rows of panels
 FORMATS = {"pdf", "png", "svg"}
 # File names of all figures, without extension.
 NAMES = (
@@ -37,10 +37,10 @@ def save_figures(
     resamples: int | None = None,
     seed: int = 0,
 ) -> list[Path]:
-    """Write every figure that the data allow, each with its numbers as JSON; return the paths.
+    """Write all figures for which the models have data, each with its numbers as JSON; return the paths.
 
     Args:
-        models: predictions, a report or a `Model`; several of them by name; or the result of `evaluate_files`.
+        models: predictions, a report or a `Model`; a mapping of names to these; or the result of `evaluate_files`.
         folder: folder of all files.
         formats: file formats: "pdf", "png", "svg".
         bins: number of bins of calibration errors, if a report is computed.
@@ -54,14 +54,18 @@ def save_figures(
     unknown = sorted({*endings} - FORMATS)
     if isinstance(formats, str) or unknown or not endings:
         raise UserError(f"formats is {formats!r}; choose from {sorted(FORMATS)}")
-    held = named_models(models)
-    reports = {name: report_of(model, level, resamples, seed, bins) for name, model in held.items()}
-    drawn = [*_shared_figures(reports, level), *_model_figures(held, reports), *_training_figures(held)]
-    return [path for name, figure, data in drawn for path in save_with_data(figure, data, folder, name, endings)]
+    models_by_name = named_models(models)
+    reports = {name: report_of(model, level, resamples, seed, bins) for name, model in models_by_name.items()}
+    figures = [
+        *_shared_figures(reports, level),
+        *_model_figures(models_by_name, reports),
+        *_training_figures(models_by_name),
+    ]
+    return [path for name, figure, data in figures for path in save_with_data(figure, data, folder, name, endings)]
 
 
 def _shared_figures(reports: "Mapping[str, Report]", level: float) -> Iterator[NamedFigure]:
-    """Draw the figures that show all models together."""
+    """Draw the figures that compare all models."""
     from fedlas.report.figures import confidence, reliability, selective  # noqa: PLC0415
 
     rows = {
@@ -77,14 +81,14 @@ def _shared_figures(reports: "Mapping[str, Report]", level: float) -> Iterator[N
     yield "reliability_lines", reliability.reliability_lines_figure(lines), lines
     over_under = [confidence.over_under_data(state, title) for title, state in states]
     yield "over_under", confidence.over_under_figure(over_under), over_under
-    known = [(title, state.pairs) for title, state in states if state.pairs is not None]
-    if not known:
+    with_samples = [(title, state.pairs) for title, state in states if state.pairs is not None]
+    if not with_samples:
         return
-    smooth = [reliability.smooth_reliability_data(samples, title, level) for title, samples in known]
+    smooth = [reliability.smooth_reliability_data(samples, title, level) for title, samples in with_samples]
     yield "reliability_smooth", reliability.smooth_reliability_figure(smooth), smooth
-    histograms = [confidence.confidence_data(samples, title) for title, samples in known]
+    histograms = [confidence.confidence_data(samples, title) for title, samples in with_samples]
     yield "confidence", confidence.confidence_figure(histograms), histograms
-    risks = [selective.risk_data(samples, title) for title, samples in known]
+    risks = [selective.risk_data(samples, title) for title, samples in with_samples]
     yield "risk_coverage", selective.risk_figure(risks), risks
 
 
@@ -101,36 +105,36 @@ def _reliability(state: "State", title: str, level: float) -> "Reliability":
     return reliability.reliability_data(state.bins["width"], state["ece"], title, level)
 
 
-def _model_figures(held: "Mapping[str, Model]", reports: "Mapping[str, Report]") -> Iterator[NamedFigure]:
-    """Draw the figures of single models."""
+def _model_figures(models_by_name: "Mapping[str, Model]", reports: "Mapping[str, Report]") -> Iterator[NamedFigure]:
+    """Draw the figures of each model."""
     from fedlas.report.figures import confidence, indicator, ood  # noqa: PLC0415
 
-    suffixes = _suffixes(list(held))
+    suffixes = _suffixes(list(models_by_name))
     norms = []
-    for name, model in held.items():
-        given, suffix = model.predictions, suffixes[name]
-        if given is None:
+    for name, model in models_by_name.items():
+        predictions, suffix = model.predictions, suffixes[name]
+        if predictions is None:
             continue
-        if given.prediction is not None:
-            classes = confidence.class_map_data(given, name)
+        if predictions.prediction is not None:
+            classes = confidence.class_map_data(predictions, name)
             yield f"class_map{suffix}", confidence.class_map_figure(classes), classes
         if reports[name].before.detection is not None and model.ood:
-            detection = ood.ood_data(given, model.ood, reports[name], name, model.train_features)
+            detection = ood.ood_data(predictions, model.ood, reports[name], name, model.train_features)
             yield f"roc{suffix}", ood.roc_figure(detection), detection
             set_suffixes = _suffixes([ood_set.name for ood_set in detection.sets])
             for ood_set in detection.sets:
                 yield f"scores{suffix}{set_suffixes[ood_set.name]}", ood.score_figure(ood_set), ood_set
-        if isinstance(given, Predictions) and indicator.has_norms(given):
-            norms.append(indicator.norm_data(given, name))
+        if isinstance(predictions, Predictions) and indicator.has_norms(predictions):
+            norms.append(indicator.norm_data(predictions, name))
     if norms:
         yield "norm", indicator.norm_figure(norms), norms
 
 
-def _training_figures(held: "Mapping[str, Model]") -> Iterator[NamedFigure]:
+def _training_figures(models_by_name: "Mapping[str, Model]") -> Iterator[NamedFigure]:
     """Draw the training curves of models that have a log."""
     from fedlas.report.figures import gate, training  # noqa: PLC0415
 
-    logged = {name: model for name, model in held.items() if training.has_epochs(model.log)}
+    logged = {name: model for name, model in models_by_name.items() if training.has_epochs(model.log)}
     if logged:
         curves = [training.training_data(model.log, name) for name, model in logged.items()]
         yield "training", training.training_figure(curves), curves
@@ -162,7 +166,7 @@ def _suffixes(names: Sequence[str]) -> dict[str, str]:
     for name in names:
         plain = re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:40] or "model"
         number, suffix = 1, f"-{plain}"
-        while suffix.lower() in {taken.lower() for taken in suffixes.values()}:
+        while suffix.lower() in {used.lower() for used in suffixes.values()}:
             number += 1
             suffix = f"-{plain}-{number}"
         suffixes[name] = suffix

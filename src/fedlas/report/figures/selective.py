@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedlas.formatting import percent
-from fedlas.metrics.inputs import Given, pairs
+from fedlas.metrics.inputs import MetricInput, pairs
 from fedlas.metrics.selective import aurc
 from fedlas.report import page_data
 from fedlas.report.figures.style import COLUMN, PALE, figure_of_size, fit_label, legend_below, line_style
@@ -30,7 +30,7 @@ class RiskCurve:
     aurc: float
 
 
-def risk_data(given: Given, title: str) -> RiskCurve:
+def risk_data(given: MetricInput, title: str) -> RiskCurve:
     """Return the risk-coverage curve at about 160 points or fewer."""
     samples = pairs(given)
     curve = page_data.risk_data(samples)

@@ -82,10 +82,10 @@ def line_style(number: int) -> LineStyle:
 
 def safe_label(text: object, longest: int = MAX_LENGTH) -> str:
     """Return untrusted text as a label: truncated, on one line, and never parsed as a formula."""
-    whole = " ".join(str(text).split())
-    cut = whole if len(whole) <= longest else f"{whole[: longest - 1]}…"
+    one_line = " ".join(str(text).split())
+    truncated = one_line if len(one_line) <= longest else f"{one_line[: longest - 1]}…"
     supported = _font_characters()
-    label = "".join(char if ord(char) in supported and _is_visible(char) else "□" for char in cut)
+    label = "".join(char if ord(char) in supported and _is_visible(char) else "□" for char in truncated)
     # A dollar sign would start a formula, and legends skip labels that start with an underscore.
     label = label.replace("$", r"\$")
     return f" {label}" if label.startswith("_") else label or "(no name)"
@@ -164,7 +164,7 @@ def label_outer_axes(axes: Sequence[Any], x: str, y: str) -> None:
             panel.set_ylabel(y)
         if number + columns >= len(axes):
             panel.set_xlabel(x)
-            panel.tick_params(labelbottom=True)  # also where the panel below is hidden
+            panel.tick_params(labelbottom=True)  # also if the panel below is hidden
 
 
 def title_width(panel: Any) -> float:
@@ -234,7 +234,7 @@ def save_with_data(
     numbers = _json_value(data)
     content = {"format": FORMAT, "figure": name, **(numbers if is_dataclass(data) else {"data": numbers})}
     json_path = Path(folder) / f"{name}.json"
-    # Write the JSON file first: it marks the figure files as ours, so that they can be overwritten after an interrupt.
+    # Write the JSON file first: with it, a later run may overwrite the figure files, also after an interrupt.
     write_atomic(json_path, (json.dumps(content, allow_nan=False) + "\n").encode())
     for path, picture in files.items():
         write_atomic(path, picture)

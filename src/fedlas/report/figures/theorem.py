@@ -24,7 +24,7 @@ from fedlas.report.figures.style import (
     to_floats,
 )
 
-ROUNDING = 1e-5  # relative to the norm of a sample: float32 sums in another order
+ROUNDING = 1e-5  # relative to the norm of a sample; float32 sums depend on the order of summation
 STEPS = 20  # bins of a histogram
 
 
@@ -96,7 +96,7 @@ def theorem_data(
     # ||sign(a) - b||_1 counts 2 for each unit on which two vectors of +1 and -1 differ.
     bound = features.abs().amax(1, keepdim=True) * (features.shape[1] - _sign(features) @ binary.t())
     violation = torch.maximum(-gap, gap - bound) / norm[:, None].clamp_min(1e-300)
-    violation = torch.where(violation.isnan(), math.inf, violation)  # a comparison with NaN would be false
+    violation = torch.where(violation.isnan(), math.inf, violation)  # NaN would compare as no violation
     prediction = predictions.logits.argmax(1).cpu()
     ratio = torch.where(bound > 0, gap / bound.clamp_min(1e-300), 0)
     predicted = torch.zeros_like(ratio, dtype=torch.bool).scatter_(1, prediction[:, None], True)
@@ -145,8 +145,8 @@ class Theorems:
 
     Args:
         title: name of the data.
-        trained: with the evaluated weights.
-        initial: with the weights at initialisation.
+        trained: results with the evaluated weights.
+        initial: results with the weights at initialisation.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""Training curves: accuracy and calibration by epoch, feedback strengths, and the smoothing of a gate."""
+"""Training curves: accuracy and calibration by epoch, strengths of feedback losses, smoothing of a gate."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -90,7 +90,7 @@ def _scaled(values: Values, factor: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Feedback:
-    """Strengths of a loss with feedback, and the calibration gaps that set them.
+    """Smoothing strengths of a loss with feedback, and the calibration gaps that determine them.
 
     Args:
         title: name of the run.

@@ -1,4 +1,4 @@
-// The class table: sorted, searched, in pages; the chosen class has a reliability diagram.
+// The class table, with sorting, search and pages, and a reliability diagram of the chosen class.
 import { element, find, isolate, note, onEvent, onPager, onRadio, replaceContent, setPager } from "./dom.js";
 import { csvButton, downloads } from "./download.js";
 import { formatCount, formatPercent, formatSamples, formatSigned } from "./format.js";
@@ -21,7 +21,7 @@ const view = { rows: [], matches: [], sort: "weight", isAscending: false, page: 
 
 const optional = (value, format) => (value === null ? "–" : format(value));
 
-// Rows of the class table of the shown model; `drawn` is the index of the diagrams of a class, or null.
+// Rows of the class table of the current model; `drawn` is the index of the diagrams of a class, or null.
 export function classRows() {
   const { drawn, ...table } = currentModel().class_table;
   const diagrams = new Map(drawn.map((index, position) => [index, position]));
@@ -32,7 +32,7 @@ export function classRows() {
   });
 }
 
-// Non-empty bins of the diagram of one class, each with its number, its row of a reliability diagram and its significance
+// Non-empty bins of the diagram of one class, each with its index, its row of a reliability diagram and its significance
 export function classBins(kind, drawn) {
   const { bins, accuracies, [kind]: diagrams } = currentModel().class_table;
   return (diagrams?.[drawn] ?? []).map(([bin, index, confidence, gap, isSignificant]) => {

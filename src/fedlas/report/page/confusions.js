@@ -1,4 +1,4 @@
-// Pairs of classes that are confused most often, or with the most confidence.
+// Pairs of classes that are confused most often, or with the highest confidence.
 import { element, find, isolate, note, replaceContent, scrollRegion } from "./dom.js";
 import { csvButton, downloads } from "./download.js";
 import { formatCount, formatPercent, formatProbability } from "./format.js";

@@ -1,5 +1,5 @@
-// Buttons that copy code to the clipboard. Pages opened as files have no clipboard interface in some browsers; there the
-// code is selected instead, so that it can be copied by hand.
+// Buttons that copy code to the clipboard. In some browsers, pages opened as files have no clipboard API; the code is
+// selected instead, so that the reader can copy it.
 
 async function copyCode(button, code) {
   try {

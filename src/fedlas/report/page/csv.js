@@ -1,4 +1,4 @@
-// Tables as CSV text, with all digits of numbers.
+// Tables as CSV text, with numbers at full precision.
 
 const FORMULA = /^[=+@\t\r-]/; // a spreadsheet would execute a cell that starts like this
 const SPECIAL = ['"', ",", "\n", "\r"];

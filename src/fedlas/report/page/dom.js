@@ -1,4 +1,4 @@
-// HTML elements. Text from the data is only ever set as text.
+// HTML elements. Text from the data is never parsed as HTML.
 
 export const find = (id) => document.getElementById(id);
 
@@ -14,7 +14,7 @@ export function element(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
 
-// A text from the data; its writing direction does not affect the text around it.
+// Text from the data, isolated so that its writing direction does not affect the surrounding text.
 export function isolate(text) {
   return element("bdi", { class: "cut", title: text.length > 40 ? text : null }, text);
 }
@@ -44,7 +44,7 @@ export function setOptions(select, names) {
   replaceContent(select, ...names.map((name, index) => element("option", { value: index }, name)));
 }
 
-// Show the content of a section, or a note where the selected model has no data for it.
+// Show the content of a section, or a note if the current model has no data for it.
 export function showSection(section, isAvailable, text) {
   for (const part of section.querySelectorAll(":scope > :not(h2):not(.missing)")) part.hidden = !isAvailable;
   section.querySelector(".missing")?.remove();
@@ -61,7 +61,7 @@ export function onRadio(id, action) {
   if (node) node.addEventListener("change", (event) => action(event.target.value));
 }
 
-// Previous and next buttons of a list in pages; `turn` gets -1 or 1.
+// Previous and next buttons of a paginated list; `turn` is called with -1 or 1.
 export function onPager(prefix, turn) {
   onEvent(`${prefix}-before`, "click", () => turn(-1));
   onEvent(`${prefix}-after`, "click", () => turn(1));

@@ -1,4 +1,4 @@
-// Downloads: JSON of all data, CSV of tables, SVG and PNG of charts. Files are made in the page, without the network.
+// Downloads: JSON of all data, CSV of tables, SVG and PNG of charts. Files are created in the browser, without network access.
 import { csvText } from "./csv.js";
 import { element, find } from "./dom.js";
 import { data } from "./page_state.js";
@@ -41,7 +41,7 @@ function copyStyles(from, to) {
   [...from.children].forEach((child, index) => copyStyles(child, to.children[index]));
 }
 
-// A drawing with the styles of the page as attributes, so that it looks the same on its own
+// A copy of a drawing with its computed styles as attributes, so that the file does not need the style sheet.
 function standalone(drawing, title) {
   const copy = drawing.cloneNode(true);
   copyStyles(drawing, copy);

@@ -1,5 +1,5 @@
-// The frame of a figure: a caption, a drawing that follows the width of its container, a legend, and a table with the
-// same numbers. Marks of a drawing show a tooltip when pointed at or reached by keys.
+// A figure: a caption, a drawing that is redrawn when the width of its container changes, a legend, and a table with the
+// same numbers. Marks of a drawing show a tooltip on hover and on keyboard focus.
 import { element, isolate, replaceContent, scrollRegion, table } from "./dom.js";
 import { figureDownloads } from "./download.js";
 import { svg } from "./svg.js";
@@ -25,7 +25,7 @@ function redraw(container) {
   replaceContent(container, drawing.draw(drawing.width), tooltip);
 }
 
-// `draw` gets the width in pixels; `rows` returns the head and the rows of the table, when it is opened.
+// `draw` gets the width in pixels; `rows` returns the head and the rows of the table; it is called when the table is opened.
 export function showFigure(host, { title, caption = "", draw, legend = [], rows }) {
   for (const old of host.querySelectorAll(".drawing")) {
     observer.unobserve(old);
@@ -51,7 +51,7 @@ export function canvas(width, height, label) {
   return root;
 }
 
-// The Tab key reaches a drawing once; arrow keys move between its marks.
+// A drawing has a single tab stop; arrow keys move between its marks.
 function moveFocus(event) {
   const marks = [...event.currentTarget.querySelectorAll(".stop")];
   const index = marks.indexOf(document.activeElement);
@@ -77,7 +77,7 @@ function nearestInNextRow(marks, from, direction) {
   return candidates.reduce((best, mark) => (best === null || distance(mark) < distance(best) ? mark : best), null);
 }
 
-// Add a mark with a tooltip; `area` is the rectangle that reacts, `dots` are shown while the tooltip is.
+// Add a mark with a tooltip; `area` is its hit area, `dots` are visible together with the tooltip.
 export function addMark(root, area, lines, dots = []) {
   const isFirst = !root.querySelector(".stop");
   const mark = svg("g", { class: "stop", role: "img", tabindex: isFirst ? 0 : -1, "aria-label": lines.join(", ") });
@@ -104,7 +104,7 @@ function showTooltip(mark, area, lines) {
   const most = container.clientWidth - tooltip.offsetWidth;
   const [from, to] = [area.x * scale, (area.x + area.width) * scale];
   if (area.height > 80) {
-    // Beside a tall mark, on the side with more room, so that its foot and the legend stay visible.
+    // Place the tooltip next to a tall mark, on the side with more room, so that axis and legend stay visible.
     const left = from > container.clientWidth - to ? from - tooltip.offsetWidth - 6 : to + 6;
     tooltip.style.left = `${Math.max(0, Math.min(left, most))}px`;
     tooltip.style.top = `${area.y * scale + 8}px`;

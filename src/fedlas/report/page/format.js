@@ -1,4 +1,4 @@
-// Numbers as text: the only module of the page that rounds. `formatting.py` is its twin and explains the rule.
+// Numbers as text: the only module of the page that rounds. `formatting.py` has the same rules and explains them.
 
 const PERCENT_DECIMALS = 2;
 const PLAIN_DECIMALS = 3;
@@ -14,7 +14,7 @@ export function decimalsOf(low = null, high = null, isPercent = true) {
   return Math.min(MOST_DECIMALS, Math.max(0, 1 - exponent));
 }
 
-// Exact ties go to the even digit, as in Python; `toFixed` rounds them up.
+// Ties are rounded to even, as in Python; `toFixed` rounds them up.
 export function formatFixed(value, digits) {
   const exact = value.toFixed(digits + 40);
   const cut = exact.length - 40;
@@ -87,7 +87,7 @@ export function formatLevel(value) {
   return formatSignificant(100 * value, 4) + PERCENT;
 }
 
-// Texts that the page alone shows
+// Formats that only the page uses
 
 export const formatRange = (lower, upper) => `${formatEdge(lower)} to ${formatEdge(upper)}`;
 

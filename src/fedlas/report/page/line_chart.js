@@ -4,8 +4,8 @@ import { addAxes, linearScale, linePath, niceTicks, plotArea, svg } from "./svg.
 
 export const zip = (first, second) => first.map((value, index) => [value, second[index]]);
 
-// Draw curves [css class, points, name]. `marks` are the values of x with a tooltip, whose lines are `describe(x, nearest)`,
-// where `nearest` has [name, point] of each curve that has one. `background` draws what is below the curves.
+// Draw curves [css class, points, name]. `marks` are the values of x with a tooltip. Its lines are `describe(x, nearest)`,
+// where `nearest` has [name, nearest point] for each non-empty curve. `background` draws below the curves.
 export function showLines(host, { title, caption, label, x, y, curves, marks, describe, guides = [], rows, legend, aspect = 0.62, background = null }) {
   showFigure(host, {
     title, caption, legend, rows,

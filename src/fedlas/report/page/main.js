@@ -24,7 +24,7 @@ function drawClassSections() {
   drawClassMap();
 }
 
-// Sections of the shown model, by the id of their element; a page has only those with data of some model.
+// Functions that draw the sections of the current model, by element id; sections without data of any model are missing.
 const SECTIONS = {
   reliability: drawReliability,
   confidences: drawConfidences,
@@ -56,7 +56,7 @@ function setUpControls() {
   });
 }
 
-// In a narrow window the list of sections is folded; in a wide one it is beside the page.
+// The list of sections is collapsed in narrow windows; in wide windows it is next to the content.
 function setUpNavigation() {
   const narrow = window.matchMedia("(max-width: 63.99rem)");
   const fold = () => {
@@ -75,7 +75,7 @@ function setUpNavigation() {
   for (const section of document.querySelectorAll("main > section")) observer.observe(section);
 }
 
-// Folded parts are printed too, except tables that repeat figures.
+// Collapsed parts are printed too, except the tables of figures.
 function setUpPrinting() {
   window.addEventListener("beforeprint", () => {
     for (const details of document.querySelectorAll("details:not(.as-table)")) details.open = true;

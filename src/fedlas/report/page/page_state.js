@@ -1,4 +1,4 @@
-// The data of the page, and the model that is shown.
+// The data of the page, and the current model.
 import { element, find, isolate, replaceContent } from "./dom.js";
 
 export const data = JSON.parse(find("page-data").textContent);

@@ -11,8 +11,8 @@ import { FIFTHS, addAxes, boxKey, lineKey, linePath, linearScale, plotArea, svg,
 const WINDOW = 0.015; // of confidence: between points that are further apart, the smooth curve has no samples
 const selected = { bins: "width", state: null, beside: true };
 
-// Rows of `bins` are [lower, upper, count, confidence, accuracy, low, high, gap]. Bins of equal mass are drawn equally
-// wide. `quantity` is what the bins are of.
+// Rows of `bins` are [lower, upper, count, confidence, accuracy, low, high, gap]. Bins of equal mass are drawn with equal
+// widths. `quantity` is the name of the binned variable.
 export function showReliability(host, title, bins, { caption = "", isEqualMass = false, isSmall = false, quantity = "confidence" } = {}) {
   const describe = ([lower, upper, count, confidence, accuracy, low, high, gap]) => [
     `${quantity} ${formatRange(lower, upper)}`,
@@ -168,7 +168,7 @@ function partsWithSamples(points) {
   return parts;
 }
 
-// The calibration error that belongs to a kind of diagram
+// The calibration error that matches a kind of diagram
 export function errorCaption(state, kind) {
   const result = state.results[{ width: "ece", mass: "aece", smooth: "smooth_ece" }[kind]];
   if (!result) return "";
@@ -179,10 +179,10 @@ export function errorCaption(state, kind) {
 function drawSection() {
   const { states } = currentModel();
   const chosen = states[selected.state];
-  const shown = selected.beside && selected.state > 0 ? [states[0], chosen] : [chosen];
-  const hosts = shown.map(() => element("div"));
+  const shownStates = selected.beside && selected.state > 0 ? [states[0], chosen] : [chosen];
+  const hosts = shownStates.map(() => element("div"));
   replaceContent(find("reliability-diagrams"), ...hosts);
-  shown.forEach((state, index) => {
+  shownStates.forEach((state, index) => {
     const [host, diagram, caption] = [hosts[index], state.diagrams[selected.bins], errorCaption(state, selected.bins)];
     if (!diagram) replaceContent(host, note(`${stateTitle(state)}: this report has no smooth diagram.`));
     else if (selected.bins === "smooth") showSmooth(host, stateTitle(state), diagram, caption);

@@ -8,7 +8,7 @@ import { lineKey } from "./svg.js";
 const COLOURS = 6;
 const hidden = new Set(); // keys of the curves that are switched off
 
-// The shown model has a curve for each state, other models have one for their uncalibrated predictions.
+// The current model has a curve for each state; other models have one for their uncalibrated predictions.
 function riskCurves() {
   const curves = [];
   data.models.forEach((model, modelIndex) => {
@@ -24,30 +24,30 @@ function riskCurves() {
 
 function drawCurves() {
   const curves = riskCurves().filter(({ key }) => !hidden.has(key));
-  const [asGiven] = currentModel().states;
-  const own = asGiven.risk;
+  const [uncalibrated] = currentModel().states;
+  const uncalibratedRisk = uncalibrated.risk;
   const risks = curves.flatMap(({ risk }) => risk.risk.filter((_, index) => risk.coverage[index] >= 0.02));
-  const top = Math.min(1, Math.max(0.001, ...risks, ...(own ? own.best : [])) * 1.08);
-  const coverages = (curves[0]?.risk ?? own ?? { listed: [] }).listed.map(([coverage]) => coverage);
+  const top = Math.min(1, Math.max(0.001, ...risks, ...(uncalibratedRisk ? uncalibratedRisk.best : [])) * 1.08);
+  const coverages = (curves[0]?.risk ?? uncalibratedRisk ?? { listed: [] }).listed.map(([coverage]) => coverage);
   const listed = (risk, coverage, column) => formatPercent(risk.listed[coverages.indexOf(coverage)][column]);
   showLines(find("risk-figure"), {
     title: "Risk (error rate) over coverage",
-    caption: own ? `AURC ${formatResult(asGiven.results.aurc)}.` : "",
+    caption: uncalibratedRisk ? `AURC ${formatResult(uncalibrated.results.aurc)}.` : "",
     label: "Risk over coverage",
     x: { from: 0, to: 1, text: formatTick, name: "coverage, most confident samples first" },
     y: { from: 0, to: top, text: formatTick, name: "risk" },
     curves: curves.map(({ kind, name, risk }) => [kind, zip(risk.coverage, risk.risk.map((value) => Math.min(value, top))), name]),
-    guides: own ? [["best", zip(own.coverage, own.best)]] : [],
+    guides: uncalibratedRisk ? [["best", zip(uncalibratedRisk.coverage, uncalibratedRisk.best)]] : [],
     marks: coverages,
     describe: (coverage) => [
       `coverage ${formatTick(coverage)}`,
       ...curves.map(({ name, risk }) => `${name}: risk ${listed(risk, coverage, 1)}`),
-      ...(own ? [`best possible: ${listed(own, coverage, 2)}`] : []),
+      ...(uncalibratedRisk ? [`best possible: ${listed(uncalibratedRisk, coverage, 2)}`] : []),
     ],
-    legend: [...curves.map(({ kind, name }) => [lineKey(kind), name]), ...(own ? [[lineKey("best"), "best possible"]] : [])],
+    legend: [...curves.map(({ kind, name }) => [lineKey(kind), name]), ...(uncalibratedRisk ? [[lineKey("best"), "best possible"]] : [])],
     rows: () => [
       ["Coverage", ...curves.map(({ name }) => name), "Best possible"],
-      coverages.map((coverage) => [formatTick(coverage), ...curves.map(({ risk }) => listed(risk, coverage, 1)), own ? listed(own, coverage, 2) : "–"]),
+      coverages.map((coverage) => [formatTick(coverage), ...curves.map(({ risk }) => listed(risk, coverage, 1)), uncalibratedRisk ? listed(uncalibratedRisk, coverage, 2) : "–"]),
     ],
   });
 }

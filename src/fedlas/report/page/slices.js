@@ -38,8 +38,8 @@ export function drawSlices() {
   const csv = downloads(csvButton("slices", () => [columns, rows]));
   if (rows.length) replaceContent(host, scrollRegion("Slices, can be scrolled", sliceTable(rows)), csv);
   else replaceContent(host, note("This report has no predicted classes and no metadata of this model."));
-  const shown = rows.length < total ? [`${formatCount(rows.length)} of ${formatCount(total)} slices are listed. `] : [];
+  const countNote = rows.length < total ? [`${formatCount(rows.length)} of ${formatCount(total)} slices are listed. `] : [];
   const names = skipped.flatMap((name, index) => [index ? ", " : "", isolate(name)]);
   const without = names.length ? ["Columns with a single value or too many values have no slices: ", ...names, "."] : [];
-  replaceContent(find("slice-note"), ...shown, ...without);
+  replaceContent(find("slice-note"), ...countNote, ...without);
 }

@@ -1,4 +1,4 @@
-// The course of training: metrics by epoch, statistics of the gate, strengths of a loss with feedback.
+// Training curves: metrics by epoch, gate statistics, and smoothing strengths of a loss with feedback.
 import { find, replaceContent, showSection } from "./dom.js";
 import { formatPercent, formatSignificant, formatTick } from "./format.js";
 import { showLines, zip } from "./line_chart.js";
@@ -8,7 +8,7 @@ import { boxKey, lineKey, svg } from "./svg.js";
 const HOSTS = ["training-curves", "training-gate", "training-ratio", "training-alpha"];
 const FEEDBACK_CURVES = 5;
 
-// Draw curves [css class, values, name] over the epochs; a value may be missing (null).
+// Draw curves [css class, values, name] over the epochs; missing values are null.
 function showEpochs(id, epochs, { title, caption = "", curves, axis = null, isPercent = true, guide = null }) {
   const format = isPercent ? formatPercent : (value) => formatSignificant(value);
   const values = curves.flatMap(([, column]) => column.map((value) => value ?? 0));
@@ -31,7 +31,7 @@ function showEpochs(id, epochs, { title, caption = "", curves, axis = null, isPe
   });
 }
 
-// Strengths of a loss with feedback, and the calibration gaps that set them; of many bins, some are drawn.
+// Smoothing strengths of a loss with feedback, and the calibration gaps that determine them, for at most five bins.
 function drawFeedback(epochs, { strengths, gaps }) {
   const bins = strengths[0].length;
   const steps = Array.from({ length: FEEDBACK_CURVES }, (_, index) => Math.round((index * (bins - 1)) / (FEEDBACK_CURVES - 1)));
@@ -66,7 +66,7 @@ function drawGate(epochs, gate) {
   });
 }
 
-// The smoothing over the indicator, and the histogram of the indicator in the last epoch
+// Smoothing as a function of the indicator, with the histogram of the indicator in the last epoch.
 function drawSmoothing({ edges, ends, centres, fractions, at_centres: ratios, curve }, beta) {
   const curves = beta === null ? [] : [1, 2].map((mode) => [`line line-${mode - 1}`, curve.map((row) => [row[0], row[mode]]), `αᵢ / α, gate at ${mode === 1 ? "+1" : "−1"}`]);
   const ratio = (bin, mode) => formatSignificant(ratios[bin][mode]);

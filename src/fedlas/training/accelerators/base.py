@@ -7,10 +7,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
 from fedlas.training.epoch_metrics import EpochSums
-from fedlas.training.optimizer import OptimizerStep, StepFunction
+from fedlas.training.optimizer import FusedStep
+from fedlas.training.recipe import Recipe
+from fedlas.training.schedule import LearningRates
 
 
 @runtime_checkable
@@ -29,5 +32,7 @@ class Accelerator(Protocol):
     def precompile(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]] | None:
         """Return a context that pre-compiles the kernels of a network in parallel, if it has any."""
 
-    def optimizer_step(self, torch_step: OptimizerStep, model: nn.Module) -> StepFunction:
-        """Return a faster replacement of an optimizer step, or the step itself if the kernels do not fit."""
+    def optimizer_step(
+        self, recipe: Recipe, optimizer: torch.optim.Optimizer, rates: LearningRates, loss: nn.Module, model: nn.Module
+    ) -> FusedStep | None:
+        """Return a fused optimizer step with clipping and learning rate, or None if the kernels do not fit."""

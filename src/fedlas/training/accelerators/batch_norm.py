@@ -621,22 +621,19 @@ def spread(gradient: Tensor, height: int, width: int) -> Tensor:
     result = new_images(gradient, gradient.shape[1], height, width)
     rows, channels = shape_of(result)
     tile = tile_for(channels)
-    launch(
-        spread_kernel,
-        (channels // tile.columns * triton.cdiv(rows, tile.rows),),
-        gradient.contiguous(),
-        result,
-        rows,
-        channels,
-        height * width,
-        **compile_options(tile),
-    )
+    launch(spread_kernel, (channels // tile.columns * triton.cdiv(rows, tile.rows),),
+        gradient.contiguous(), result, rows, channels, height * width, **compile_options(tile),
+    )  # fmt: skip
     return result
 
 
 @cache
 def unsupported_reason(device: torch.device) -> str | None:
-    """Return why the kernels cannot run on a device (no compiler, an old GPU), or None; tries a kernel."""
+    """Return why the kernels cannot run on a device (no compiler, an old GPU), or None.
+
+    It runs a small kernel, because Triton declares no requirements: a missing C compiler or an unsupported GPU shows
+    only when a kernel is launched.
+    """
     y, norm = torch.zeros(2, CHANNEL_MULTIPLE, 1, 1, device=device), example_norm(device)
     y = y.contiguous(memory_format=torch.channels_last)
     return failure_reason(lambda: statistics(y, norm, torch.zeros(1, dtype=torch.int32, device=device)))

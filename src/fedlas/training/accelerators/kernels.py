@@ -12,7 +12,9 @@ from torch import nn
 from fedlas.training.accelerators import batch_norm, metric_sums, precompile, resnet
 from fedlas.training.accelerators.optimizer_step import FusedOptimizerStep, fits
 from fedlas.training.epoch_metrics import EpochSums
-from fedlas.training.optimizer import OptimizerStep, StepFunction
+from fedlas.training.optimizer import FusedStep
+from fedlas.training.recipe import Recipe
+from fedlas.training.schedule import LearningRates
 
 
 class CustomKernels:
@@ -28,13 +30,14 @@ class CustomKernels:
 
     def prepare_model(self, model: nn.Module) -> nn.Module | None:
         """Return a ResNet whose training passes use the kernels, or None if the network is another one."""
-        if not resnet.fits(model):
+        fused = resnet.fuse(model)
+        if fused is None:
             return None
         reason = batch_norm.unsupported_reason(self.device)
         if reason is not None:
             warnings.warn(f"custom kernels cannot be used, torch.compile is used instead: {reason}", stacklevel=2)
             return None
-        return resnet.fuse(model)
+        return fused
 
     def precompile(self, model: nn.Module) -> Callable[[], AbstractContextManager[precompile.Precompilation]] | None:
         """Return a context that pre-compiles the kernels of a ResNet in parallel."""
@@ -43,8 +46,12 @@ class CustomKernels:
         # The compiler of the loss takes seconds to import: that happens in parallel too.
         return partial(precompile.precompilation, self.device, partial(import_module, "torch._inductor.compile_fx"))
 
-    def optimizer_step(self, torch_step: OptimizerStep, model: nn.Module) -> StepFunction:
+    def optimizer_step(
+        self, recipe: Recipe, optimizer: torch.optim.Optimizer, rates: LearningRates, loss: nn.Module, model: nn.Module
+    ) -> FusedStep | None:
         """Return a fused optimizer step, if the kernels support the optimizer."""
-        if not fits(torch_step.recipe, torch_step.optimizer, self.device):
-            return torch_step
-        return FusedOptimizerStep(torch_step, model if isinstance(model, resnet.FusedResNet) else None)
+        if not fits(recipe, optimizer, self.device):
+            return None
+        return FusedOptimizerStep(
+            recipe, optimizer, rates, loss, model if isinstance(model, resnet.FusedResNet) else None
+        )

@@ -6,7 +6,7 @@
 All gradients are slots of one flat tensor, each aligned to a tile and padded with zeros (`parameter_blocks`); first
 those of the network, then those of the loss. So the norm is one pass over the tensor, and its last program also decides
 whether to skip the step. Gradients elsewhere in memory are copied to their slots first. They are not clipped in place:
-SGD applies the factor. `OptimizerStep` computes the same with torch, for everything that these kernels do not support.
+SGD applies the factor. `TrainStep` computes the same with torch, for everything that these kernels do not support.
 Equal inputs give equal bits.
 """
 
@@ -22,20 +22,13 @@ from torch import Tensor, nn
 
 from fedlas.training.accelerators import batch_norm, metric_sums
 from fedlas.training.accelerators.batch_norm import is_last_program
-from fedlas.training.accelerators.parameter_blocks import (
-    ALIGNED,
-    BLOCK,
-    TILE,
-    Layout,
-    block_table,
-    is_plain,
-    lay_out,
-)
+from fedlas.training.accelerators.parameter_blocks import ALIGNED, BLOCK, TILE, Layout, block_table, is_plain, lay_out
 from fedlas.training.accelerators.precompile import launch, precompilation
 from fedlas.training.accelerators.resnet import FusedResNet
 from fedlas.training.epoch_metrics import EpochMetrics
-from fedlas.training.optimizer import OptimizerStep, build_optimizer, parameters_of
+from fedlas.training.optimizer import SKIP, build_optimizer, parameters_of
 from fedlas.training.recipe import Recipe
+from fedlas.training.schedule import LearningRates
 
 SUMS = 2048  # partial sums that the last program adds at a time
 COLUMNS = 5  # of the block table: those of `block_table`, address of the momentum buffer, group
@@ -163,8 +156,7 @@ def _unsupported_reason(recipe: Recipe, device: torch.device) -> str | None:
             parameter.grad = torch.ones_like(parameter)
         count, first_bad = (torch.full((), value, dtype=torch.int64, device=device) for value in (0, -1))
         steps, norm_sum, samples, correct, total = torch.zeros(5, dtype=torch.float64, device=device).unbind()
-        torch_step = OptimizerStep(recipe, layer, nn.Identity(), optimizer, rates)
-        FusedOptimizerStep(torch_step).step(count == 0, count, first_bad, steps, norm_sum)
+        FusedOptimizerStep(recipe, optimizer, rates, nn.Identity()).step(count == 0, count, first_bad, steps, norm_sum)
         labels = torch.zeros(64, dtype=torch.int64, device=device)
         metric_sums.add_batch(layer.weight.detach(), labels, samples, correct, [rates.now[0]], [total])
         psi, gamma, alpha_i, edges = torch.ones(4, 1, device=device)
@@ -185,20 +177,21 @@ class FusedOptimizerStep:
     It stores the addresses of parameters, momentum buffers and learning rates, which are only changed in place.
 
     Args:
-        torch_step: the same step by torch, with SGD whose parameters fit; used if a parameter has no gradient.
+        recipe: clipping and momentum.
+        optimizer: SGD whose parameters fit.
+        rates: its learning rates.
+        loss: the loss, whose parameters are clipped only on request.
         model: network that hands over its gradients, if there is one.
     """
 
-    def __init__(self, torch_step: OptimizerStep, model: FusedResNet | None = None) -> None:
-        self.torch_step, self.model = torch_step, model
-        self.recipe, self.rates, self.skip, self.device = (
-            torch_step.recipe,
-            torch_step.rates,
-            torch_step.skip,
-            torch_step.device,
-        )
-        optimizer = torch_step.optimizer
-        groups, of_loss = optimizer.param_groups, set(torch_step.loss.parameters())
+    def __init__(
+        self, recipe: Recipe, optimizer: torch.optim.Optimizer, rates: LearningRates, loss: nn.Module,
+        model: FusedResNet | None = None,
+    ) -> None:  # fmt: skip
+        self.recipe, self.rates, self.model = recipe, rates, model
+        self.skip: Tensor = getattr(optimizer, SKIP)
+        self.device = self.skip.device
+        groups, of_loss = optimizer.param_groups, set(loss.parameters())
         self.groups_of_net = sum(group["params"][0] not in of_loss for group in groups)
         self.parameters = list(parameters_of(optimizer))
         self.optimizer = optimizer
@@ -217,13 +210,10 @@ class FusedOptimizerStep:
         return nullcontext() if self.model is None else self.model.gradients_to(self.slots)
 
     def __call__(
-        self, finite: Bool[Tensor, ""], count: Int[Tensor, ""], first_bad: Int[Tensor, ""], metrics: EpochMetrics
+        self, loss_is_valid: Bool[Tensor, ""], count: Int[Tensor, ""], first_bad: Int[Tensor, ""], metrics: EpochMetrics
     ) -> None:
-        """Update the parameters, or record the first bad step; see `OptimizerStep`."""
-        if self.ready:
-            self.step(finite, count, first_bad, metrics.total("steps"), metrics.total("gradient_norm"))
-        else:
-            self.torch_step(finite, count, first_bad, metrics)
+        """Update the parameters, or record the first bad step; see `FusedStep`."""
+        self.step(loss_is_valid, count, first_bad, metrics.total("steps"), metrics.total("gradient_norm"))
 
     def _momentum_buffers(self) -> list[Tensor]:
         """Return the momentum buffer of each parameter, or the parameter itself if it has none."""
@@ -241,7 +231,7 @@ class FusedOptimizerStep:
     @torch.no_grad()
     def step(
         self,
-        finite: Bool[Tensor, ""],
+        loss_is_valid: Bool[Tensor, ""],
         count: Int[Tensor, ""],
         first_bad: Int[Tensor, ""],
         steps: Float[Tensor, ""],
@@ -250,7 +240,7 @@ class FusedOptimizerStep:
         """Update the parameters, or record the first bad step.
 
         Args:
-            finite: whether the loss is finite and not too large.
+            loss_is_valid: whether the loss is finite and not too large.
             count: step counter, incremented.
             first_bad: number of the first bad step, negative if there was none.
             steps: sum of steps, incremented.
@@ -260,8 +250,8 @@ class FusedOptimizerStep:
         recipe, table = self.recipe, self.rates.table
         groups = len(self.scales)
         launch(norm_kernel, (len(self.partial),),
-            self.flat, self.partial, self.counter, finite, table, self.rates.factors, self.rates.now, self.scales,
-            count, first_bad, self.skip, steps, norm_sum, self.net // TILE, len(table), groups,
+            self.flat, self.partial, self.counter, loss_is_valid, table, self.rates.factors, self.rates.now,
+            self.scales, count, first_bad, self.skip, steps, norm_sum, self.net // TILE, len(table), groups,
             groups if recipe.clip_loss else self.groups_of_net, float(recipe.clip or 0),
             CLIPS=recipe.clip is not None, CLIP_TOGETHER=recipe.clip_loss, GROUPS=triton.next_power_of_2(groups),
             SUMS=SUMS, TILE=TILE, num_warps=8,

@@ -100,17 +100,9 @@ class WeightCast:
             torch._foreach_copy_(copies, list(tensors))
             return copies
         flat = torch.empty(self.layout.end, dtype=dtype, device=self.blocks.device)
-        launch(
-            cast_kernel,
-            (len(self.blocks),),
-            self.blocks,
-            flat,
-            BLOCK=BLOCK,
-            COLUMNS=COLUMNS,
-            ALIGNED=ALIGNED,
-            EVEN=EVEN,
-            num_warps=4,
-        )
+        launch(cast_kernel, (len(self.blocks),),
+            self.blocks, flat, BLOCK=BLOCK, COLUMNS=COLUMNS, ALIGNED=ALIGNED, EVEN=EVEN, num_warps=4,
+        )  # fmt: skip
         return self.layout.views(flat, tensors)
 
 

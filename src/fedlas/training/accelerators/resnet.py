@@ -78,7 +78,7 @@ def fuse(model: nn.Module) -> "FusedResNet | None":
 
 def fits(model: Any) -> bool:
     """Return whether a network is a torchvision ResNet whose layers the kernels implement."""
-    if type(model) is not ResNet or any(one.dtype != torch.float32 for one in model.parameters()):
+    if type(model) is not ResNet or any(weight.dtype != torch.float32 for weight in model.parameters()):
         return False
     weights = [weight for _, weight in model.named_parameters(remove_duplicate=False)]
     if len(weights) != len(set(weights)):  # gradients of a shared weight would be combined before both are computed
@@ -244,8 +244,9 @@ class _TrainingPass:
         if not fits_stem or images.requires_grad or weight.dtype == torch.float32:  # its products would be rounded
             return self.layer(layer, norm, Activation(images, images))
         deferred = DeferredGradient()
-        one, two = _Stem.apply(images.to(weight.dtype), weight, norm.weight, norm.bias, self.norm_of(norm), deferred)
-        return Activation(one, two, deferred)
+        images = images.to(weight.dtype)
+        first, second = _Stem.apply(images, weight, norm.weight, norm.bias, self.norm_of(norm), deferred)
+        return Activation(first, second, deferred)
 
     def convolve(
         self, layer: Any, norm: nn.BatchNorm2d, x: Tensor, deferred: DeferredGradient | None = None,
@@ -404,8 +405,8 @@ class _Convolution(torch.autograd.Function):
 
         def gradient_of(position: int) -> Tensor:
             arguments = None, stride, padding, dilation, False, [0, 0], groups
-            wanted = [number == position for number in range(3)]  # input, weight, bias
-            gradients: Any = torch.ops.aten.convolution_backward(gradient, x, weight, *arguments, wanted)
+            output_mask = [number == position for number in range(3)]  # input, weight, bias
+            gradients: Any = torch.ops.aten.convolution_backward(gradient, x, weight, *arguments, output_mask)
             return gradients[position]  # type: ignore[no-any-return]
 
         of_input = of_weight = None
@@ -451,19 +452,10 @@ class _NormAddReLU(torch.autograd.Function):
         y, bits, skip = ctx.saved_tensors
         sums = _gradient_sums(ctx.deferred, gradients, y, bits, ctx.statistics, ctx.counter, skip, ctx.other)
         result = batch_norm.gradients(sums, y, ctx.statistics, skip, ctx.other)
-        of_skip = result.skip if ctx.has_skip else None
-        others = None, None, None
+        of_norm, others = (result.y, result.weight, result.bias), (None, None, None)
         if ctx.other is not None:
-            return (
-                result.y,
-                result.weight,
-                result.bias,
-                result.other_y,
-                result.other_weight,
-                result.other_bias,
-                *others,
-            )
-        return result.y, result.weight, result.bias, of_skip, None, None, *others
+            return *of_norm, result.other_y, result.other_weight, result.other_bias, *others
+        return *of_norm, result.skip if ctx.has_skip else None, None, None, *others
 
 
 class _Mean(torch.autograd.Function):
@@ -503,8 +495,9 @@ class _Stem(torch.autograd.Function):
         images, filters, y, bits = ctx.saved_tensors
         sums = _gradient_sums(ctx.deferred, gradients, y, bits, ctx.statistics, ctx.counter)
         # On the current stream: nothing follows that could run in parallel.
-        wanted = ctx.needs_input_grad[1]
-        of_filters = stem.gradient_of_filters(images, filters, y, ctx.statistics, sums) if wanted else None
+        of_filters = None
+        if ctx.needs_input_grad[1]:
+            of_filters = stem.gradient_of_filters(images, filters, y, ctx.statistics, sums)
         return None, of_filters, sums.weight, sums.bias, None, None
 
 
@@ -513,10 +506,10 @@ def _gradient_sums(
 ) -> batch_norm.GradientSums:
     """Compute the first backward pass of a batch norm, from one or two gradients of its output."""
     product, strided = deferred.pop()
-    given = [one.contiguous(memory_format=torch.channels_last) for one in gradients if one is not None]
+    present = [value.contiguous(memory_format=torch.channels_last) for value in gradients if value is not None]
     if product is None:
-        return batch_norm.gradient_sums(given[0], given[1] if len(given) > 1 else strided, *arguments)
-    return conv1x1.gradient_sums(product, given[0] if given else strided, *arguments)
+        return batch_norm.gradient_sums(present[0], present[1] if len(present) > 1 else strided, *arguments)
+    return conv1x1.gradient_sums(product, present[0] if present else strided, *arguments)
 
 
 def _is_product(weight: Tensor) -> bool:

@@ -1,9 +1,9 @@
-"""Checks of the inputs of a loss, with messages that say what to do.
+"""Checks of the inputs of a loss, with messages that suggest a fix.
 
-Shapes, types and devices are known without looking at values and are always checked. Values (labels in range, soft
-labels that are probabilities, indices in range) are checked in eager code on the CPU always; on an accelerator and
-under `torch.compile` only inside `checks(True)`, because there reading the values synchronises the host. Inside a
-transform of `torch.func` such as `vmap`, values cannot be read.
+Shapes, dtypes and devices are always checked. Values (labels and indices in range, soft labels that are probabilities)
+are always checked in eager code on the CPU; on an accelerator and under `torch.compile`, they are checked only inside
+`checks(True)`, because reading them synchronises the host. Inside a transform of `torch.func` such as `vmap`, values
+cannot be read and are not checked.
 """
 
 from types import TracebackType
@@ -38,8 +38,8 @@ class checks:  # noqa: N801 (a context manager, named like a verb)
 
 def check_tensors(logits: object, labels: object, features: object = None, index: object = None) -> None:
     """Raise if an input is not a dense tensor, such as an output of a network that was not unpacked."""
-    given = {"logits": logits, "labels": labels, "features": features, "index": index}
-    for name, value in given.items():
+    inputs = {"logits": logits, "labels": labels, "features": features, "index": index}
+    for name, value in inputs.items():
         if value is None and name in ("features", "index"):
             continue
         if isinstance(value, Tensor):
@@ -68,7 +68,10 @@ def check_shapes(logits: Tensor, labels: Tensor, features: Tensor | None, index:
                 f"{tuple(labels.shape)}; class numbers must be integers (labels.long())"
             )
     elif tuple(labels.shape) != without_classes:
-        raise UserError(f"labels must have shape {without_classes} for logits of shape {shape}: {tuple(labels.shape)}")
+        hint = "; for one-hot labels, use labels.argmax(1)" if tuple(labels.shape) == shape else ""
+        raise UserError(
+            f"labels must have shape {without_classes} for logits of shape {shape}, not {tuple(labels.shape)}{hint}"
+        )
     if features is not None:
         if not features.is_floating_point():
             raise UserError(f"features must be floating point, not {features.dtype}")
@@ -98,7 +101,7 @@ def checked_labels(labels: Tensor, num_classes: int, ignore_index: int) -> Tenso
 
 
 def all_are_classes(labels: Tensor, num_classes: int) -> bool:
-    """Return whether all class numbers are in range, if that is known without synchronisation: on a CPU, uncompiled."""
+    """Return whether all labels are known to be in range; always false on an accelerator or in compiled code."""
     if not is_eager_on_cpu(labels) or not labels.numel():
         return False
     low, high = torch.aminmax(labels)

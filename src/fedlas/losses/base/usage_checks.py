@@ -13,7 +13,7 @@ from torch import Tensor, nn
 STEPS_WITHOUT_UPDATE = 200  # more than the batches over which gradients are usually accumulated
 VISITS_WITHOUT_END = 3
 EVALUATIONS_WITHOUT_END = 30  # more than the evaluations within one epoch
-TRACKED = 64  # samples; with replacement some of them are drawn often, but not all
+TRACKED = 64  # samples whose visits are counted; when sampling with replacement, some of many are rarely drawn
 
 
 class UpdateCheck:
@@ -40,7 +40,7 @@ class UpdateCheck:
             self._warn_if_unchanged(name, trained)
 
     def after_step(self, loss: nn.Module) -> None:
-        """Record the versions of the parameters, which a distributed step changes itself."""
+        """Record the parameter versions after the step, which changes them itself in a distributed run."""
         if not self.finished and self.steps <= STEPS_WITHOUT_UPDATE:
             self.versions = [parameter._version for parameter in _trained(loss)]
 
@@ -52,7 +52,9 @@ class UpdateCheck:
         known = self.first_values is not None
         self._compare_versions(trained)
         self.epochs += 1
-        known &= self.steps > 0 or any(parameter.grad is not None for parameter in trained)  # of compiled steps
+        known &= self.steps > 0 or any(
+            parameter.grad is not None for parameter in trained
+        )  # compiled steps are not counted
         if known and (self.epochs > 1 or self.steps > STEPS_WITHOUT_UPDATE):
             self._warn_if_unchanged(name, trained)
         self.after_step(loss)
@@ -91,7 +93,7 @@ class EpochCheck:
         self.visits: Tensor | None = None
 
     def before_step(self, name: str, call: str, index: Tensor | None) -> None:
-        """Count the visits of the first samples, and warn when all of them were visited often."""
+        """Count the visits of the first batch's samples; warn when all of them were visited often."""
         self.trains = True
         if self.finished or index is None or index.ndim != 1 or not len(index) or _is_captured(index):
             return
@@ -122,7 +124,11 @@ class EpochCheck:
     def _warn_if_visited(self, name: str, call: str) -> None:
         least = 0 if self.visits is None else int(self.visits.min())
         if least >= VISITS_WITHOUT_END:
-            self._warn(name, call, f"samples of the same index were seen {least} times")
+            self._warn(
+                name,
+                call,
+                f"samples of the same index were seen {least} times (index is the position in the training set)",
+            )
 
     def _warn(self, name: str, call: str, reason: str) -> None:
         self.finish()

@@ -1,0 +1,64 @@
+"""`fedlas compare`: compare two models on the same samples."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedlas.cli.errors import one_line_errors
+from fedlas.cli.options import LedgerFolder, Level, Seed, split_list, with_columns
+from fedlas.cli.output_paths import Overwrite, check_not_input, check_overwrite, check_writable, write_text
+from fedlas.cli.terminal import show, show_table
+
+COMPARE_FORMAT = "fedlas.compare/1"  # format of the file that `compare --json` writes
+
+
+@with_columns
+def compare_models(
+    first: Annotated[
+        str,
+        typer.Argument(
+            metavar="FIRST", help="Run folder, file of predictions, or finished runs in --ledger: DATA/PROTOCOL/METHOD."
+        ),
+    ],
+    second: Annotated[str, typer.Argument(metavar="SECOND", help="The same for the second model.")],
+    metrics: Annotated[
+        str | None,
+        typer.Option(help="Metrics, separated by commas; by default those of `fedlas evaluate`."),
+    ] = None,
+    level: Level = 0.95,
+    resamples: Annotated[int | None, typer.Option(help="Number of bootstrap resamples; 2,000 by default.")] = None,
+    seed: Seed = 0,
+    ledger: LedgerFolder = Path("results"),
+    json: Annotated[
+        str | None, typer.Option(help="Write all results as JSON to this file; - is standard output.")
+    ] = None,
+    overwrite: Overwrite = False,
+    *,
+    columns: Any,
+) -> None:
+    """Compare two models on the same samples by paired tests."""
+    with one_line_errors():
+        from json import dumps
+
+        from fedlas.comparison import TABLE_HEAD, compare_runs, comparison_notes
+        from fedlas.experiments.ledger import Ledger
+        from fedlas.experiments.ledger_lookup import find_runs
+
+        json_file = None if json in {None, "-"} else Path(str(json))
+        check_writable([json_file])
+        check_not_input([Path(first), Path(second)], [json_file])
+        check_overwrite([json_file], overwrite=overwrite)
+        selected_metrics, finished_runs = split_list(metrics), Ledger(ledger)
+        options: dict[str, Any] = {"level": level, "resamples": resamples, "seed": seed}
+        runs = find_runs(first, finished_runs, **columns), find_runs(second, finished_runs, **columns)
+        comparisons = compare_runs(*runs, selected_metrics, **options)
+        show_table(TABLE_HEAD, [row for comparison in comparisons for row in comparison.rows()], err=json == "-")
+        seeds = any(comparison.standard_error is not None for comparison in comparisons)
+        over = "; ±: standard error over seeds; interval and p of a mean: over seeds and test samples" if seeds else ""
+        show(f"Difference: first minus second{over}.", err=json == "-")
+        for note in comparison_notes(*runs):
+            show(f"note: {note}", err=True)
+        if json is not None:
+            content = [{"format": COMPARE_FORMAT} | comparison.to_dict() for comparison in comparisons]
+            write_text(json, dumps(content, allow_nan=False))

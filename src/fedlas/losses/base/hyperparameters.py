@@ -1,0 +1,46 @@
+"""Checks of hyperparameters in the constructors of losses: each function returns a valid value and raises otherwise."""
+
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+from fedlas.catalog import nearest
+from fedlas.errors import UserError, UserTypeError
+
+Word = TypeVar("Word", bound=str)
+
+
+def one_of(name: str, value: Word, known: Sequence[Word]) -> Word:
+    """Return a value; raise if it is not one of the known values."""
+    if value not in known:
+        raise UserError(f"{name} {value!r} is unknown; {nearest(str(value), list(known))}")
+    return value
+
+
+def at_least(name: str, value: float, lowest: float) -> float:
+    """Return a number; raise if it is too small, not finite or not a number."""
+    _check_number(name, value)
+    if not (value >= lowest and math.isfinite(value)):
+        raise UserError(f"{name} must be at least {lowest}, not {value}")
+    return value
+
+
+def whole(name: str, value: int, lowest: int = 1) -> int:
+    """Return a number as an integer; raise if it is too small or not a whole number."""
+    at_least(name, value, lowest)
+    if value != int(value):
+        raise UserError(f"{name} must be a whole number, not {value}")
+    return int(value)
+
+
+def within(name: str, value: float, lowest: float, highest: float) -> float:
+    """Return a number; raise if it is outside of a closed interval or not a number."""
+    _check_number(name, value)
+    if not lowest <= value <= highest:
+        raise UserError(f"{name} must lie between {lowest} and {highest}, not {value}")
+    return value
+
+
+def _check_number(name: str, value: object) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise UserTypeError(f"{name} must be a number, not {value!r}")
