@@ -1,5 +1,6 @@
 """The evaluation of `closed_loop`: search on V2, selection, primary table, temperature on V2."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -111,6 +112,20 @@ def test_comparisons_appear_when_all_runs_are_there(evaluated, monkeypatch):
     assert {row.name for row in margins.rows} == {"digits/accuracy", "digits/ece", "digits/brier"}
     accuracy = margins.rows[0].cells
     assert (accuracy[0].values, accuracy[3].values) == ((0.0,), (1.0,))
+
+
+def test_selection_table_has_the_metrics_of_last_and_best_epoch(evaluated, tmp_path):
+    book = Ledger(shutil.copytree(evaluated / "results", tmp_path / "results"))
+    lines = [line for line in book.lines.values() if line.split == "test"]
+    best = {line.id: replace(line, metrics=line.metrics | {"ece": (0.5, None, None)}) for line in lines}
+    file = book.folder / "best_epoch" / "digits-standard.jsonl"
+    file.parent.mkdir()
+    file.write_text("".join(f"{line.to_json()}\n" for line in best.values()))
+    table = next(one for one in experiment_named("closed_loop").tables(book, CHOICE) if "selection" in one.name)
+    cells = {row.name: [cell.values for cell in row.cells] for row in table.rows}
+    raw = next(line for line in lines if line.posthoc is None)
+    assert cells["closed_loop/last"] == [(raw.metrics[name][0],) for name in ("accuracy", "ece", "nll")]
+    assert cells["closed_loop/best"] == [(raw.metrics["accuracy"][0],), (0.5,), (raw.metrics["nll"][0],)]
 
 
 def test_the_last_weights_are_evaluated_and_the_temperature_is_fitted_on_v2(evaluated):

@@ -16,6 +16,7 @@ from fedlas.experiments.closed_loop_tables import (
     primary_lines,
     primary_table,
     search_table,
+    selection_table,
 )
 from fedlas.experiments.ledger import V2, Ledger
 from fedlas.experiments.paper import data_name
@@ -63,6 +64,7 @@ class ClosedLoopEvaluation(AbstractExperiment):
             search_table(ledger, choice),
             primary_table(ledger, choice),
             *comparison_tables(ledger, choice),
+            *selection_table(ledger, choice),
             *control_tables(ledger, choice),
             *ablation_table(ledger, choice),
         ]

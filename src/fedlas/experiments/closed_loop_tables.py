@@ -1,6 +1,8 @@
-"""Tables of the evaluation of `closed_loop`: search, primary table, comparisons, margins, controls, ablations."""
+"""Tables of the evaluation of `closed_loop`: search, primary table, tests, margins, selection, controls, ablations."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 
 from torch import Tensor
 
@@ -37,6 +39,7 @@ METRICS = (
     Measured("brier", "Brier", percent=False, digits=4),
     Measured("aurc", "AURC x 1000", percent=False),
 )
+SELECTION = ("accuracy", "ece", "nll")
 MARGINS = {"accuracy": ("accuracy", -0.005), "ece": ("ECE", 0.005), "brier": ("Brier", 0.005)}
 
 
@@ -96,6 +99,26 @@ def primary_lines(
     """Return the ledger lines of a row of the primary table."""
     seeds = choice.seeds if seeds is None else seeds
     return _finished_lines(ledger, [design.primary_recipe(data, row, seed, choice, ledger) for seed in seeds], row[1])
+
+
+def selection_table(ledger: Ledger, choice: Choice) -> list[Table]:
+    """Return the table of results of the last epoch and of the best epoch on V1; no table without the latter."""
+    best_epoch = Ledger(ledger.folder / "best_epoch")
+    sets = [data for data in data_sets(choice) if any(line.recipe.data == data for line in best_epoch.lines.values())]
+    measures = [(data, measured) for data in sets for measured in METRICS if measured.metric in SELECTION]
+    rows = []
+    for method, posthoc in product(methods(choice), POSTHOC):
+        last = {data: primary_lines(ledger, choice, data, (method, posthoc)) for data in sets}
+        best = {
+            data: [best_epoch.lines[line.id] for line in lines if line.id in best_epoch.lines]
+            for data, lines in last.items()
+        }
+        for epoch, lines in (("last", last), ("best", best)):
+            cells = tuple(_cell(lines[data], measured, len(choice.seeds)) for data, measured in measures)
+            rows.append(Row(f"{row_name(method, posthoc)}/{epoch}", f"{_label(method, posthoc)}, {epoch} epoch", cells))
+    columns = tuple(replace(column, ranked=False) for column in _columns(measures))
+    note = "Best epoch: highest accuracy on V1. Mean and standard deviation over seeds of the same runs."
+    return [Table("closed_loop-selection", "Last epoch and best epoch", columns, tuple(rows), (note,))] if sets else []
 
 
 def comparison_tables(ledger: Ledger, choice: Choice) -> list[Table]:
