@@ -162,7 +162,8 @@ def _cells(comparison: Comparison) -> list[str]:
     values = [
         formatting.number(float(result), *ends, percent=percent) for result in (comparison.first, comparison.second)
     ]
-    return [*values, *comparison.cells(), formatting.p_value_cell(comparison.p_value), comparison.better or ""]
+    p_value = formatting.p_value_cell(comparison.p_value, is_bound=comparison.p_value_is_bound)
+    return [*values, *comparison.cells(), p_value, comparison.better or ""]
 
 
 def compare(

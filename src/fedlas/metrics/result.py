@@ -233,6 +233,7 @@ class Comparison:
         p_value: p-value of the hypothesis of no difference.
         better: "first", "second", or None if the interval contains zero, or if the smaller NLL is only a lower bound
             because labels have probability zero.
+        p_value_is_bound: whether the p-value is the smallest one that the resamples can show: an upper bound.
     """
 
     first: Result
@@ -240,6 +241,7 @@ class Comparison:
     interval: Interval
     p_value: float
     better: Literal["first", "second"] | None
+    p_value_is_bound: bool = False
 
     @property
     def difference(self) -> float:
@@ -249,13 +251,15 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Convert to types that JSON can store."""
         fields = {"first": self.first.to_dict(), "second": self.second.to_dict(), "difference": self.difference}
+        fields |= {"p_value_is_bound": self.p_value_is_bound}
         return fields | {"interval": asdict(self.interval), "p_value": self.p_value, "better": self.better}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Comparison":
         """Restore from the output of `to_dict`."""
         first, second = (Result.from_dict(fields[name]) for name in ("first", "second"))
-        return cls(first, second, Interval(**fields["interval"]), fields["p_value"], fields["better"])
+        rest = (fields[name] for name in ("p_value", "better", "p_value_is_bound"))
+        return cls(first, second, Interval(**fields["interval"]), *rest)
 
     def _repr_html_(self) -> str:
         """Show the comparison in a notebook."""
@@ -265,10 +269,11 @@ class Comparison:
         """Return the comparison as a sentence."""
         difference, ends = self.cells()
         points = " points" if self.first.definition.unit == "fraction" else ""
+        p_value = formatting.p_value(self.p_value, is_bound=self.p_value_is_bound)
         verdict = "no significant difference" if self.better is None else f"the {self.better} model is better"
         return (
             f"{self.first.definition.estimator} differs by {difference}{points} (first minus second), "
-            f"{ends} at {formatting.level(self.interval.level)}, {formatting.p_value(self.p_value)}: {verdict}"
+            f"{ends} at {formatting.level(self.interval.level)}, {p_value}: {verdict}"
         )
 
     def cells(self) -> tuple[str, str]:

@@ -240,7 +240,7 @@ def _p_value(after: "State", name: str) -> str:
     if test is None:
         return ""
     significance = "no significant difference, " if test.better is None else ""
-    return f" ({significance}{p_value(test.p_value)})"
+    return f" ({significance}{p_value(test.p_value, is_bound=test.p_value_is_bound)})"
 
 
 def _costs(after: "State") -> list[str]:
