@@ -6,6 +6,7 @@ miscalibration is shown, and gives the noise floor with the error.
 """
 
 import math
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal
 
 from fedlas.formatting import count, decimals, fixed, interval, level, number, p_value, percent, significant
@@ -317,8 +318,11 @@ def _subject(state: "State", *, brief: bool = False) -> str:
         return f"The calibrator {_name(state.name)}"
     if brief or not spread < 1:
         return f"A temperature of T = {significant(temperature)}"
-    # The standard error is that of log T.
-    low, high = (temperature * math.exp(side * 1.96 * spread) for side in (-1, 1))
+    # The standard error is that of log T in one fold. The mean over k folds varies like a fit to all samples, of which
+    # each fold's fit has seen (k - 1) / k.
+    spread *= math.sqrt(1 - 1 / len(state.fits)) if len(state.fits) > 1 else 1
+    reach = NormalDist().inv_cdf((1 + _level(state)) / 2) * spread
+    low, high = (temperature * math.exp(side * reach) for side in (-1, 1))
     return f"A temperature of T = {significant(temperature)} ({significant(low)} to {significant(high)})"
 
 
