@@ -131,7 +131,7 @@ def sentences(report: "Report") -> tuple[str, ...]:
     samples = f"{count(report.n)} {'sample' if report.n == 1 else 'samples'}"
     where = f' of the split "{_name(report.split)}"' if report.split else ""
     classes = f" in {count(report.classes)} classes" if report.classes else ""
-    lines = [f"Accuracy is {_share(state['accuracy'])} on {samples}{where}{classes}."]
+    lines = [f"Accuracy is {_fraction(state['accuracy'])} on {samples}{where}{classes}."]
     lines += _direction_sentences(state, miscalibration, samples)
     if _hides_classes(report, miscalibration):
         lines.append(
@@ -164,7 +164,7 @@ def _direction_sentences(state: "State", miscalibration: Direction, samples: str
     signed, total = state["signed_ece"], state["ece"]
     mean = float(state["accuracy"]) + float(signed)
     compared = f"mean confidence is {_like(state['accuracy'], mean)}, accuracy {_value(state['accuracy'])}"
-    error = f"The ECE is {_share(total)}{_chance(total)}."
+    error = f"The ECE is {_fraction(total)}{_chance(total)}."
     if signed.interval is None or total.interval is None:
         side = "above" if float(signed) >= 0 else "below"
         return [
@@ -180,8 +180,8 @@ def _direction_sentences(state: "State", miscalibration: Direction, samples: str
         ]
     if miscalibration == "both":
         return [
-            f"It is over-confident in some bins (O-ECE {_share(state['over_ece'])}) and under-confident in others "
-            f"(U-ECE {_share(state['under_ece'])}); on average the two cancel: {compared}.",
+            f"It is over-confident in some bins (O-ECE {_fraction(state['over_ece'])}) and under-confident in others "
+            f"(U-ECE {_fraction(state['under_ece'])}); on average the two cancel: {compared}.",
             error,
         ]
     if miscalibration == "some":
@@ -220,7 +220,7 @@ def _changes(before: "State", after: "State") -> str:
     """Describe the change of the ECE and of the NLL, each with the p-value of its paired test."""
     total = after["ece"]
     start = _value(before["ece"])
-    parts = [f"the ECE goes from {start} to {_share(total)}{_p_value(after, 'ece')}{_chance(total)}"]
+    parts = [f"the ECE goes from {start} to {_fraction(total)}{_p_value(after, 'ece')}{_chance(total)}"]
     if "nll" in after.results:
         start, end = (_value(state["nll"]) for state in (before, after))
         least = "at least " if _is_lower_bound(before) else ""
@@ -356,7 +356,7 @@ def _level(state: "State") -> float:
     return 0.95 if interval is None else interval.level
 
 
-def _share(result: Result) -> str:
+def _fraction(result: Result) -> str:
     """Write a fraction with its confidence interval."""
     ends = _ends(result)
     return f"{_value(result)} ({interval(*ends)})" if ends else _value(result)
