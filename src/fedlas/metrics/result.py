@@ -148,7 +148,7 @@ class Result(float):
         if chance is None or float(self) <= self.interval.high + ROUNDING:
             return self.interval.note
         return (
-            f"the value includes the error that finite samples show by chance ({self._number(chance)} for a calibrated "
+            f"the value includes the error that finite samples show by chance ({self.text(chance)} for a calibrated "
             "model); the interval is of the true error, without it"
         )
 
@@ -158,10 +158,10 @@ class Result(float):
 
     def __str__(self) -> str:
         noise_floor, std = self.details.get("noise_floor"), self.details.get("std")
-        chance = "" if noise_floor is None else f", {self._number(noise_floor)} by chance"
-        deviation = "" if std is None else f" ± {self._number(std)}"
+        chance = "" if noise_floor is None else f", {self.text(noise_floor)} by chance"
+        deviation = "" if std is None else f" ± {self.text(std)}"
         interval = "" if self.interval is None else f" {self._ends()} at {formatting.level(self.interval.level)}"
-        return f"{self.definition.estimator} {self._number(self)}{deviation}{interval}{chance} ({self.definition})"
+        return f"{self.definition.estimator} {self.text()}{deviation}{interval}{chance} ({self.definition})"
 
     def __repr__(self) -> str:
         return f"<{self}>"
@@ -197,6 +197,12 @@ class Result(float):
         value, _, ends = self.cell().partition(" ")
         return f"${value}$ {{\\scriptsize ${ends}$}}" if ends else f"${value}$"
 
+    def text(self, value: float | None = None) -> str:
+        """Return the value, or another number, with the unit and the decimals of this result."""
+        number = float(self if value is None else value)
+        text = formatting.number(number, *self._limits, percent=self._is_percentage)
+        return f"{text} %" if self._is_percentage else text
+
     def cell(self) -> str:
         """Return the value and its interval as text without the unit, which `heading` includes."""
         return formatting.cell(float(self), *self._limits, percent=self._is_percentage)
@@ -212,11 +218,6 @@ class Result(float):
     @property
     def _limits(self) -> tuple[float, float] | tuple[None, None]:
         return (None, None) if self.interval is None else (self.interval.low, self.interval.high)
-
-    def _number(self, value: float) -> str:
-        """Format a number in the unit and with the decimals of this result."""
-        text = formatting.number(float(value), *self._limits, percent=self._is_percentage)
-        return f"{text} %" if self._is_percentage else text
 
     def _ends(self) -> str:
         return self.cell().partition(" ")[2]

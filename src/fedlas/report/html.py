@@ -29,7 +29,7 @@ from fedlas.comparison import PairedTest, compare_models
 from fedlas.errors import UserError, UserTypeError
 from fedlas.evaluation import Report, evaluate
 from fedlas.extras import optional_module
-from fedlas.formatting import cell, count, level
+from fedlas.formatting import count, level
 from fedlas.io.atomic import write_atomic
 from fedlas.metrics.base import Resampling
 from fedlas.metrics.registry import all_metrics, summary_metrics
@@ -497,8 +497,7 @@ def _cell(result: Result | None) -> tuple[str, str]:
     """Return the text of a number and of its confidence interval."""
     if result is None:
         return "", ""
-    ends = (None, None) if result.interval is None else (result.interval.low, result.interval.high)
-    value, _, interval = cell(float(result), *ends, percent=result.definition.unit == "fraction").partition(" ")
+    value, _, interval = result.cell().partition(" ")
     return value, interval
 
 

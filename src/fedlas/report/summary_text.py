@@ -96,7 +96,7 @@ def headline(report: "Report") -> str:
     two = _hides_classes(report, miscalibration)
     parts = [_headline(state, miscalibration, " of the predicted class" if two else "")]
     if two:
-        parts.append(f"for the probability of one class the ECE is {_value(state['classwise_ece'])}")
+        parts.append(f"for the probability of one class the ECE is {state['classwise_ece'].text()}")
     example = at_confidence(state.bins["width"], level=_level(state))
     if example is not None and example.is_calibrated and miscalibration not in {"none", "unknown"}:
         example = worst_bin(state, _level(state))  # an example of the error
@@ -136,7 +136,7 @@ def sentences(report: "Report") -> tuple[str, ...]:
     if _hides_classes(report, miscalibration):
         lines.append(
             "That is about the confidence in the predicted class, where errors of both classes can cancel. For the "
-            f"probability of one class the ECE is {_value(state['classwise_ece'])}; its reliability diagram "
+            f"probability of one class the ECE is {state['classwise_ece'].text()}; its reliability diagram "
             "shows where."
         )
     near = at_confidence(state.bins["width"], level=confidence_level)
@@ -163,13 +163,13 @@ def sentences(report: "Report") -> tuple[str, ...]:
 def _direction_sentences(state: "State", miscalibration: Direction, samples: str) -> list[str]:
     signed, total = state["signed_ece"], state["ece"]
     mean = float(state["accuracy"]) + float(signed)
-    compared = f"mean confidence is {_like(state['accuracy'], mean)}, accuracy {_value(state['accuracy'])}"
+    compared = f"mean confidence is {state['accuracy'].text(mean)}, accuracy {state['accuracy'].text()}"
     error = f"The ECE is {_fraction(total)}{_chance(total)}."
     if signed.interval is None or total.interval is None:
         side = "above" if float(signed) >= 0 else "below"
         return [
             f"Mean confidence is {_points(signed)} {side} accuracy; no confidence interval was computed.",
-            f"The ECE is {_value(total)}.",
+            f"The ECE is {total.text()}.",
         ]
     if miscalibration in {"over", "under"}:
         low, high = sorted(abs(end) for end in (signed.interval.low, signed.interval.high))
@@ -188,8 +188,8 @@ def _direction_sentences(state: "State", miscalibration: Direction, samples: str
         return [f"Confidence and accuracy differ, but no single direction is shown: {compared}.", error]
     unknown = f" {samples.capitalize()} cannot tell more." if total.interval.high >= MUCH else ""
     return [
-        f"No miscalibration is shown: the ECE is {_value(total)}, and the true one may be anywhere from 0 to "
-        f"{_like(total, total.interval.high)}{_chance(total)}.{unknown}"
+        f"No miscalibration is shown: the ECE is {total.text()}, and the true one may be anywhere from 0 to "
+        f"{total.text(total.interval.high)}{_chance(total)}.{unknown}"
     ]
 
 
@@ -219,14 +219,14 @@ def _effect_sentence(before: "State", after: "State", miscalibration: Direction)
 def _changes(before: "State", after: "State") -> str:
     """Describe the change of the ECE and of the NLL, each with the p-value of its paired test."""
     total = after["ece"]
-    start = _value(before["ece"])
+    start = before["ece"].text()
     parts = [f"the ECE goes from {start} to {_fraction(total)}{_p_value(after, 'ece')}{_chance(total)}"]
     if "nll" in after.results:
-        start, end = (_value(state["nll"]) for state in (before, after))
+        start, end = (state["nll"].text() for state in (before, after))
         least = "at least " if _is_lower_bound(before) else ""
         parts.append(f"the NLL goes from {least}{start} to {end}{_p_value(after, 'nll')}")
     if "accuracy" in after.comparisons and after.comparisons["accuracy"].better is not None:
-        start, end = (_value(state["accuracy"]) for state in (before, after))
+        start, end = (state["accuracy"].text() for state in (before, after))
         parts.append(f"accuracy goes from {start} to {end}{_p_value(after, 'accuracy')}")
     return "; ".join(parts)
 
@@ -331,20 +331,20 @@ def _headline(state: "State", miscalibration: Direction, of: str = "") -> str:
     if miscalibration in {"over", "under"}:
         return f"{miscalibration}-confident by {_points(signed)}"
     if miscalibration == "both":
-        return f"over-confident in some bins and under-confident in others (ECE {_value(total)})"
+        return f"over-confident in some bins and under-confident in others (ECE {total.text()})"
     if miscalibration == "some":
-        return f"confidence and accuracy differ, in no single direction (ECE {_value(total)})"
+        return f"confidence and accuracy differ, in no single direction (ECE {total.text()})"
     if miscalibration == "none":
         floor = total.details.get("noise_floor")
-        by_chance = "" if floor is None else f", {_like(total, floor)} by chance"
-        return f"no miscalibration{of} is shown (ECE {_value(total)}{by_chance})"
+        by_chance = "" if floor is None else f", {total.text(floor)} by chance"
+        return f"no miscalibration{of} is shown (ECE {total.text()}{by_chance})"
     side = "above" if float(signed) >= 0 else "below"
     return f"mean confidence is {_points(signed)} {side} accuracy (no interval was computed)"
 
 
 def _chance(result: Result) -> str:
     floor = result.details.get("noise_floor")
-    return "" if floor is None else f"; a perfectly calibrated model would show {_like(result, floor)} by chance"
+    return "" if floor is None else f"; a perfectly calibrated model would show {result.text(floor)} by chance"
 
 
 def _excess(result: Result) -> float:
@@ -359,18 +359,7 @@ def _level(state: "State") -> float:
 def _fraction(result: Result) -> str:
     """Write a fraction with its confidence interval."""
     ends = _ends(result)
-    return f"{_value(result)} ({interval(*ends)})" if ends else _value(result)
-
-
-def _value(result: Result) -> str:
-    """Write the value of a metric with its unit."""
-    is_fraction = result.definition.unit == "fraction"
-    return percent(float(result), *_ends(result)) if is_fraction else number(result, *_ends(result), percent=False)
-
-
-def _like(result: Result, fraction: float) -> str:
-    """Write a fraction with as many decimals as the value of a metric."""
-    return f"{fixed(100 * fraction, decimals(*_ends(result)))} %"
+    return f"{result.text()} ({interval(*ends)})" if ends else result.text()
 
 
 def _ends(result: Result) -> tuple[float, float] | tuple[()]:
