@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "losses": {"predictions", "catalog", "ranks", "metrics.bin_sums"},
     "metrics": {"extras", "formatting", "catalog", "predictions", "alignment", "ranks"},
     "posthoc": {"extras", "predictions", "io", "catalog", "metrics"},
-    "ood": {"predictions", "metrics.result"},
+    "ood": {"predictions", "metrics"},
     "comparison": {"formatting", "predictions", "io", "alignment", "metrics"},
     "evaluation": {"extras", "predictions", "io", "alignment", "catalog", "metrics", "posthoc", "ood"},
     "data": {"extras", "catalog", "https"},

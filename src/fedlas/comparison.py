@@ -162,7 +162,8 @@ def _cells(comparison: Comparison) -> list[str]:
     values = [
         formatting.number(float(result), *ends, percent=percent) for result in (comparison.first, comparison.second)
     ]
-    return [*values, *comparison.cells(), formatting.p_value_cell(comparison.p_value), comparison.better or ""]
+    p_value = formatting.p_value_cell(comparison.p_value, is_bound=comparison.p_value_is_bound)
+    return [*values, *comparison.cells(), p_value, comparison.better or ""]
 
 
 def compare(
@@ -225,7 +226,7 @@ def compare_models(
         seed: random seed of the bootstrap.
         progress: called with the fraction of pairs that are done.
     """
-    pairs = _pairs(models)
+    pairs = _pairs(models, bins)
     resamples = resamples or RESAMPLES
     if resamples + 1 > 2 / (1 - level):  # with fewer resamples, each test reports that they are too few
         # The smallest p-value, 2 / (resamples + 1), has to stay below 1 - level after the correction.
@@ -241,11 +242,11 @@ def compare_models(
     return _corrected(tests, level)
 
 
-def _pairs(models: Mapping[str, AnyPredictions]) -> list[tuple[str, str]]:
+def _pairs(models: Mapping[str, AnyPredictions], bins: int) -> list[tuple[str, str]]:
     names = list(models)
     if len(names) <= MAX_MODELS_ALL_PAIRS:
         return list(combinations(names, 2))
-    best = min(names, key=lambda name: float(ece(models[name])))
+    best = min(names, key=lambda name: float(ece(models[name], bins=bins)))
     pairs_with_best = [(best, name) for name in names if name not in {best, names[0]}]
     return [(names[0], name) for name in names[1:]] + ([] if best == names[0] else pairs_with_best)
 
@@ -262,9 +263,7 @@ def correction_note(models: int) -> str:
 
 def _test_pair(first: ModelRuns, second: ModelRuns, bins: int, how: Resampling) -> Iterator[PairedTest]:
     """Yield a test for each metric, or a single one with the reason if the models cannot be compared."""
-    metric = next(
-        iter(default_comparison_metrics())
-    )  # metric of the test that has the reason, if the samples do not match
+    metric = next(iter(default_comparison_metrics()))  # of the test that has the reason, if the samples do not match
     try:
         check_draws(how.level, how.resamples or RESAMPLES)
         paired = _PairedRuns.of(first, second)

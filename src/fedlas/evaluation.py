@@ -41,7 +41,7 @@ from fedlas.metrics.inputs import Pairs
 from fedlas.metrics.registry import summary_metrics
 from fedlas.metrics.result import Comparison, Definition, Result, aligned, html_table, latex_table
 from fedlas.ood.detection import Detection, as_ood_predictions, detect_scores
-from fedlas.ood.scores import OF_LOGITS, OF_PROBS, missing, score_names, score_of
+from fedlas.ood.scores import OF_LOGITS, OF_PROBS, available_scores, score_of
 from fedlas.posthoc import AbstractCalibrator, Fit, build_calibrator
 from fedlas.posthoc.base import check_count, check_text
 from fedlas.posthoc.cross_fit import Calibration, assign_folds, check_folds, cross_fit, fit_on_other_samples
@@ -385,11 +385,7 @@ def evaluate(
     calibrations = _fit(calibrators, predictions, calibration, folds, seed, whole=bool(ood_data), on_fit=steps.done)
 
     every = [predictions, *ood_data.values()]
-    scores = [
-        score
-        for score in score_names()
-        if ood_data and all(missing(data, score, train_features) is None for data in every)
-    ]
+    scores = available_scores(every, train_features) if ood_data else []
     # What a calibrator returns are log-probabilities up to a constant, so only scores of probabilities mean anything.
     after = tuple(score for score in scores if score in OF_PROBS)
     runs = [_Run(UNCALIBRATED, None, EvaluationAccumulator(bins), tuple(scores))]

@@ -91,14 +91,16 @@ def edge(value: float) -> str:
     return significant(value, 5 if value > 0.99 else 3)
 
 
-def p_value(value: float) -> str:
-    """Write a p-value with its relation, such as p = 0.012 or p < 0.001."""
-    return f"p < {SMALLEST_P}" if value < SMALLEST_P else f"p = {fixed(value, 3)}"
+def p_value(value: float, *, is_bound: bool = False) -> str:
+    """Write a p-value with its relation, such as p = 0.012 or p < 0.001; with `is_bound` as a bound, p < 0.003."""
+    if value < SMALLEST_P or (is_bound and value < 1):
+        return f"p < {fixed(max(SMALLEST_P, math.ceil(1000 * value) / 1000), 3)}"
+    return f"p = {fixed(value, 3)}"
 
 
-def p_value_cell(value: float) -> str:
+def p_value_cell(value: float, *, is_bound: bool = False) -> str:
     """Write a p-value for a table whose heading has its name, such as 0.012 or < 0.001."""
-    return p_value(value).removeprefix("p ").removeprefix("= ")
+    return p_value(value, is_bound=is_bound).removeprefix("p ").removeprefix("= ")
 
 
 def level(value: float) -> str:

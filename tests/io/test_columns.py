@@ -540,6 +540,18 @@ def test_columns_that_repeat_label_or_prediction_are_no_metadata(tmp_path):
     assert dict(frame.metadata) == {"country": ("no", "de", "nan") * 4, "size": ("1.5", "") * 6}
 
 
+@pytest.mark.parametrize("words", [True, False])
+def test_predictions_that_contradict_the_scores_warn(tmp_path, words):
+    """The columns of the classes may be in another order than the class numbers."""
+    numbers = (PROBS.argmax(1) + (np.arange(12) < 2)) % 3
+    columns = family("prob_") | {"label": WORDS, "pred": [NAMES[k] for k in numbers] if words else numbers}
+    path = write_table(tmp_path / "p.csv", columns)
+    with pytest.warns(UserWarning, match="pred is not the most probable class in 2 of 12 rows"):
+        assert_predictions(read_predictions(path))
+    for values in ([0.5] * 12, [99] * 12, ["?"] * 12):  # no classes
+        assert_predictions(read_predictions(write_table(path, {**columns, "pred": values})))
+
+
 def test_metadata_of_a_million_rows_is_small(tmp_path):
     site = np.array(["north", "south"], dtype=object)[np.arange(200_000) % 2]
     table = {"confidence": np.full(200_000, 0.5), "correct": np.ones(200_000, dtype=bool), "site": site}

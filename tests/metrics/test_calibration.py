@@ -128,7 +128,7 @@ def test_bf16_agrees_with_float32():
 def test_bin_fractions_are_float64(golden):
     """Dividing int64 counts by an int gives float32 in torch; the RMS error was off by 1e-9."""
     filled = histogram(golden).bins
-    assert filled.share.dtype == torch.float64
+    assert filled.fraction.dtype == torch.float64
     assert lp_error(golden, p=1) == pytest.approx(ece(golden), abs=1e-15)
 
 

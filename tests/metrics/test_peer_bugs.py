@@ -127,7 +127,7 @@ def test_debiased_l2_differs_from_the_plain_error():
     plain = rms_error(confidence, hits, binning="mass", scope="positive")
     debiased = debiased_l2(confidence, hits, scope="positive")
     filled = histogram(confidence, hits, binning="mass", scope="positive").bins
-    chance = (filled.share * filled.accuracy * (1 - filled.accuracy) / (filled.counts - 1)).sum()
+    chance = (filled.fraction * filled.accuracy * (1 - filled.accuracy) / (filled.counts - 1)).sum()
     assert debiased**2 == pytest.approx(max(plain**2 - float(chance), 0), abs=1e-12)
     assert debiased < plain
     assert "debiased" in debiased.norm

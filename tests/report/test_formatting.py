@@ -6,8 +6,10 @@ import re
 import pytest
 
 from fedlas import formatting
+from fedlas.comparison import compare_models
 from fedlas.evaluation import evaluate
-from fedlas.metrics.result import Definition, Interval, Result
+from fedlas.metrics import nll, paired_bootstrap
+from fedlas.metrics.result import Comparison, Definition, Interval, Result
 from fedlas.report.figures import reliability_data
 from fedlas.report.html import report_page
 from fedlas.report.summary_text import sentences
@@ -45,6 +47,19 @@ def test_formatting_never_shows_minus_zero_or_probability_0_or_1():
     assert formatting.p_value(1e-4) == "p < 0.001"
 
 
+def test_p_values_that_more_resamples_would_lower_are_upper_bounds():
+    first, second = pages.model(200), pages.model(200, scale=0.1)
+    test = paired_bootstrap(nll, first, second, resamples=99)
+    assert (test.p_value, test.p_value_is_bound) == (pytest.approx(0.02), True)
+    assert "p < 0.02" in str(test)
+    assert Comparison.from_dict(test.to_dict()).p_value_is_bound
+    assert not paired_bootstrap(nll, first, first, resamples=99).p_value_is_bound
+    corrected = compare_models({"a": first, "b": second, "c": pages.model(200, scale=0.3)}, resamples=99)
+    assert any("p < 0.0" in str(pair.comparison) and pair.comparison.p_value > 0.021 for pair in corrected)
+    assert formatting.p_value(0.00242, is_bound=True) == "p < 0.003"
+    assert formatting.p_value(1.0, is_bound=True) == "p = 1.000"
+
+
 VALUES = (0.0, 1.0, 0.5, 0.125, 0.375, 0.18359, 0.96014996, 0.96125, 0.91875, 1e-5, 2.5e-4, 0.99995, -0.0525, -1e-7)
 LARGER = (2.316, 4_987.0, 4_985.0, 12.5, 0.0625, 1e-7, 999.95, 1_234_500.0, 1_235_500.0, 8.5e12, 29.5, 1234.25)
 ENDS = [(None, None), (0.1, 0.2), (0.17, 0.19), (0.5, 0.5), (0.0, 0.9), (0.1, 0.1 + 2e-7), (0.25, 0.75), (0.1, 0.69)]
@@ -79,13 +94,16 @@ def cases():
         yield from ((name, (value,)) for name in ("significant", "edge"))
         yield from (("fixed", (value, digits)) for digits in (0, 1, 2, 8))
         yield from (("count", (abs(value),)), ("level", (abs(value),)))
-    yield from ((name, (value,)) for value in VALUES if 0 <= value <= 1 for name in ("probability", "p_value"))
+    for value in (value for value in VALUES if 0 <= value <= 1):
+        yield "probability", (value,)
+        yield from (("p_value", (value, is_bound)) for is_bound in (True, False))
 
 
 def call(name, arguments):
-    has_unit = name in {"cell", "number", "decimals"}
-    options = {"percent": arguments[-1]} if has_unit else {}
-    return getattr(formatting, name)(*(arguments[:-1] if has_unit else arguments), **options)
+    option = {"p_value": "is_bound"} | dict.fromkeys(("cell", "number", "decimals"), "percent")
+    if name not in option:
+        return getattr(formatting, name)(*arguments)
+    return getattr(formatting, name)(*arguments[:-1], **{option[name]: arguments[-1]})
 
 
 def test_javascript_rounds_as_python(modules):

@@ -301,6 +301,16 @@ def test_temperature_interval_is_shown_unless_it_is_uninformative(report, standa
     assert any("T = 2 (" in line for line in lines) == shown
 
 
+def test_temperature_interval_of_cross_fitting_is_that_of_all_samples(report):
+    """Each fold's fit has seen a part of the samples; their mean varies like one fit to all of them."""
+    held = report.after["temperature"]
+    learned = {"temperature": 2.0, "standard_error": 0.1}
+    for fits, shown in ((held.fits[:1], "1.64 to 2.43"), (held.fits[:1] * 5, "1.68 to 2.38")):
+        after = dataclasses.replace(held, parameters=learned, fits=fits)
+        lines = sentences(dataclasses.replace(report, after={"temperature": after}))
+        assert any(f"T = 2 ({shown})" in line for line in lines)
+
+
 def test_a_calibrator_that_costs_accuracy_or_likelihood_is_harmful(report):
     kind = "temperature"
     held = report.after[kind]

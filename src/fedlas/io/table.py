@@ -129,10 +129,35 @@ def build_predictions(table: Table, path: str | Path, options: ReadOptions, spli
             fields |= {"normalize": options.get("normalize", False), "limits": table.limits}
             with _mention_unread(table.columns, roles.unread, content.scores):
                 made = Predictions.from_probs(content.scores, content.labels, **fields)
+        if isinstance(made, Predictions):
+            _warn_of_other_predictions(table.columns, roles, made, path)
         metadata = {**_find_metadata(table.columns, roles.unread, made), **(made.metadata or {})}
         unread = [name for name in roles.unread if name not in metadata]
         columns_read = roles._replace(unread=unread, metadata=tuple(metadata))
         return replace_fields(made, metadata=metadata or None, columns=columns_read)
+
+
+def _warn_of_other_predictions(
+    columns: Mapping[str, Any], roles: ColumnRoles, predictions: Predictions, path: str | Path
+) -> None:
+    """Warn if a column of predicted classes, which is not needed, contradicts the scores."""
+    names = [name for name in roles.unread if name.casefold() in PREDICTIONS]
+    names += [name for name, role in roles.names.items() if role == "prediction"]
+    by_column = any(role.startswith(("prob_", "logit_")) for role in roles.names.values())
+    classes = predictions.num_classes
+    for name in (name for name in names if dimensions(columns[name]) == 1):
+        try:
+            known = class_numbers(columns[name], predictions.class_names, path, by_column=by_column, classes=classes)
+            numbers = check_labels(as_tensor(known, name), len(predictions), classes).to(predictions.scores.device)
+        except (ValueError, TypeError):  # not a column of classes
+            continue
+        other = predictions.scores.gather(1, numbers[:, None])[:, 0] < predictions.scores.amax(1)
+        if bool(other.any()):
+            warnings.warn(
+                f"{path}: {name} is not the most probable class in {int(other.sum()):,} of {len(other):,} rows and is "
+                "not used; are the columns of the classes in another order?",
+                stacklevel=3,
+            )
 
 
 def _find_metadata(

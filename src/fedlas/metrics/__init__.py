@@ -1,7 +1,7 @@
 """Metrics of calibration, accuracy and selective prediction.
 
 A metric is an object that is called with probabilities and labels, `ece(probs, labels)`; `ece.accumulator()` takes them
-batch by batch, and `bootstrap(ece, probs, labels)` adds a confidence interval. `catalogue.all_metrics()` lists them.
+batch by batch, and `bootstrap(ece, probs, labels)` adds a confidence interval. `registry.all_metrics()` lists them.
 """
 
 from fedlas.metrics.accumulators import Accumulator

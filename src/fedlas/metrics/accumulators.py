@@ -9,7 +9,6 @@ A store holds the samples, or sums over them:
     `BinStore`     sums of equal-width bins; constant memory, exact counts, values agree to 1e-12
     `MeanStore`    sum of a value per sample
     `PairStore`    confidence and correctness, 5 bytes per sample (9 for float64 input); 8 more if `ranked`
-    `MassStore`    as `PairStore`; `compute` sorts the samples into equal-mass bins
     `SketchStore`  sums in fine cells, for equal-mass bins in bounded memory (`sketch.py`)
 """
 
@@ -193,18 +192,26 @@ class BinStore(AbstractHistogram):
         self.about = merge_definitions(self.about, about)
 
 
-class PairStore(AbstractStore):
+class PairStore(AbstractHistogram):
     """Stores the confidence and correctness of each sample, on the device of the samples.
 
     Args:
         scope: as in every store.
         ignore_index: as in every store.
         ranked: whether to store log(1 - confidence) in float64 too, which ranks samples.
+        binning: bins of the histogram, if there is one.
     """
 
-    def __init__(self, scope: Scope = "top-label", ignore_index: int | None = None, *, ranked: bool = False) -> None:
+    def __init__(
+        self,
+        scope: Scope = "top-label",
+        ignore_index: int | None = None,
+        *,
+        ranked: bool = False,
+        binning: Binning | None = None,
+    ) -> None:
         super().__init__(scope, ignore_index)
-        self.ranked = ranked
+        self.ranked, self.binning = ranked, binning
         self.confidence: list[Tensor] = []
         self.correct: list[Tensor] = []
         self.uncertainty: list[Tensor] = []
@@ -240,6 +247,13 @@ class PairStore(AbstractStore):
             setattr(self, name, [parts] if isinstance(parts, Tensor) else list(parts))
         self.about = replace(self.about, n=sum(map(len, self.confidence)))
 
+    def histogram(self) -> Histogram:
+        assert self.binning is not None
+        return histogram_of(self.pairs(), self.binning)
+
+    def settings(self) -> tuple[object, ...]:
+        return (*super().settings(), self.binning)
+
     def pairs(self) -> Pairs:
         """Return all samples so far."""
         if not self.confidence:
@@ -252,36 +266,6 @@ class PairStore(AbstractStore):
             by_confidence = torch.log1p(-exact(confidence)).to(stored.device)
             uncertainty = torch.where(stored.isnan(), by_confidence, stored)
         return Pairs(confidence, _cat(self.correct), self.about, uncertainty)
-
-
-class MassStore(AbstractHistogram):
-    """Stores all samples, for equal-mass bins."""
-
-    def __init__(self, binning: Binning, scope: Scope, ignore_index: int | None) -> None:
-        super().__init__(scope, ignore_index)
-        if scope not in {"top-label", "positive"}:
-            raise UserError("equal-mass bins of every class need all probabilities at once: use the function")
-        self.binning = binning
-        self.kept = PairStore(scope, ignore_index)
-
-    def take(self, batch: Pairs | Rows) -> None:
-        self.kept.take(batch)
-
-    def merge(self, other: AbstractStore) -> None:
-        self.kept.merge(self.same(other).kept)
-
-    def state(self) -> State:
-        return self.kept.state()
-
-    def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
-        self.kept.set_state(state)
-
-    def histogram(self) -> Histogram:
-        samples = self.kept.pairs()
-        return Histogram(self.binning.fill(samples.confidence, samples.correct), self.binning.define(samples.about))
-
-    def settings(self) -> tuple[object, ...]:
-        return (*super().settings(), self.binning)
 
 
 class MeanStore(AbstractStore):

@@ -24,7 +24,7 @@ from fedlas.metrics.intervals.gaps import gaps_of
 from fedlas.metrics.intervals.resampling import AbstractGaps
 from fedlas.metrics.result import Comparison, Definition, Result
 from fedlas.metrics.sketch import Memory, histogram_store
-from fedlas.predictions import AnyPredictions, Predictions
+from fedlas.predictions import Predictions
 from fedlas.predictions.arrays import Array
 
 MIN_RESAMPLES = 20
@@ -373,6 +373,3 @@ class AbstractTopLabel(AbstractMetric):
 
     def compute(self, store: PairStore) -> Result:
         return self.of_pairs(store.pairs())
-
-
-Model = AnyPredictions | Array

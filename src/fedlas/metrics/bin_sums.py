@@ -98,7 +98,7 @@ class Bins:
         return cls(**tensors, n=fields["n"], rule=EdgeRule[fields["rule"]])
 
     @property
-    def share(self) -> Float64[Tensor, "*classes bins"]:
+    def fraction(self) -> Float64[Tensor, "*classes bins"]:
         """Fraction of all samples in each bin."""
         return self.counts.double() / self.n  # int64 / int would be float32
 

@@ -213,7 +213,7 @@ class DebiasedL2(AbstractFreelyBinned):
         bins = filled.bins
         chance = bins.accuracy * (1 - bins.accuracy) / (bins.counts - 1).clamp_min(1)
         squares = (bins.gap**2 - chance) * (bins.counts >= 2)
-        each = (squares * bins.share).sum(-1).clamp_min(0)
+        each = (squares * bins.fraction).sum(-1).clamp_min(0)
         return _result(filled, self.title, "L2, debiased", float(each.mean()) ** 0.5, each**0.5)
 
 
@@ -238,7 +238,7 @@ def lp_error(probs: MetricInput, labels: Array | None = None, bins: int = 15, p:
 def _power_error(filled: Histogram, p: float) -> Result:
     if not 1 <= p < math.inf:
         raise UserError(f"p is {p}; it must be finite and at least 1; the largest gap is mce")
-    each = (filled.bins.share * filled.bins.gap.abs() ** p).sum(-1)
+    each = (filled.bins.fraction * filled.bins.gap.abs() ** p).sum(-1)
     name = "RMS calibration error" if p == 2 else f"L{p:g} calibration error"
     return _result(filled, name, f"L{p:g}", float(each.mean()) ** (1 / p), each ** (1 / p))
 

@@ -110,8 +110,10 @@ class PairedGaps(AbstractPairedMethod):
         assert isinstance(metric, AbstractBinned)
         values = metric(first, labels, **options), metric(second, labels, **options)
         gaps = [metric.gaps(model, labels, **options) for model in (first, second)]
-        low, high, p_value = _gap_difference(gaps, how.level, how.resamples or RESAMPLES, how.rng())
-        return Comparison(*values, Interval(low, high, how.level, METHOD), p_value, _better(metric, low, high))
+        resamples = how.resamples or RESAMPLES
+        low, high, p_value = _gap_difference(gaps, how.level, resamples, how.rng())
+        better, interval = _better(metric, low, high), Interval(low, high, how.level, METHOD)
+        return Comparison(*values, interval, p_value, better, _is_bound(p_value, resamples))
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,8 @@ class PairedMeans(AbstractPairedMethod):
         winner = {"first": first_mean, "second": second_mean}.get(better or "")
         if winner is not None and winner.details.get("floored"):
             better = None  # some labels have probability zero, so this NLL is only a lower bound
-        return Comparison(first_mean, second_mean, Interval(low, high, level, METHOD), p_value, better)
+        is_bound = _is_bound(p_value, resamples)
+        return Comparison(first_mean, second_mean, Interval(low, high, level, METHOD), p_value, better, is_bound)
 
     def _largest(self, first: Float64[Tensor, " n"], second: Float64[Tensor, " n"]) -> float:
         if self.bounds is None:
@@ -180,6 +183,11 @@ def _better(metric: AbstractMetric, low: float, high: float) -> Literal["first",
     if low <= 0 <= high or metric.higher_is_better is None:
         return None
     return "first" if (low > 0) == metric.higher_is_better else "second"
+
+
+def _is_bound(p_value: float, resamples: int) -> bool:
+    """Return whether a p-value is the smallest one of a number of resamples, up to rounding."""
+    return p_value < 2.000001 / (1 + resamples)
 
 
 def _gap_difference(

@@ -453,8 +453,8 @@ def brier_result(squares: float, label_length: float, filled: Bins, about: Defin
     """Return the Brier score and its decomposition from sums over all samples."""
     value = squares / filled.n
     frequency = filled.correct_sum.sum(-1, keepdim=True) / filled.n
-    reliability = float((filled.share * filled.gap**2).sum())
-    resolution = float((filled.share * (filled.accuracy - frequency) ** 2).sum())
+    reliability = float((filled.fraction * filled.gap**2).sum())
+    resolution = float((filled.fraction * (filled.accuracy - frequency) ** 2).sum())
     uncertainty = label_length / filled.n - float((frequency**2).sum())
     parts = {"reliability": reliability, "resolution": resolution, "uncertainty": uncertainty}
     parts["within_bins"] = value - (reliability - resolution + uncertainty)

@@ -148,7 +148,7 @@ class Result(float):
         if chance is None or float(self) <= self.interval.high + ROUNDING:
             return self.interval.note
         return (
-            f"the value includes the error that finite samples show by chance ({self._number(chance)} for a calibrated "
+            f"the value includes the error that finite samples show by chance ({self.text(chance)} for a calibrated "
             "model); the interval is of the true error, without it"
         )
 
@@ -158,10 +158,10 @@ class Result(float):
 
     def __str__(self) -> str:
         noise_floor, std = self.details.get("noise_floor"), self.details.get("std")
-        chance = "" if noise_floor is None else f", {self._number(noise_floor)} by chance"
-        deviation = "" if std is None else f" ± {self._number(std)}"
+        chance = "" if noise_floor is None else f", {self.text(noise_floor)} by chance"
+        deviation = "" if std is None else f" ± {self.text(std)}"
         interval = "" if self.interval is None else f" {self._ends()} at {formatting.level(self.interval.level)}"
-        return f"{self.definition.estimator} {self._number(self)}{deviation}{interval}{chance} ({self.definition})"
+        return f"{self.definition.estimator} {self.text()}{deviation}{interval}{chance} ({self.definition})"
 
     def __repr__(self) -> str:
         return f"<{self}>"
@@ -197,6 +197,12 @@ class Result(float):
         value, _, ends = self.cell().partition(" ")
         return f"${value}$ {{\\scriptsize ${ends}$}}" if ends else f"${value}$"
 
+    def text(self, value: float | None = None) -> str:
+        """Return the value, or another number, with the unit and the decimals of this result."""
+        number = float(self if value is None else value)
+        text = formatting.number(number, *self._limits, percent=self._is_percentage)
+        return f"{text} %" if self._is_percentage else text
+
     def cell(self) -> str:
         """Return the value and its interval as text without the unit, which `heading` includes."""
         return formatting.cell(float(self), *self._limits, percent=self._is_percentage)
@@ -213,11 +219,6 @@ class Result(float):
     def _limits(self) -> tuple[float, float] | tuple[None, None]:
         return (None, None) if self.interval is None else (self.interval.low, self.interval.high)
 
-    def _number(self, value: float) -> str:
-        """Format a number in the unit and with the decimals of this result."""
-        text = formatting.number(float(value), *self._limits, percent=self._is_percentage)
-        return f"{text} %" if self._is_percentage else text
-
     def _ends(self) -> str:
         return self.cell().partition(" ")[2]
 
@@ -233,6 +234,7 @@ class Comparison:
         p_value: p-value of the hypothesis of no difference.
         better: "first", "second", or None if the interval contains zero, or if the smaller NLL is only a lower bound
             because labels have probability zero.
+        p_value_is_bound: whether the p-value is the smallest one that the resamples can show: an upper bound.
     """
 
     first: Result
@@ -240,6 +242,7 @@ class Comparison:
     interval: Interval
     p_value: float
     better: Literal["first", "second"] | None
+    p_value_is_bound: bool = False
 
     @property
     def difference(self) -> float:
@@ -249,13 +252,15 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Convert to types that JSON can store."""
         fields = {"first": self.first.to_dict(), "second": self.second.to_dict(), "difference": self.difference}
+        fields |= {"p_value_is_bound": self.p_value_is_bound}
         return fields | {"interval": asdict(self.interval), "p_value": self.p_value, "better": self.better}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Comparison":
         """Restore from the output of `to_dict`."""
         first, second = (Result.from_dict(fields[name]) for name in ("first", "second"))
-        return cls(first, second, Interval(**fields["interval"]), fields["p_value"], fields["better"])
+        rest = (fields[name] for name in ("p_value", "better", "p_value_is_bound"))
+        return cls(first, second, Interval(**fields["interval"]), *rest)
 
     def _repr_html_(self) -> str:
         """Show the comparison in a notebook."""
@@ -265,10 +270,11 @@ class Comparison:
         """Return the comparison as a sentence."""
         difference, ends = self.cells()
         points = " points" if self.first.definition.unit == "fraction" else ""
+        p_value = formatting.p_value(self.p_value, is_bound=self.p_value_is_bound)
         verdict = "no significant difference" if self.better is None else f"the {self.better} model is better"
         return (
             f"{self.first.definition.estimator} differs by {difference}{points} (first minus second), "
-            f"{ends} at {formatting.level(self.interval.level)}, {formatting.p_value(self.p_value)}: {verdict}"
+            f"{ends} at {formatting.level(self.interval.level)}, {p_value}: {verdict}"
         )
 
     def cells(self) -> tuple[str, str]:

@@ -21,13 +21,13 @@ from fedlas.metrics.accumulators import (
     AbstractHistogram,
     AbstractStore,
     BinStore,
-    MassStore,
+    PairStore,
     State,
     as_pairs,
     merge_definitions,
 )
 from fedlas.metrics.bin_sums import Bins, EdgeRule, add_up, bin_index, bin_statistics, exact
-from fedlas.metrics.binning import Binning, Histogram
+from fedlas.metrics.binning import EVERY_CLASS, Binning, Histogram
 from fedlas.metrics.inputs import Pairs, Rows, Scope
 from fedlas.metrics.result import Definition
 
@@ -41,8 +41,6 @@ class SketchStore(AbstractHistogram):
 
     def __init__(self, bins: int, scope: Scope, ignore_index: int | None) -> None:
         super().__init__(scope, ignore_index)
-        if scope not in {"top-label", "positive"}:
-            raise UserError("equal-mass bins of every class need all probabilities at once: use the function")
         self.binning = Binning(bins, "mass")
         self.edges = fine_edges()
         self.cells: Bins | None = None
@@ -138,7 +136,10 @@ def histogram_store(
             raise UserError(f'memory="bounded" cannot follow the rules of {binning.compat}')
         if binning.kind == "width":
             raise UserError('memory="bounded" is for equal-mass bins; those of equal width always have bounded memory')
+    elif binning.kind == "width":
+        return BinStore(binning, scope, ignore_index)
+    if scope in EVERY_CLASS:
+        raise UserError("equal-mass bins of every class need all probabilities at once: use the function")
+    if memory == "bounded":
         return SketchStore(binning.bins, scope, ignore_index)
-    return (
-        BinStore(binning, scope, ignore_index) if binning.kind == "width" else MassStore(binning, scope, ignore_index)
-    )
+    return PairStore(scope, ignore_index, binning=binning)

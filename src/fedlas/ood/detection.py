@@ -36,6 +36,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlas.errors import UserError, UserTypeError
+from fedlas.metrics.base import check_level
+from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.result import Definition, Interval, Result, aligned, html_table
 from fedlas.ood.scores import available_scores, score_of
 from fedlas.predictions import AnyPredictions, Predictions, check_same_classes
@@ -44,7 +46,6 @@ from fedlas.predictions.arrays import Array, are_probabilities, as_tensor, check
 Positive = Literal["ood", "id"]
 
 DRAWS = 10_000
-NO_FLOAT64 = {"mps"}
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def fpr_at_tpr(
 
 def auroc_of(ranked: Ranking, level: float = 0.95) -> Result:
     """Return the AUROC of a ranking."""
-    _check_level(level)
+    check_level(level)
     m, n = ranked.sizes
     below = n - ranked.negatives.cumsum(0)
     # Twice the number of concordant pairs, an integer of at most 2 n m, which fits into int64.
@@ -165,9 +166,9 @@ def auroc_of(ranked: Ranking, level: float = 0.95) -> Result:
 
 def aupr_of(ranked: Ranking, level: float = 0.95) -> Result:
     """Return the average precision of a ranking."""
-    _check_level(level)
+    check_level(level)
     m, n = ranked.sizes
-    positives, negatives = _exact(ranked.positives), _exact(ranked.negatives)
+    positives, negatives = exact(ranked.positives), exact(ranked.negatives)
     value = _average_precision(positives, negatives)
     details = ranked.details() | {"chance": m / (n + m)}
     definition = ranked.define(f"AUPR ({ranked.positive.upper()} positive)", "average precision, ties together")
@@ -176,7 +177,7 @@ def aupr_of(ranked: Ranking, level: float = 0.95) -> Result:
 
 def fpr_of(ranked: Ranking, tpr: float = 0.95, level: float = 0.95, seed: int = 0) -> Result:
     """Return the false-positive rate of a ranking at a true-positive rate."""
-    _check_level(level)
+    check_level(level)
     if not 0 < tpr <= 1:
         raise UserError(f"tpr is {tpr}; it must be above 0 and at most 1")
     m, n = ranked.sizes
@@ -421,18 +422,9 @@ def _float32_or_better(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _exact(values: Tensor) -> Float64[Tensor, "..."]:
-    return (values.cpu() if values.device.type in NO_FLOAT64 else values).double()
-
-
 def _check_positive(positive: str) -> None:
     if positive not in get_args(Positive):
         raise UserError(f'positive is {positive!r}; "ood" or "id" is expected')
-
-
-def _check_level(level: float) -> None:
-    if not 0 < level < 1:
-        raise UserError(f"level is {level}; it must lie between 0 and 1, such as 0.95")
 
 
 def _auroc_interval(ranked: Ranking, value: float, level: float) -> Interval:
@@ -450,7 +442,7 @@ def _auroc_variance(ranked: Ranking, value: float) -> float:
     if min(m, n) == 1:
         # The variance within a class cannot be estimated from one sample: use that of a single pair, an upper bound.
         return value * (1 - value)
-    positives, negatives = _exact(ranked.positives), _exact(ranked.negatives)
+    positives, negatives = exact(ranked.positives), exact(ranked.negatives)
     beaten = (n - negatives.cumsum(0) + negatives / 2) / n  # fraction of negatives below each positive
     beating = (positives.cumsum(0) - positives / 2) / m  # fraction of positives above each negative
     of_positives = (positives * (beaten - value) ** 2).sum() / (m - 1)

@@ -31,7 +31,7 @@ from torch.nn import functional
 
 from fedlas.errors import UserError
 from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
-from fedlas.predictions.arrays import Array, as_floats, check_rows, two_columns
+from fedlas.predictions.arrays import Array, as_floats, check_finite, two_columns
 
 NO_FLOAT64 = {"mps"}
 AT_ONCE, AT_ONCE_ON_DEVICE = 2**18, 2**26  # logits in one block of rows
@@ -250,22 +250,15 @@ def _shift(logits: Float[Tensor, "n classes"]) -> ShiftedLogits:
 
 def _logits(logits: Array) -> Float[Tensor, "n classes"]:
     table = two_columns(as_floats(logits, "logits"), "logits")
-    if not table.shape[1]:
-        raise UserError("logits have no columns; one per class is expected")
-    return _finite(table, "logits")
+    check_finite(table)
+    return table
 
 
 def _features(features: Array, name: str) -> Float[Tensor, "n width"]:
     table = as_floats(features, name)
     if table.ndim != 2 or not table.shape[1]:
         raise UserError(f"{name} have shape {tuple(table.shape)}; one row of features per sample is expected")
-    return _finite(table, name)
-
-
-def _finite(table: Float[Tensor, "n columns"], name: str) -> Float[Tensor, "n columns"]:
-    # The extremes are NaN or infinite if any number is; unlike a mask they need no memory.
-    if table.numel() == 0 or not bool(torch.isfinite(torch.stack(torch.aminmax(table))).all()):
-        check_rows(name, table, torch.isfinite(table).all(1), "holds NaN or infinity")
+    check_finite(table, name)
     return table
 
 

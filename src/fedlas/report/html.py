@@ -29,7 +29,7 @@ from fedlas.comparison import PairedTest, compare_models
 from fedlas.errors import UserError, UserTypeError
 from fedlas.evaluation import Report, evaluate
 from fedlas.extras import optional_module
-from fedlas.formatting import cell, count, level
+from fedlas.formatting import count, level
 from fedlas.io.atomic import write_atomic
 from fedlas.metrics.base import Resampling
 from fedlas.metrics.registry import all_metrics, summary_metrics
@@ -69,7 +69,7 @@ Models = ModelLike | Mapping[str, ModelLike] | EvaluationResult
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _PageOptions:
     """Options of a page; see `report_page`."""
 
     title: str
@@ -178,7 +178,7 @@ def report_page(
     samples_by_model = _samples(models_by_name, ids, paths, images)
     if bins is None:
         bins = next((model.report["ece"].definition.bins for model in models_by_name.values() if model.report), None)
-    page_options = _Asked(title, samples, bins or 15, level, resamples, seed)
+    page_options = _PageOptions(title, samples, bins or 15, level, resamples, seed)
     reports = {
         name: report_of(model, level, resamples, seed, page_options.bins) for name, model in models_by_name.items()
     }
@@ -275,7 +275,7 @@ def _data(
     models_by_name: Mapping[str, Model],
     reports: Mapping[str, Report],
     samples_by_model: Mapping[str, _Samples],
-    page_options: _Asked,
+    page_options: _PageOptions,
     comparisons: Sequence[PairedTest] | None,
 ) -> Plain:
     names: list[list[str]] = []
@@ -316,7 +316,7 @@ def _data(
     }
 
 
-def _model(name: str, model: Model, report: Report, page_options: _Asked, models: int) -> Plain:
+def _model(name: str, model: Model, report: Report, page_options: _PageOptions, models: int) -> Plain:
     data = model_data(name, report, page_options.level)
     data |= {"direction": direction(report.before), "training": training_data(model.log, model.recipe)}
     predictions = model.predictions
@@ -497,8 +497,7 @@ def _cell(result: Result | None) -> tuple[str, str]:
     """Return the text of a number and of its confidence interval."""
     if result is None:
         return "", ""
-    ends = (None, None) if result.interval is None else (result.interval.low, result.interval.high)
-    value, _, interval = cell(float(result), *ends, percent=result.definition.unit == "fraction").partition(" ")
+    value, _, interval = result.cell().partition(" ")
     return value, interval
 
 

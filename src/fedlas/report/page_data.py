@@ -550,6 +550,7 @@ def comparison_data(names: Sequence[str], tests: "Iterable[PairedTest]") -> Plai
                 "low": comparison.interval.low,
                 "high": comparison.interval.high,
                 "p": comparison.p_value,
+                "p_is_bound": comparison.p_value_is_bound,
                 "better": {"first": 0, "second": 1}.get(comparison.better or ""),
             }
         )

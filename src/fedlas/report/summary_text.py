@@ -6,6 +6,7 @@ miscalibration is shown, and gives the noise floor with the error.
 """
 
 import math
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal
 
 from fedlas.formatting import count, decimals, fixed, interval, level, number, p_value, percent, significant
@@ -95,7 +96,7 @@ def headline(report: "Report") -> str:
     two = _hides_classes(report, miscalibration)
     parts = [_headline(state, miscalibration, " of the predicted class" if two else "")]
     if two:
-        parts.append(f"for the probability of one class the ECE is {_value(state['classwise_ece'])}")
+        parts.append(f"for the probability of one class the ECE is {state['classwise_ece'].text()}")
     example = at_confidence(state.bins["width"], level=_level(state))
     if example is not None and example.is_calibrated and miscalibration not in {"none", "unknown"}:
         example = worst_bin(state, _level(state))  # an example of the error
@@ -130,12 +131,12 @@ def sentences(report: "Report") -> tuple[str, ...]:
     samples = f"{count(report.n)} {'sample' if report.n == 1 else 'samples'}"
     where = f' of the split "{_name(report.split)}"' if report.split else ""
     classes = f" in {count(report.classes)} classes" if report.classes else ""
-    lines = [f"Accuracy is {_share(state['accuracy'])} on {samples}{where}{classes}."]
+    lines = [f"Accuracy is {_fraction(state['accuracy'])} on {samples}{where}{classes}."]
     lines += _direction_sentences(state, miscalibration, samples)
     if _hides_classes(report, miscalibration):
         lines.append(
             "That is about the confidence in the predicted class, where errors of both classes can cancel. For the "
-            f"probability of one class the ECE is {_value(state['classwise_ece'])}; its reliability diagram "
+            f"probability of one class the ECE is {state['classwise_ece'].text()}; its reliability diagram "
             "shows where."
         )
     near = at_confidence(state.bins["width"], level=confidence_level)
@@ -162,13 +163,13 @@ def sentences(report: "Report") -> tuple[str, ...]:
 def _direction_sentences(state: "State", miscalibration: Direction, samples: str) -> list[str]:
     signed, total = state["signed_ece"], state["ece"]
     mean = float(state["accuracy"]) + float(signed)
-    compared = f"mean confidence is {_like(state['accuracy'], mean)}, accuracy {_value(state['accuracy'])}"
-    error = f"The ECE is {_share(total)}{_chance(total)}."
+    compared = f"mean confidence is {state['accuracy'].text(mean)}, accuracy {state['accuracy'].text()}"
+    error = f"The ECE is {_fraction(total)}{_chance(total)}."
     if signed.interval is None or total.interval is None:
         side = "above" if float(signed) >= 0 else "below"
         return [
             f"Mean confidence is {_points(signed)} {side} accuracy; no confidence interval was computed.",
-            f"The ECE is {_value(total)}.",
+            f"The ECE is {total.text()}.",
         ]
     if miscalibration in {"over", "under"}:
         low, high = sorted(abs(end) for end in (signed.interval.low, signed.interval.high))
@@ -179,16 +180,16 @@ def _direction_sentences(state: "State", miscalibration: Direction, samples: str
         ]
     if miscalibration == "both":
         return [
-            f"It is over-confident in some bins (O-ECE {_share(state['over_ece'])}) and under-confident in others "
-            f"(U-ECE {_share(state['under_ece'])}); on average the two cancel: {compared}.",
+            f"It is over-confident in some bins (O-ECE {_fraction(state['over_ece'])}) and under-confident in others "
+            f"(U-ECE {_fraction(state['under_ece'])}); on average the two cancel: {compared}.",
             error,
         ]
     if miscalibration == "some":
         return [f"Confidence and accuracy differ, but no single direction is shown: {compared}.", error]
     unknown = f" {samples.capitalize()} cannot tell more." if total.interval.high >= MUCH else ""
     return [
-        f"No miscalibration is shown: the ECE is {_value(total)}, and the true one may be anywhere from 0 to "
-        f"{_like(total, total.interval.high)}{_chance(total)}.{unknown}"
+        f"No miscalibration is shown: the ECE is {total.text()}, and the true one may be anywhere from 0 to "
+        f"{total.text(total.interval.high)}{_chance(total)}.{unknown}"
     ]
 
 
@@ -218,14 +219,14 @@ def _effect_sentence(before: "State", after: "State", miscalibration: Direction)
 def _changes(before: "State", after: "State") -> str:
     """Describe the change of the ECE and of the NLL, each with the p-value of its paired test."""
     total = after["ece"]
-    start = _value(before["ece"])
-    parts = [f"the ECE goes from {start} to {_share(total)}{_p_value(after, 'ece')}{_chance(total)}"]
+    start = before["ece"].text()
+    parts = [f"the ECE goes from {start} to {_fraction(total)}{_p_value(after, 'ece')}{_chance(total)}"]
     if "nll" in after.results:
-        start, end = (_value(state["nll"]) for state in (before, after))
+        start, end = (state["nll"].text() for state in (before, after))
         least = "at least " if _is_lower_bound(before) else ""
         parts.append(f"the NLL goes from {least}{start} to {end}{_p_value(after, 'nll')}")
     if "accuracy" in after.comparisons and after.comparisons["accuracy"].better is not None:
-        start, end = (_value(state["accuracy"]) for state in (before, after))
+        start, end = (state["accuracy"].text() for state in (before, after))
         parts.append(f"accuracy goes from {start} to {end}{_p_value(after, 'accuracy')}")
     return "; ".join(parts)
 
@@ -240,7 +241,7 @@ def _p_value(after: "State", name: str) -> str:
     if test is None:
         return ""
     significance = "no significant difference, " if test.better is None else ""
-    return f" ({significance}{p_value(test.p_value)})"
+    return f" ({significance}{p_value(test.p_value, is_bound=test.p_value_is_bound)})"
 
 
 def _costs(after: "State") -> list[str]:
@@ -317,8 +318,11 @@ def _subject(state: "State", *, brief: bool = False) -> str:
         return f"The calibrator {_name(state.name)}"
     if brief or not spread < 1:
         return f"A temperature of T = {significant(temperature)}"
-    # The standard error is that of log T.
-    low, high = (temperature * math.exp(side * 1.96 * spread) for side in (-1, 1))
+    # The standard error is that of log T in one fold. The mean over k folds varies like a fit to all samples, of which
+    # each fold's fit has seen (k - 1) / k.
+    spread *= math.sqrt(1 - 1 / len(state.fits)) if len(state.fits) > 1 else 1
+    reach = NormalDist().inv_cdf((1 + _level(state)) / 2) * spread
+    low, high = (temperature * math.exp(side * reach) for side in (-1, 1))
     return f"A temperature of T = {significant(temperature)} ({significant(low)} to {significant(high)})"
 
 
@@ -327,20 +331,20 @@ def _headline(state: "State", miscalibration: Direction, of: str = "") -> str:
     if miscalibration in {"over", "under"}:
         return f"{miscalibration}-confident by {_points(signed)}"
     if miscalibration == "both":
-        return f"over-confident in some bins and under-confident in others (ECE {_value(total)})"
+        return f"over-confident in some bins and under-confident in others (ECE {total.text()})"
     if miscalibration == "some":
-        return f"confidence and accuracy differ, in no single direction (ECE {_value(total)})"
+        return f"confidence and accuracy differ, in no single direction (ECE {total.text()})"
     if miscalibration == "none":
         floor = total.details.get("noise_floor")
-        by_chance = "" if floor is None else f", {_like(total, floor)} by chance"
-        return f"no miscalibration{of} is shown (ECE {_value(total)}{by_chance})"
+        by_chance = "" if floor is None else f", {total.text(floor)} by chance"
+        return f"no miscalibration{of} is shown (ECE {total.text()}{by_chance})"
     side = "above" if float(signed) >= 0 else "below"
     return f"mean confidence is {_points(signed)} {side} accuracy (no interval was computed)"
 
 
 def _chance(result: Result) -> str:
     floor = result.details.get("noise_floor")
-    return "" if floor is None else f"; a perfectly calibrated model would show {_like(result, floor)} by chance"
+    return "" if floor is None else f"; a perfectly calibrated model would show {result.text(floor)} by chance"
 
 
 def _excess(result: Result) -> float:
@@ -352,21 +356,10 @@ def _level(state: "State") -> float:
     return 0.95 if interval is None else interval.level
 
 
-def _share(result: Result) -> str:
+def _fraction(result: Result) -> str:
     """Write a fraction with its confidence interval."""
     ends = _ends(result)
-    return f"{_value(result)} ({interval(*ends)})" if ends else _value(result)
-
-
-def _value(result: Result) -> str:
-    """Write the value of a metric with its unit."""
-    is_fraction = result.definition.unit == "fraction"
-    return percent(float(result), *_ends(result)) if is_fraction else number(result, *_ends(result), percent=False)
-
-
-def _like(result: Result, fraction: float) -> str:
-    """Write a fraction with as many decimals as the value of a metric."""
-    return f"{fixed(100 * fraction, decimals(*_ends(result)))} %"
+    return f"{result.text()} ({interval(*ends)})" if ends else result.text()
 
 
 def _ends(result: Result) -> tuple[float, float] | tuple[()]:

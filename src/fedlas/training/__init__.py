@@ -22,21 +22,4 @@ if TYPE_CHECKING:
     from fedlas.training.signals import StopSignals as StopSignals
 
 # Recipes and run folders can be used without importing data sets and networks.
-__getattr__, __dir__, __all__ = lazy_attributes(
-    __name__,
-    {
-        "callbacks": ["AbstractCallback"],
-        "loop": ["DivergedError", "fit", "fit_many"],
-        "protocols": [
-            "check_parts",
-            "list_recipes",
-            "official_preprocessing_differs",
-            "protocol_named",
-            "paper_models",
-            "recipe_for",
-        ],
-        "recipe": ["Recipe"],
-        "run_folder": ["Run", "RunError"],
-        "signals": ["StopSignals", "StoppedError"],
-    },
-)
+__getattr__, __dir__, __all__ = lazy_attributes(__name__)

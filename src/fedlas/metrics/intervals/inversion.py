@@ -35,11 +35,11 @@ class Curve:
     totals: list[Floats]
     chance: list[Floats]
 
-    def at(self, share: float) -> float:
+    def at(self, quantile: float) -> float:
         """Return the true total for which the observed one is the given quantile; 0 if there is none."""
         rows = zip(self.totals, self.chance, strict=True)
-        values = [float(np.interp(-share, -chance, totals)) for totals, chance in rows]
-        return fmean(values) if share == 0.5 else min(values) if share > 0.5 else max(values)
+        values = [float(np.interp(-quantile, -chance, totals)) for totals, chance in rows]
+        return fmean(values) if quantile == 0.5 else min(values) if quantile > 0.5 else max(values)
 
 
 def inverted_interval(distribution: BootstrapDistribution, part: Part, level: float) -> tuple[float, float]:

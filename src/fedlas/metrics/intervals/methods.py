@@ -131,6 +131,12 @@ class AbstractMeanInterval(AbstractIntervalMethod):
 
     bounds: Bounds | None = None
 
+    def measure(
+        self, metric: AbstractMetric, probs: MetricInput, labels: Array | None, how: Resampling, **options: Any
+    ) -> Result:
+        result = metric(probs, labels, **options)
+        return self.of_mean(result, exact(metric.contributions(probs, labels, **options)), how)
+
     def of_mean(self, result: Result, values: Float64[Tensor, " n"], how: Resampling) -> Result:
         check_mean(result, values)
         low, high = mean_interval(
@@ -149,22 +155,10 @@ class AbstractMeanInterval(AbstractIntervalMethod):
 class MeanBootstrap(AbstractMeanInterval):
     """Interval of a mean of the metric's values per sample."""
 
-    def measure(
-        self, metric: AbstractMetric, probs: MetricInput, labels: Array | None, how: Resampling, **options: Any
-    ) -> Result:
-        result = metric(probs, labels, **options)
-        return self.of_mean(result, exact(metric.contributions(probs, labels, **options)), how)
-
 
 @dataclass(frozen=True)
 class LossBootstrap(AbstractMeanInterval):
     """Interval of a mean loss without an upper bound, with a note if no large loss was observed."""
-
-    def measure(
-        self, metric: AbstractMetric, probs: MetricInput, labels: Array | None, how: Resampling, **options: Any
-    ) -> Result:
-        result = metric(probs, labels, **options)
-        return self.of_mean(result, exact(metric.contributions(probs, labels, **options)), how)
 
     def note(self, values: Float64[Tensor, " n"], level: float) -> str:
         assert self.bounds is not None

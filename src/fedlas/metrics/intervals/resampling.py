@@ -52,13 +52,13 @@ class BootstrapDistribution:
     Args:
         gaps: the gap of each bin times its fraction of samples.
         deviations: deviations of the gaps, one row per resample.
-        share: fraction of all samples in each bin.
+        fraction: fraction of all samples in each bin.
         noise: how the deviations depend on the true gaps; None if they do not.
     """
 
     gaps: Floats
     deviations: Floats
-    share: Floats
+    fraction: Floats
     noise: "Noise | None" = None
 
     @property
@@ -76,7 +76,7 @@ class BootstrapDistribution:
         if part == "both":
             return np.asarray(np.abs(gaps).sum(-1))
         if part == "rms":
-            return np.asarray(np.sqrt((gaps**2 / np.where(self.share > 0, self.share, 1)).sum(-1)))
+            return np.asarray(np.sqrt((gaps**2 / np.where(self.fraction > 0, self.fraction, 1)).sum(-1)))
         return np.asarray(np.maximum(gaps if part == "over" else -gaps, 0).sum(-1))
 
     def _around(self, truth: Floats, cautious: bool = False) -> Floats:

@@ -81,14 +81,14 @@ def _shared_figures(reports: "Mapping[str, Report]", level: float) -> Iterator[N
     yield "reliability_lines", reliability.reliability_lines_figure(lines), lines
     over_under = [confidence.over_under_data(state, title) for title, state in states]
     yield "over_under", confidence.over_under_figure(over_under), over_under
-    with_samples = [(title, state.pairs) for title, state in states if state.pairs is not None]
+    with_samples = [(title, state.pairs, state["aurc"]) for title, state in states if state.pairs is not None]
     if not with_samples:
         return
-    smooth = [reliability.smooth_reliability_data(samples, title, level) for title, samples in with_samples]
+    smooth = [reliability.smooth_reliability_data(samples, title, level) for title, samples, _ in with_samples]
     yield "reliability_smooth", reliability.smooth_reliability_figure(smooth), smooth
-    histograms = [confidence.confidence_data(samples, title) for title, samples in with_samples]
+    histograms = [confidence.confidence_data(samples, title) for title, samples, _ in with_samples]
     yield "confidence", confidence.confidence_figure(histograms), histograms
-    risks = [selective.risk_data(samples, title) for title, samples in with_samples]
+    risks = [selective.risk_data(samples, title, area) for title, samples, area in with_samples]
     yield "risk_coverage", selective.risk_figure(risks), risks
 
 

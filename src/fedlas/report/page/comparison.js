@@ -11,7 +11,7 @@ const modelName = (index) => isolate(data.models[index].name);
 
 const textCell = (...children) => element("td", { class: "words" }, ...children);
 
-function testRow({ first, second, name, reason, percent, difference, low, high, p, better }) {
+function testRow({ first, second, name, reason, percent, difference, low, high, p, p_is_bound: isBound, better }) {
   const models = [textCell(modelName(first)), textCell(modelName(second))];
   if (reason) {
     return element("tr", {}, element("th", { scope: "row" }, "–"), ...models, element("td", { class: "words", colspan: 3 }, `no paired test: ${reason}`));
@@ -24,7 +24,7 @@ function testRow({ first, second, name, reason, percent, difference, low, high, 
     element("th", { scope: "row" }, percent ? `${name}, points` : name),
     ...models,
     element("td", {}, value, element("span", { class: "interval" }, `[${ends.join(", ")}]`)),
-    element("td", {}, formatPValue(p).replace(/^p (= )?/, "")),
+    element("td", {}, formatPValue(p, isBound).replace(/^p (= )?/, "")),
     textCell(better === null ? "no significant difference" : modelName(better ? second : first)),
   );
 }
@@ -41,8 +41,8 @@ function testTable(tests) {
 
 function csvRows() {
   const name = (index) => data.models[index].name;
-  const row = ({ metric, first, second, difference, low, high, p, reason }) => [metric, name(first), name(second), difference, low, high, p, reason];
-  return [["metric", "first", "second", "difference", "low", "high", "p", "reason"], data.comparison.tests.map(row)];
+  const row = ({ metric, first, second, difference, low, high, p, p_is_bound: isBound, reason }) => [metric, name(first), name(second), difference, low, high, p, isBound, reason];
+  return [["metric", "first", "second", "difference", "low", "high", "p", "p_is_bound", "reason"], data.comparison.tests.map(row)];
 }
 
 export function drawComparison() {

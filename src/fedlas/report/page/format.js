@@ -79,8 +79,11 @@ export function formatEdge(value) {
   return formatSignificant(value, value > 0.99 ? 5 : 3);
 }
 
-export function formatPValue(value) {
-  return value < SMALLEST_P ? `p < ${SMALLEST_P}` : `p = ${formatFixed(value, 3)}`;
+export function formatPValue(value, isBound = false) {
+  if (value < SMALLEST_P || (isBound && value < 1)) {
+    return `p < ${formatFixed(Math.max(SMALLEST_P, Math.ceil(1000 * value) / 1000), 3)}`;
+  }
+  return `p = ${formatFixed(value, 3)}`;
 }
 
 export function formatLevel(value) {
