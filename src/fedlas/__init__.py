@@ -55,4 +55,23 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, __all__ = lazy_attributes(__name__)
+__getattr__, __dir__, __all__ = lazy_attributes(
+    __name__,
+    {
+        "comparison": ["compare"],
+        "data": ["build_data", "list_data"],
+        "evaluation": ["Report", "calibrate", "evaluate"],
+        "io": ["read_predictions", "write_predictions"],
+        "losses": ["AdaptiveSmoothing", "GateHistory", "build_loss", "checks", "list_losses", "smoothed_cross_entropy"],
+        "models": ["build_model", "list_models"],
+        "models.base": ["Output", "WithFeatures", "WithLoss", "parameters"],
+        "posthoc": ["build_calibrator", "list_calibrators", "load_calibrator"],
+        "predictions": ["Predictions", "TopLabelPredictions"],
+        "report.evaluation_result": ["evaluate_files"],
+        "report.figures": ["save_figures"],
+        "report.html": ["save_page"],
+        "report.model": ["Model"],
+        "training": ["Recipe", "fit", "fit_many", "list_recipes", "recipe_for"],
+    },
+    packages=["data", "integrations", "io", "losses", "metrics", "models", "ood", "posthoc", "report", "training"],
+)

@@ -92,7 +92,7 @@ ADMITTED = {
     },
     "models/timm.py": {"timm.create_model"},
     # modules of fedlas, and optional packages
-    "lazy_imports.py": {"import_module(f'{package}.{name}')", "import_module(modules[name])"},
+    "lazy_imports.py": {"import_module(f'{package}.{name}')", "import_module(f'{package}.{modules[name]}')"},
     "catalog.py": {
         "importlib.import_module(self.package)",
         "importlib.import_module(f'{self.package}.{file.name}')",

@@ -22,4 +22,21 @@ if TYPE_CHECKING:
     from fedlas.training.signals import StopSignals as StopSignals
 
 # Recipes and run folders can be used without importing data sets and networks.
-__getattr__, __dir__, __all__ = lazy_attributes(__name__)
+__getattr__, __dir__, __all__ = lazy_attributes(
+    __name__,
+    {
+        "callbacks": ["AbstractCallback"],
+        "loop": ["DivergedError", "fit", "fit_many"],
+        "protocols": [
+            "check_parts",
+            "list_recipes",
+            "official_preprocessing_differs",
+            "protocol_named",
+            "paper_models",
+            "recipe_for",
+        ],
+        "recipe": ["Recipe"],
+        "run_folder": ["Run", "RunError"],
+        "signals": ["StopSignals", "StoppedError"],
+    },
+)
