@@ -219,7 +219,7 @@ class AbstractLoss(AbstractExact):
                 return reduce(self.terms(batch), batch, self.weight, reduction)
             self._update_check.before_step(self.name, self)
             if self.learns_between_epochs:
-                self._epoch_check.before_step(self.name, self._end_epoch_call, index)
+                self._epoch_check.before_step(self.name, self._end_epoch_call, len(logits), index)
             reduced = reduce(self.terms(batch), batch, self.weight, reduction)
             self._update_check.after_step(self)
             return reduced
