@@ -385,6 +385,8 @@ def test_dry_run_prints_plan_and_table_without_training(trained, tmp_path):
     assert shown.exit_code == 0, shown.output
     assert re.search(r"\b45 runs\b.*\b0\b.*\b45\b", shown.output)
     assert "FeDLaS-MbLS" in shown.output
+    assert "does not exist" not in shown.stderr
+    assert "--ledger" in CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "missing")]).stderr
     own = CliRunner().invoke(
         app, ["reproduce", "indicator", "--data", "digits", "--dry-run", "--ledger", str(tmp_path)]
     )

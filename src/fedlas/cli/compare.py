@@ -18,13 +18,14 @@ def compare_models(
     first: Annotated[
         str,
         typer.Argument(
-            metavar="FIRST", help="Run folder, file of predictions, or finished runs in --ledger: DATA/PROTOCOL/METHOD."
+            metavar="FIRST",
+            help="Run folder, file of predictions, or finished runs in the ledger, such as cifar10/fast/ce.",
         ),
     ],
-    second: Annotated[str, typer.Argument(metavar="SECOND", help="The same for the second model.")],
+    second: Annotated[str, typer.Argument(metavar="SECOND", help="Second model, given in the same way.")],
     metrics: Annotated[
         str | None,
-        typer.Option(help="Metrics, separated by commas; by default those of `fedlas evaluate`."),
+        typer.Option(help="Metrics, separated by commas, such as ece,nll; by default those of `fedlas evaluate`."),
     ] = None,
     level: Level = 0.95,
     resamples: Annotated[int | None, typer.Option(help="Number of bootstrap resamples; 2,000 by default.")] = None,

@@ -63,7 +63,9 @@ def evaluate_command(
         str,
         typer.Option(help="Calibrators to evaluate, separated by commas, '' for none; see: fedlas list calibrators"),
     ] = "temperature",
-    folds: Annotated[int, typer.Option(help="Number of folds for cross-fitting calibrators.")] = 5,
+    folds: Annotated[
+        int, typer.Option(help="Number of folds for cross-fitting calibrators, if --calibration is not given.")
+    ] = 5,
     bins: Annotated[int, typer.Option(help="Number of bins of the ECE and other binned metrics.")] = 15,
     level: Level = 0.95,
     resamples: Annotated[
