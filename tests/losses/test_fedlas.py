@@ -293,11 +293,11 @@ def test_shuffled_gate_permutes_valid_samples() -> None:
     assert any(shuffle.tolist() != psi.tolist() for shuffle in shuffles)
 
     # Valid positions are permuted, ignored ones stay.
-    place = torch.arange(40)
+    index = torch.arange(40)
     for _ in range(5):
         permutation = _shuffled(valid)
-        assert sorted(permutation.tolist()) == place.tolist()
-        assert permutation[~valid].tolist() == place[~valid].tolist()
+        assert sorted(permutation.tolist()) == index.tolist()
+        assert permutation[~valid].tolist() == index[~valid].tolist()
 
 
 def test_shuffled_gate_learns() -> None:

@@ -18,7 +18,7 @@ GATED = ["fedlas_ls", "fedlas_mbls"]
 def build(name: str) -> Any:
     sizes = {"num_classes": CLASSES, "num_samples": SAMPLES, "epochs": 5}
     known = {record.name: record.keywords for record in fedlas.list_losses()}[name]
-    return fedlas.build_loss(name, **{word: size for word, size in sizes.items() if word in known})
+    return fedlas.build_loss(name, **{option: size for option, size in sizes.items() if option in known})
 
 
 def network() -> fedlas.WithFeatures:
