@@ -34,6 +34,7 @@ Settings = Annotated[
 Root = Annotated[
     Path | None, typer.Option("--data-root", help="Data folder; by default $FEDLAS_DATA, or the user's cache.")
 ]
+Json = Annotated[str | None, typer.Option(help="Write all results as JSON to this file; - is standard output.")]
 Level = Annotated[float, typer.Option(help="Confidence level of intervals.")]
 Seed = Annotated[int, seed_option("Random seed for bootstrap intervals.")]
 ProtocolName = Annotated[

@@ -12,7 +12,7 @@ from fedlas.cli.output_paths import (
     FIGURE_SUFFIXES,
     TABLE_SUFFIXES,
     Overwrite,
-    check_overwrite,
+    check_outputs,
     check_overwrite_in,
     check_writable,
     is_own_folder,
@@ -46,10 +46,9 @@ def demo_run(
     with one_line_errors():
         from fedlas.experiments.demo import FIGURE, FIGURES, HEAD, PAGE, introduction, run_demo
 
-        check_writable([out / PAGE], out)
-        own = is_own_folder(out, "demo")
-        check_overwrite([out / PAGE], overwrite=overwrite or own)
-        check_overwrite_in(out / FIGURES, FIGURE, FIGURE_SUFFIXES, overwrite=overwrite or own)
+        replace = overwrite or is_own_folder(out, "demo")
+        check_outputs([out / PAGE], overwrite=replace, folder=out)
+        check_overwrite_in(out / FIGURES, FIGURE, FIGURE_SUFFIXES, overwrite=replace)
         mark_own_folder(out, "demo")
         show(f"{introduction()}\n")
         result = run_demo(out, progress=False if is_quiet() else None, command=command_line())
