@@ -35,16 +35,15 @@ def nearest(name: str, known: Sequence[str], summaries: Mapping[str, str] | None
     A full name, such as "label_smoothing", is searched in the summaries (keys, with names as values).
     """
     by_letters = {_letters(known_name): known_name for known_name in known}
-    spelled = [known_name for known_name in known if f"{name.lower()}_".startswith(f"{known_name}_")]
-    described = [text for text in (summaries or {}) if len(name) > SHORT and _letters(name) in _letters(text)]
-    close = difflib.get_close_matches(_letters(name), by_letters, n=1, cutoff=0.5)
-    if spelled:
-        closest = max(spelled, key=len)
-    elif summaries and described:
-        closest = summaries[min(described, key=len)]
-    else:
-        closest = by_letters[close[0]] if close else ""
-    hint = f"did you mean {closest!r}? " if closest else ""
+    similar, misspelt = (
+        [by_letters[match] for match in difflib.get_close_matches(_letters(name), by_letters, n=1, cutoff=cutoff)]
+        for cutoff in (0.5, 0.8)
+    )
+    beginning = [known_name for known_name in known if f"{name.lower()}_".startswith(f"{known_name}_")]
+    texts = [text for text in (summaries or {}) if len(name) > SHORT and _letters(name) in _letters(text)]
+    described = [(summaries or {})[text] for text in sorted(texts, key=len)]
+    closest = [*misspelt, *sorted(beginning, key=len, reverse=True), *described, *similar][:1]
+    hint = f"did you mean {closest[0]!r}? " if closest else ""
     return f"{hint}Known: {', '.join(known)}."
 
 
