@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar, Union, get_args, get_origin
 from fedlas.errors import UserError, UserTypeError
 
 Entry = TypeVar("Entry")
+Word = TypeVar("Word", bound=str)
 SHORT = 4  # letters of a name that is too short to be searched in summaries
 # Types of keywords that are checked, with their description; NumPy numbers are accepted too.
 PLAIN: dict[Any, tuple[type, str]] = {
@@ -45,6 +46,13 @@ def nearest(name: str, known: Sequence[str], summaries: Mapping[str, str] | None
     closest = [*misspelt, *sorted(beginning, key=len, reverse=True), *described, *similar][:1]
     hint = f"did you mean {closest[0]!r}? " if closest else ""
     return f"{hint}Known: {', '.join(known)}."
+
+
+def one_of(name: str, value: Word, known: Sequence[Word]) -> Word:
+    """Return a value; raise if it is not one of the known values."""
+    if value not in known:
+        raise UserError(f"{name} {value!r} is unknown; {nearest(str(value), known)}")
+    return value
 
 
 def _letters(text: str) -> str:

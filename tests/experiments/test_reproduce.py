@@ -22,7 +22,7 @@ from fedlas.experiments.base import Choice
 from fedlas.experiments.ledger import Ledger, Line
 from fedlas.experiments.ledger_lookup import find_lines, find_runs
 from fedlas.experiments.planning import CATALOG, experiment_named, make_plan
-from fedlas.experiments.reproduce import _Clock, reproduce, save_results
+from fedlas.experiments.reproduce import reproduce, save_results
 from fedlas.experiments.stored_predictions import StoredPredictions, load_stored_predictions
 from fedlas.io import write_predictions
 from fedlas.losses import CATALOG as LOSSES
@@ -236,10 +236,6 @@ def test_table_cells_have_one_value_per_seed(choice, ledger):
 def test_only_option_selects_runs_by_name(choice, tmp_path):
     plan = make_plan(experiment_named("sota"), choice, Ledger(tmp_path), "-ls-")
     assert [planned.recipe.loss for planned in plan.missing] == ["ls", "ls"]
-
-
-def test_time_limit_is_reached_when_no_minutes_are_left():
-    assert [_Clock(minutes).over for minutes in (1e-9, 1.0, None)] == [True, False, False]
 
 
 def test_limit_minutes_that_is_not_positive_raises(choice, tmp_path):
