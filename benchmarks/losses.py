@@ -156,11 +156,11 @@ def times(steps: dict[str, Step], device: str, budget: float, rounds: int = 7) -
         seconds(step, 2, device)
         once = seconds(step, 2, device)
         repeats[name] = max(1, min(300, int(budget / rounds / once)))
-    found: dict[str, list[float]] = {name: [] for name in steps}
+    result: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            found[name].append(seconds(step, repeats[name], device))
-    return {name: statistics.median(values) for name, values in found.items()}
+            result[name].append(seconds(step, repeats[name], device))
+    return {name: statistics.median(values) for name, values in result.items()}
 
 
 def measure(shape: str, device: str, modes: list[str], budget: float, only: list[str]) -> list[Figure]:
@@ -182,8 +182,8 @@ def measure(shape: str, device: str, modes: list[str], budget: float, only: list
         steps[EAGER_REFERENCE] = step_of(Reference(), [], batch)
         for clock in clocks:
             timed = {name: captured(step) for name, step in steps.items()} if clock == "device" else steps
-            found = times(timed, device, budget)
-            eager = found.pop(EAGER_REFERENCE)
+            result = times(timed, device, budget)
+            eager = result.pop(EAGER_REFERENCE)
             figures += [
                 Figure(
                     shape,
@@ -191,11 +191,11 @@ def measure(shape: str, device: str, modes: list[str], budget: float, only: list
                     name,
                     clock,
                     t * 1e6,
-                    t / found[REFERENCE],
+                    t / result[REFERENCE],
                     t / eager,
                     peaks[name],
                 )
-                for name, t in found.items()
+                for name, t in result.items()
             ]
         print(table([figure for figure in figures if figure.mode == mode]), flush=True)
     return figures

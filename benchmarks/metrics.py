@@ -246,8 +246,8 @@ def detection(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
         aupr["scikit-learn"] = lambda: average_precision_score(truth, scores)
 
         def fpr95() -> float:
-            rate, found, _ = roc_curve(truth, scores)
-            return float(rate[np.argmax(found >= 0.95)])
+            rate, result, _ = roc_curve(truth, scores)
+            return float(rate[np.argmax(result >= 0.95)])
 
         fpr["scikit-learn"] = fpr95
     yield "auroc, with interval", auroc
@@ -258,15 +258,15 @@ def detection(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
 def calibration(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
     """Yield fits of the temperature, and the complete evaluation."""
     logits, labels = data.logits, data.labels
-    found: dict[str, Candidate] = {"fedlas": lambda: posthoc.Temperature().fit(logits, labels).temperature}
+    result: dict[str, Candidate] = {"fedlas": lambda: posthoc.Temperature().fit(logits, labels).temperature}
     if installed("probmetrics"):
         from probmetrics.calibrators import TemperatureScalingCalibrator
         from probmetrics.distributions import CategoricalLogits
 
-        found["probmetrics"] = lambda: (
+        result["probmetrics"] = lambda: (
             1 / float(TemperatureScalingCalibrator().fit_torch(CategoricalLogits(logits), labels).invtemp_)
         )
-    yield "temperature", found
+    yield "temperature", result
 
     def evaluated(**options: Any) -> Candidate:
         return lambda: evaluation.evaluate(Predictions(logits, labels), **options)["ece"]
@@ -306,9 +306,9 @@ def measure(shape: str, only: list[str]) -> list[Figure]:
                 if best.get(name, 0.0) < ONCE_IS_ENOUGH:
                     seconds, values[name] = timed(call)
                     best[name] = min(seconds, best.get(name, seconds))
-        found = [Figure(shape, metric, name, best[name], best[name] / best["fedlas"], values[name]) for name in calls]
-        figures += found
-        print("\n".join(lines(found)), flush=True)
+        result = [Figure(shape, metric, name, best[name], best[name] / best["fedlas"], values[name]) for name in calls]
+        figures += result
+        print("\n".join(lines(result)), flush=True)
     return figures
 
 

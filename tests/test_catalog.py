@@ -14,6 +14,7 @@ import pytest
 
 import fedlas
 from fedlas.catalog import Catalog, _wrong_type, keywords, nearest
+from fedlas.posthoc import build_calibrator
 
 BASE = """
     from abc import ABC, abstractmethod
@@ -167,6 +168,23 @@ assert vars(fedlas)["read_predictions"] is fedlas.io.read_predictions
 def test_suggestion_is_given_only_for_similar_names():
     assert re.search("'focal'.*ce, focal", nearest("foccal", ["ce", "focal"]))
     assert re.search("^[^']*ce, focal", nearest("xyzzy", ["ce", "focal"]))
+
+
+@pytest.mark.parametrize(
+    ("build", "full_name", "name"),
+    [
+        (fedlas.build_loss, "CrossEntropyLoss", "ce"),
+        (fedlas.build_loss, "cross_entropy", "ce"),
+        (fedlas.build_loss, "focal_loss", "focal"),
+        (fedlas.build_loss, "label_smoothing", "ls"),
+        (fedlas.build_loss, "margin_based_label_smoothing", "mbls"),
+        (build_calibrator, "platt_scaling", "platt"),
+        (build_calibrator, "temperature_scaling", "temperature"),
+    ],
+)
+def test_a_full_name_suggests_the_catalogue_name(build, full_name, name):
+    with pytest.raises(ValueError, match=f"{full_name!r}; did you mean {name!r}"):
+        build(full_name)
 
 
 def test_new_loss_file_in_the_package_is_listed_and_built(tmp_path):

@@ -9,8 +9,9 @@ import importlib
 import inspect
 import numbers
 import pkgutil
+import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin
@@ -18,6 +19,8 @@ from typing import Any, Generic, TypeVar, Union, get_args, get_origin
 from fedlas.errors import UserError, UserTypeError
 
 Entry = TypeVar("Entry")
+Word = TypeVar("Word", bound=str)
+SHORT = 4  # letters of a name that is too short to be searched in summaries
 # Types of keywords that are checked, with their description; NumPy numbers are accepted too.
 PLAIN: dict[Any, tuple[type, str]] = {
     bool: (bool, "true or false"),
@@ -27,12 +30,33 @@ PLAIN: dict[Any, tuple[type, str]] = {
 }
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """Return the hint of an error message about an unknown name: the closest name, if any, and all names."""
-    by_spelling = {known_name.lower().replace("-", "_"): known_name for known_name in known}
-    close = difflib.get_close_matches(name.lower().replace("-", "_"), by_spelling, n=1, cutoff=0.5)
-    hint = f"did you mean {by_spelling[close[0]]!r}? " if close else ""
+def nearest(name: str, known: Sequence[str], summaries: Mapping[str, str] | None = None) -> str:
+    """Return the hint of an error message about an unknown name: the closest name, if any, and all names.
+
+    A full name, such as "label_smoothing", is searched in the summaries (keys, with names as values).
+    """
+    by_letters = {_letters(known_name): known_name for known_name in known}
+    similar, misspelt = (
+        [by_letters[match] for match in difflib.get_close_matches(_letters(name), by_letters, n=1, cutoff=cutoff)]
+        for cutoff in (0.5, 0.8)
+    )
+    beginning = [known_name for known_name in known if f"{name.lower()}_".startswith(f"{known_name}_")]
+    texts = [text for text in (summaries or {}) if len(name) > SHORT and _letters(name) in _letters(text)]
+    described = [(summaries or {})[text] for text in sorted(texts, key=len)]
+    closest = [*misspelt, *sorted(beginning, key=len, reverse=True), *described, *similar][:1]
+    hint = f"did you mean {closest[0]!r}? " if closest else ""
     return f"{hint}Known: {', '.join(known)}."
+
+
+def one_of(name: str, value: Word, known: Sequence[Word]) -> Word:
+    """Return a value; raise if it is not one of the known values."""
+    if value not in known:
+        raise UserError(f"{name} {value!r} is unknown; {nearest(str(value), known)}")
+    return value
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[\W_]", "", text.lower())
 
 
 def keywords(cls: type) -> list[str]:
@@ -135,7 +159,9 @@ class Catalog(Generic[Entry]):
     def find(self, name: str) -> type[Entry]:
         """Return an entry by its name; raise with the closest name if there is none."""
         if name not in self.entries:
-            raise UserError(f"no {self.kind} is called {name!r}; {nearest(str(name), list(self.entries))}")
+            summaries = {summary(cls): known_name for known_name, cls in self.entries.items()}
+            plain = re.sub(rf"(?<=.)[\W_]*{self.kind}$", "", str(name), flags=re.IGNORECASE)
+            raise UserError(f"no {self.kind} is called {name!r}; {nearest(plain, list(self.entries), summaries)}")
         return self.entries[name]
 
     def records(self) -> list[CatalogRecord[Entry]]:

@@ -166,13 +166,13 @@ def test_evaluate_of_a_run_folder_uses_all_of_its_files(run, tmp_path):
     words = ["evaluate", str(copy), f"file={Run(run).predictions_file('best-test')}", "--resamples", "50"]
     done = call(*words, "--html", str(page), "--json", str(kept))
     assert done.exit_code == 0, done.output
-    found = json.loads(kept.read_text())
-    assert list(found["models"]) == ["again-0.5", "file"]
-    assert found["models"]["again-0.5"]["file"] == str(copy)
-    before, after = found["models"]["again-0.5"]["report"]["states"]
+    result = json.loads(kept.read_text())
+    assert list(result["models"]) == ["again-0.5", "file"]
+    assert result["models"]["again-0.5"]["file"] == str(copy)
+    before, after = result["models"]["again-0.5"]["report"]["states"]
     assert list(before["detection"]["sets"]) == ["far"]
     assert [fit["n"] for fit in after["fits"]] == [len(Run(run).predictions("best-val"))]
-    assert {one["difference"] for one in found["comparisons"]} == {0}
+    assert {item["difference"] for item in result["comparisons"]} == {0}
     data = json.loads(re.search(r'id="page-data">(.*?)</script>', page.read_text(), re.DOTALL)[1])
     assert data["models"][0]["training"]["gate"]
     assert "fedlas_ls" in page.read_text()
@@ -317,7 +317,7 @@ def test_demo_cross_entropy_is_overconfident_and_temperature_scaling_helps(tmp_p
     from fedlas.experiments.demo import recipes
     from fedlas.training import fit_many
 
-    (run,) = fit_many([one for one in recipes() if one.loss == "ce"], folder=tmp_path)
+    (run,) = fit_many([recipe for recipe in recipes() if recipe.loss == "ce"], folder=tmp_path)
     test, val = run.predictions("best-test"), run.predictions("best-val")
     report = fedlas.evaluate(test, posthoc=["temperature"], calibration=val, intervals=False)
     before, after = float(report.before["ece"]), float(report.after["temperature"]["ece"])

@@ -35,7 +35,7 @@ from fedlas.predictions import Predictions
 
 def call(*words):
     fewer = ("--resamples", "100") if words[0] == "evaluate" else ()
-    return CliRunner().invoke(app, [str(word) for word in (*words, *fewer)])
+    return CliRunner().invoke(app, [str(name) for name in (*words, *fewer)])
 
 
 def sample_predictions(seed, n=400):
@@ -56,8 +56,8 @@ def test_evaluate_prints_a_summary_and_a_table(files):
     done = call("evaluate", files / "test.csv", "--calibration", files / "val.csv", "--ood", f"far={files / 'far.npz'}")
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("test: over-confident by ")
-    for word in ("accuracy %", "ECE %", "U-ECE %", "temperature", "AUROC %", " fitted on 400 samples"):
-        assert word in done.stdout, word
+    for name in ("accuracy %", "ECE %", "U-ECE %", "temperature", "AUROC %", " fitted on 400 samples"):
+        assert name in done.stdout, name
     assert not done.stderr
 
 
@@ -95,13 +95,13 @@ def test_evaluate_writes_json_and_html_with_the_printed_numbers(files, monkeypat
     words = ("evaluate", files / "test.csv", "--posthoc", "")
     done = call(*words, "--html", page, "--json", kept)
     assert done.exit_code == 0, done.output
-    found = json.loads(kept.read_text())
-    report = Report.from_dict(found["models"]["test"]["report"])
+    result = json.loads(kept.read_text())
+    report = Report.from_dict(result["models"]["test"]["report"])
     assert report["ece"].cell() in done.stdout
     assert page.read_text().startswith("<!doctype html>")
     assert "fedlas evaluate &#39;my file.csv&#39;" in page.read_text()
     piped = call(*words, "--json", "-")
-    assert json.loads(piped.stdout) == found
+    assert json.loads(piped.stdout) == result
     assert piped.stderr.startswith("test: over-confident")
 
 
@@ -255,12 +255,12 @@ def test_calibrator_fitted_on_one_file_is_applied_to_another(files, method):
     for ending in (".csv", ".npz"):
         done = call("calibrate", "apply", kept, files / "test.csv", "--out", files / f"fixed{ending}", "--probs")
         assert done.exit_code == 0, done.output
-        found = read_predictions(files / f"fixed{ending}")
+        result = read_predictions(files / f"fixed{ending}")
         expected = build_calibrator(method).fit(sample_predictions(1)).transform(sample_predictions(2))
         # Calibrators of steps jump, so a sample at a step may differ where the csv has it in other digits.
-        differ = (found.probs.double() - expected.probs.double()).abs().amax(1) > 1e-5
+        differ = (result.probs.double() - expected.probs.double()).abs().amax(1) > 1e-5
         assert int(differ.sum()) <= 2
-        assert float(nll(found)) < float(nll(sample_predictions(2)))
+        assert float(nll(result)) < float(nll(sample_predictions(2)))
 
 
 def test_calibrate_rejects_unknown_keywords_and_invalid_calibrator_files(files):
@@ -283,12 +283,12 @@ def test_ood_command_reports_detection(files):
     kept = {"format": "fedlas.ood/1"} | expected.to_dict()
     assert json.loads((files / "ood.json").read_text()) == json.loads(json.dumps(kept))
     words = ("ood", files / "test.csv", f"far={files / 'far.npz'}", "--json", "-")
-    found = {}
+    result = {}
     for more in (("--level", "0.5"), ("--seed", "0"), ("--seed", "1")):
         scores = json.loads(call(*words, *more).stdout)["sets"]["far"]["entropy"]
-        found[more] = (scores["auroc"]["interval"]["level"], scores["fpr"]["interval"]["low"])
-    assert [level for level, _ in found.values()] == [0.5, 0.95, 0.95]
-    assert found["--seed", "0"] != found["--seed", "1"]
+        result[more] = (scores["auroc"]["interval"]["level"], scores["fpr"]["interval"]["low"])
+    assert [level for level, _ in result.values()] == [0.5, 0.95, 0.95]
+    assert result["--seed", "0"] != result["--seed", "1"]
     rates = [
         json.loads(call(*words, "--positive", side).stdout)["sets"]["far"]["entropy"]["fpr"] for side in ("ood", "id")
     ]
@@ -307,16 +307,16 @@ def test_compare_writes_json(files):
     words = ("compare", files / "test.csv", files / "fixed.npz", "--metrics", "ece", "--json", "-", "--resamples", 60)
     done = call(*words)
     assert done.exit_code == 0, done.output
-    (found,) = json.loads(done.stdout)
-    assert found["metric"] == "ece"
-    assert found["difference"] > 0
-    assert found["pairs"][0]["better"] == "second"
-    assert found["pairs"][0]["interval"]["level"] == 0.95
+    (result,) = json.loads(done.stdout)
+    assert result["metric"] == "ece"
+    assert result["difference"] > 0
+    assert result["pairs"][0]["better"] == "second"
+    assert result["pairs"][0]["interval"]["level"] == 0.95
     drawn_by = {}
     for more in (("--level", "0.5"), ("--seed", "0"), ("--seed", "1")):
         (again,) = json.loads(call(*words, *more).stdout)
         drawn_by[more] = again["pairs"][0]["interval"]
-    assert [one["level"] for one in drawn_by.values()] == [0.5, 0.95, 0.95]
+    assert [item["level"] for item in drawn_by.values()] == [0.5, 0.95, 0.95]
     assert drawn_by["--seed", "0"] != drawn_by["--seed", "1"]
 
 
@@ -377,9 +377,9 @@ def test_outputs_never_overwrite_files_of_another_kind(files):
 
 def test_calibrate_fit_reports_temperature_and_apply_keeps_probabilities(files):
     done = call("calibrate", "fit", files / "val.csv", "--out", files / "c.safetensors")
-    found = build_calibrator("temperature").fit(sample_predictions(1))
-    assert f"temperature {found.temperature:.4g}, " in done.stderr
-    assert re.search(f"NLL {found.fitted.before:.4g} .*{found.fitted.after:.4g} .*400 samples", done.stderr)
+    result = build_calibrator("temperature").fit(sample_predictions(1))
+    assert f"temperature {result.temperature:.4g}, " in done.stderr
+    assert re.search(f"NLL {result.fitted.before:.4g} .*{result.fitted.after:.4g} .*400 samples", done.stderr)
     write_predictions(sample_predictions(2), files / "probs.csv", probs=True)
     call("calibrate", "apply", files / "c.safetensors", files / "probs.csv", "--out", files / "fixed.csv")
     assert (files / "fixed.csv").read_text().startswith("prob_0,")
@@ -434,13 +434,13 @@ def test_saving_an_unsavable_calibrator_fails_in_one_line(files, monkeypatch):
 def test_docs_evaluate_example_prints_the_documented_output(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "evaluate.md").read_text(encoding="utf-8")
     rows = re.search(r"```text\n(prob_crow.*?)```", page, re.DOTALL)
-    said = re.search(r"\$ fedlas evaluate birds.csv --html birds.html\n(.*?)\n\.\.\.", page, re.DOTALL)
+    message = re.search(r"\$ fedlas evaluate birds.csv --html birds.html\n(.*?)\n\.\.\.", page, re.DOTALL)
     assert rows is not None
-    assert said is not None
+    assert message is not None
     (tmp_path / "birds.csv").write_text(rows[1])
     done = call("evaluate", tmp_path / "birds.csv", "--html", tmp_path / "birds.html")
     assert done.exit_code == 0
-    numbers = [set(re.findall(r"\d+(?:\.\d+)? %", text)) for text in (said[1], done.stdout)]
+    numbers = [set(re.findall(r"\d+(?:\.\d+)? %", text)) for text in (message[1], done.stdout)]
     assert len(numbers[0]) > 3
     assert numbers[0] <= numbers[1]
     assert (tmp_path / "birds.html").stat().st_size > 50_000
@@ -477,7 +477,7 @@ def test_negated_logits_are_explained_once(tmp_path):
     write_predictions(Predictions(-made.logits, made.labels), tmp_path / "turned.csv")
     with pytest.warns(DoubtfulFit, match=r"logits.*labels.*\?$") as seen:
         done = call("evaluate", tmp_path / "turned.csv")
-    (why,) = {str(one.message).partition(": ")[2] for one in seen}
+    (why,) = {str(warning.message).partition(": ")[2] for warning in seen}
     assert " ".join(done.stdout.split()).count(why) == 1
 
 
@@ -496,17 +496,17 @@ def test_warnings_about_files_do_not_mention_python_arguments(tmp_path):
         "probs.csv": "logit_a,logit_b,label\n" + "".join(f"{a},{b},{label}\n" for a, b, label in rows),
         "shares.csv": "logit_a,logit_b,label\n" + "70,30,a\n" * 30,
     }
-    said = {}
+    messages = {}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             done = call("evaluate", tmp_path / name, "--posthoc", "")
-        said[name] = done.stderr + " ".join(str(one.message) for one in seen)
-    assert "--logits" in said["logits.csv"]
-    assert "prob_" in said["probs.csv"]
-    assert re.search("100.*prob_", said["shares.csv"])
-    for name, words in said.items():
+        messages[name] = done.stderr + " ".join(str(warning.message) for warning in seen)
+    assert "--logits" in messages["logits.csv"]
+    assert "prob_" in messages["probs.csv"]
+    assert re.search("100.*prob_", messages["shares.csv"])
+    for name, words in messages.items():
         assert "Predictions" not in words, name
         assert "from_probs" not in words, name
 
@@ -531,8 +531,8 @@ def test_integer_percentages_are_rejected_as_percentages(tmp_path, kind, name):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         done = call("evaluate", path, "--posthoc", "")
-    said = done.stderr + " ".join(str(one.message) for one in seen)
-    assert re.search("percentages.* 100", said)
+    text = done.stderr + " ".join(str(warning.message) for warning in seen)
+    assert re.search("percentages.* 100", text)
     assert done.exit_code == (1 if name == "probs" or kind == "npz" else 0)
 
 
@@ -559,8 +559,8 @@ def test_calibrating_on_a_copy_of_the_evaluated_file_warns(files):
         done = call("evaluate", files / "test.csv", "--calibration", files / "copy.csv", "--json", files / "a.json")
     assert done.exit_code == 0, done.output
     assert re.search("fitted .*400 samples.* 400 ", done.stdout)
-    said = json.loads((files / "a.json").read_text())["models"]["test"]
-    assert [state["leaked"] for state in said["report"]["states"]] == [0, 400]
+    model = json.loads((files / "a.json").read_text())["models"]["test"]
+    assert [state["leaked"] for state in model["report"]["states"]] == [0, 400]
     assert "None" not in done.output
 
 
@@ -594,9 +594,9 @@ def test_compare_pairs_samples_by_id(files):
     write_predictions(named()[torch.randperm(400)], files / "b.npz")
     done = call("compare", files / "a.npz", files / "b.npz", "--json", "-", "--resamples", 50)
     assert done.exit_code == 0, done.output
-    pairs = [one["pairs"][0] for one in json.loads(done.stdout)]
+    pairs = [item["pairs"][0] for item in json.loads(done.stdout)]
     assert len(pairs) >= 3
-    assert all(one["difference"] == pytest.approx(0, abs=1e-9) for one in pairs)
+    assert all(item["difference"] == pytest.approx(0, abs=1e-9) for item in pairs)
 
 
 @pytest.mark.parametrize(

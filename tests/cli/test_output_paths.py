@@ -30,7 +30,7 @@ TRAIN = ("train", "--data", "digits", "--loss", "ce")
 
 
 def call(*words):
-    return CliRunner().invoke(app, [str(word) for word in words])
+    return CliRunner().invoke(app, [str(token) for token in words])
 
 
 def assert_one_line_error(words, *facts):
@@ -96,8 +96,8 @@ def test_overwrite_replaces_files_of_any_content(given, monkeypatch):
         assert_one_line_error(words, "exists", "--overwrite")
     assert {name: (given / "figures" / name).read_text() for name in others} == others
     for name in ("evaluation", "ood", "comparison", "figures/class_map"):
-        found = json.loads((given / f"{name}.json").read_text())
-        assert (found[0] if isinstance(found, list) else found)["format"].startswith("fedlas.")
+        result = json.loads((given / f"{name}.json").read_text())
+        assert (result[0] if isinstance(result, list) else result)["format"].startswith("fedlas.")
     assert (given / "page.html").read_text().startswith("<!doctype html>")
     assert load_calibrator(given / "calibrator.safetensors").name == "temperature"
     assert len(read_predictions(given / "out.csv")) == 80
@@ -199,7 +199,7 @@ def test_output_paths_are_checked_before_inputs_are_read(tmp_path, monkeypatch):
             assert_one_line_error((*words[:-1], "file/deep/x"), tmp_path / "file/deep")
     for words in (
         ("evaluate", "nowhere.csv", "--figures", "file"),
-        *((*one, "--out", "file") for one in OUTPUT_FOLDERS),
+        *((*item, "--out", "file") for item in OUTPUT_FOLDERS),
     ):
         assert_one_line_error(words, "fedlas: file ", "folder")
         assert_one_line_error((*words[:-1], "file/deep"), tmp_path / "file/deep")
@@ -213,11 +213,11 @@ def test_doubtful_fit_is_reported_once(tmp_path, monkeypatch):
     monkeypatch.setattr("fedlas.posthoc.temperature.Temperature.doubt", lambda *_: "autre chose")
     with pytest.warns(DoubtfulFit, match="autre chose"):
         build_calibrator("temperature").fit(read_predictions(tmp_path / "easy.csv"))
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         done = call("calibrate", "fit", tmp_path / "easy.csv", "--out", tmp_path / "t.safetensors")
     assert done.exit_code == 0, done.output
-    assert not [one for one in said if "autre chose" in str(one.message)]
+    assert not [item for item in caught if "autre chose" in str(item.message)]
     assert done.stderr.count("autre chose") == 1
     assert load_calibrator(tmp_path / "t.safetensors").fitted.doubt == "autre chose"
     assert format_warning("autre\nchose", DoubtfulFit, "file.py", 3) == "fedlas: autre chose\n"

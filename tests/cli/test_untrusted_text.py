@@ -23,7 +23,7 @@ ESCAPE = "\x1b]0;title\x07"
 
 
 def call(*words):
-    return CliRunner().invoke(app, [str(word) for word in words])
+    return CliRunner().invoke(app, [str(token) for token in words])
 
 
 @pytest.fixture
@@ -159,9 +159,9 @@ def test_duplicate_npz_members_raise(tmp_path):
 
 
 def test_warnings_about_similar_class_names_are_capped(tmp_path):
-    names = [f"{word}{i}" for i in range(50) for word in ("a", "A")]
+    names = [f"{name}{i}" for i in range(50) for name in ("a", "A")]
     np.savez(tmp_path / "p.npz", logits=3 * np.eye(100), labels=np.arange(100), class_names=names)
-    with pytest.warns(UserWarning, match="alike") as found:
+    with pytest.warns(UserWarning, match="alike") as result:
         read_predictions(tmp_path / "p.npz")
-    assert len(found) == 6
-    assert "45" in str(found[-1].message)
+    assert len(result) == 6
+    assert "45" in str(result[-1].message)

@@ -137,14 +137,14 @@ def seed(number: int) -> None:
 
 def keyword_types(record: CatalogRecord[AbstractLoss]) -> dict[str, Any]:
     """Give the annotation of every keyword that the catalogue says a loss takes."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for ancestor in record.cls.__mro__:
         if "__init__" in vars(ancestor):
             for parameter in inspect.signature(vars(ancestor)["__init__"]).parameters.values():
                 for options in get_args(parameter.annotation) if parameter.kind is parameter.VAR_KEYWORD else ():
-                    found = options.__annotations__ | found
-                found.setdefault(parameter.name, parameter.annotation)
-    return {name: found.get(name, Any) for name in record.keywords}
+                    result = options.__annotations__ | result
+                result.setdefault(parameter.name, parameter.annotation)
+    return {name: result.get(name, Any) for name in record.keywords}
 
 
 def choices(annotation: Any) -> list[Any]:
@@ -170,11 +170,11 @@ def cases_of(record: CatalogRecord[AbstractLoss]) -> list[Case]:
         together = [dict(zip(types, values, strict=True)) for values in itertools.product(*types.values())]
     else:
         together = [{name: value} for name, values in types.items() for value in values]
-    found = {plain.makeup: plain}
+    result = {plain.makeup: plain}
     for options in together:
         case = Case(record, options)
-        found.setdefault(case.makeup, case)
-    return list(found.values())
+        result.setdefault(case.makeup, case)
+    return list(result.values())
 
 
 def batch(

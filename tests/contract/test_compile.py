@@ -30,7 +30,7 @@ def one_graph() -> Iterator[None]:
 
 def build(name: str, **options: Any) -> Any:
     sizes = {"num_samples": SAMPLES, "epochs": 5}
-    options |= {word: size for word, size in sizes.items() if word in KEYWORDS[name]}
+    options |= {option: size for option, size in sizes.items() if option in KEYWORDS[name]}
     torch.manual_seed(0)
     return fedlas.build_loss(name, num_classes=CLASSES, **options)
 
@@ -80,10 +80,10 @@ def test_compiled_training_equals_eager(name: str) -> None:
 @pytest.mark.parametrize("name", ["fedlas_ls", "fedlas_mbls"])
 def test_diagnostics_are_readable_after_a_compiled_step(name: str) -> None:
     eager, loss = trained(name)
-    for what in ("psi", "gamma", "alpha_i"):
-        assert not getattr(loss, what).requires_grad
-        torch.testing.assert_close(getattr(loss, what), getattr(eager, what), equal_nan=True)
-        assert getattr(loss, what).isnan().nonzero().tolist() == [[2]], "only the ignored sample has none"
+    for kind in ("psi", "gamma", "alpha_i"):
+        assert not getattr(loss, kind).requires_grad
+        torch.testing.assert_close(getattr(loss, kind), getattr(eager, kind), equal_nan=True)
+        assert getattr(loss, kind).isnan().nonzero().tolist() == [[2]], "only the ignored sample has none"
 
 
 @pytest.mark.parametrize("gate", thinned(["soft", "shuffled", "positive", "negative"], {"shuffled"}))

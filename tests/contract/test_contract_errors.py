@@ -84,13 +84,13 @@ WRONG_AND_SOFT = {
 def inputs_without_a_clear_error(call, wrong, inputs):
     """Return the wrong inputs that are accepted, or refused with a message that lacks the facts."""
     answers = {}
-    for what, (make, facts) in wrong.items():
+    for kind, (make, facts) in wrong.items():
         try:
             answer = f"accepted: {call(*make(inputs))}"
         except ValueError as error:
             answer = str(error)
         if not re.search(facts, answer):
-            answers[what] = answer
+            answers[kind] = answer
     return answers
 
 
@@ -226,7 +226,7 @@ def test_non_numeric_hyperparameters_raise(case):
 @every_loss
 def test_unknown_choice_raises_with_the_allowed_values(case):
     words = {name: choices(kind) for name, kind in keyword_types(case.record).items()}
-    words = {name: known for name, known in words.items() if known and all(isinstance(word, str) for word in known)}
+    words = {name: known for name, known in words.items() if known and all(isinstance(text, str) for text in known)}
     assert "reduction" in words
     for keyword, known in words.items():
         with pytest.raises(ValueError, match=rf"{keyword} 'zzz'.*{known[-1]}"):

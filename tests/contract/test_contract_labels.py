@@ -92,7 +92,7 @@ def test_losses_that_pair_classes_or_count_correct_predictions_take_hard_labels_
 
 def test_mmce_uses_the_soft_label_of_the_prediction_as_correctness():
     inputs = batch(soft=True)
-    found, logits = parts(fedlas.build_loss("mmce", lambda_=1.5), inputs)
+    result, logits = parts(fedlas.build_loss("mmce", lambda_=1.5), inputs)
     confidence, prediction = logits.softmax(1).max(1)
     gap = [inputs.labels[i, prediction[i]] - confidence[i] for i in range(SIZE)]
     expected = sum(
@@ -100,18 +100,18 @@ def test_mmce_uses_the_soft_label_of_the_prediction_as_correctness():
         for i in range(SIZE)
         for j in range(SIZE)
     )
-    assert_close(found["kernel"].mean(), expected)
+    assert_close(result["kernel"].mean(), expected)
     (slope,) = torch.autograd.grad(expected, logits)
-    assert_close(torch.autograd.grad(found["kernel"].mean(), logits)[0], slope)
+    assert_close(torch.autograd.grad(result["kernel"].mean(), logits)[0], slope)
 
 
 def test_mdca_compares_mean_confidence_with_the_mean_label():
     inputs = batch(soft=True)
-    found, logits = parts(fedlas.build_loss("mdca", beta=1.5), inputs)
+    result, logits = parts(fedlas.build_loss("mdca", beta=1.5), inputs)
     expected = 1.5 * (logits.softmax(1).mean(0) - inputs.labels.mean(0)).abs().mean()
-    assert_close(found["difference"].mean(), expected)
+    assert_close(result["difference"].mean(), expected)
     (slope,) = torch.autograd.grad(expected, logits)
-    assert_close(torch.autograd.grad(found["difference"].mean(), logits)[0], slope)
+    assert_close(torch.autograd.grad(result["difference"].mean(), logits)[0], slope)
 
 
 # Class weights
@@ -192,7 +192,7 @@ def test_weights_divide_the_mean_as_in_torch(case):
 
 def with_garbage(inputs, ignore_index):
     """Put rows to be ignored, full of what must not be looked at, between the rows of a batch."""
-    place = torch.tensor([1, 2, 4, 5, 7, 8])  # 0, 3 and 6 are ignored
+    position = torch.tensor([1, 2, 4, 5, 7, 8])  # 0, 3 and 6 are ignored
     filled = {
         "logits": torch.full((9, CLASSES), math.nan, dtype=torch.float64),
         "labels": torch.full((9,), ignore_index),
@@ -202,8 +202,8 @@ def with_garbage(inputs, ignore_index):
     filled["logits"][3], filled["features"][3] = math.inf, -math.inf
     filled["logits"][6, 0], filled["logits"][6, 1:], filled["features"][6] = 9, 1, 3  # as good as any that counts
     for name, tensor in filled.items():
-        tensor[place] = getattr(inputs, name)
-    return Inputs(**filled), place
+        tensor[position] = getattr(inputs, name)
+    return Inputs(**filled), position
 
 
 @every_exact_case
@@ -213,18 +213,18 @@ def test_ignored_samples_equal_removed_samples(case):
                                             ("none", WEIGHT, -100)]:  # fmt: skip
         options = {"reduction": reduction, "weight": weight, "ignore_index": ignore_index}
         loss, twin = case.trained(**options), case.trained(**options)
-        filled, place = with_garbage(inputs, ignore_index)
+        filled, position = with_garbage(inputs, ignore_index)
         pull = None if reduction != "none" else PULL
-        outcome = run(loss, filled, None if pull is None else torch.ones(9).double().index_copy(0, place, pull))
+        outcome = run(loss, filled, None if pull is None else torch.ones(9).double().index_copy(0, position, pull))
         expected = run(twin, inputs, pull)
-        ignored = torch.ones(9, dtype=torch.bool).index_fill(0, place, False)
+        ignored = torch.ones(9, dtype=torch.bool).index_fill(0, position, False)
         if reduction == "none":
             assert_same(outcome.value[ignored], torch.zeros(3).double())
-            assert_close(outcome.value[place], expected.value)
+            assert_close(outcome.value[position], expected.value)
         else:
             assert_close(outcome.value, expected.value)
         assert_same(outcome.by_logits[ignored], torch.zeros(3, CLASSES).double())
-        assert_close(outcome.by_logits[place], expected.by_logits)
+        assert_close(outcome.by_logits[position], expected.by_logits)
         assert_close(outcome.by_parameters, expected.by_parameters)
         assert_close(state(loss), state(twin))
 
@@ -318,6 +318,6 @@ def test_reductions_are_sums_and_means_over_samples(case):
 @every_case
 def test_terms_can_be_differentiated_separately(case):
     inputs = batch()
-    found, logits = parts(case.trained(), inputs)
-    slopes = [torch.autograd.grad(part.mean(), logits, retain_graph=True)[0] for part in found.values()]
+    result, logits = parts(case.trained(), inputs)
+    slopes = [torch.autograd.grad(part.mean(), logits, retain_graph=True)[0] for part in result.values()]
     assert_close(sum(slopes), run(case.trained(), inputs).by_logits)

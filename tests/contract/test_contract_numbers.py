@@ -107,8 +107,8 @@ def test_huge_logits_are_exact_in_float32(case):
         # The slope of a regulariser may jump where all is level; that of the classification term may not.
         slopes = []
         for inputs in (single, double):
-            found, logits = parts(case.build().eval(), inputs)
-            slopes.append(torch.autograd.grad(found["classification"].mean(), logits)[0].double())
+            result, logits = parts(case.build().eval(), inputs)
+            slopes.append(torch.autograd.grad(result["classification"].mean(), logits)[0].double())
         assert_close(slopes[0], slopes[1], 1e-4)
 
 
@@ -153,11 +153,11 @@ class HeldConstants(TorchFunctionMode):
         return super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        if not isinstance(found, torch.Tensor) or (func is not torch.Tensor.detach and found.dtype != torch.bool):
-            return found
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, torch.Tensor) or (func is not torch.Tensor.detach and result.dtype != torch.bool):
+            return result
         if self.first:
-            self.held.append(found.clone())  # gradcheck moves its input in place
+            self.held.append(result.clone())  # gradcheck moves its input in place
         self.place += 1
         return self.held[self.place - 1]
 

@@ -94,8 +94,8 @@ def test_loss_is_independent_of_memory_layout(case):
 @every_loss
 def test_expanded_inputs_are_accepted(case):
     logits, labels, features, index = batch()
-    one = [logits[:1], labels[:1], features[:1]]
-    expanded = Inputs(*(tensor.expand(SIZE, *tensor.shape[1:]) for tensor in one), index)
+    item = [logits[:1], labels[:1], features[:1]]
+    expanded = Inputs(*(tensor.expand(SIZE, *tensor.shape[1:]) for tensor in item), index)
     copied = Inputs(*(tensor.contiguous() for tensor in expanded))
     assert_close(run(case.trained(), expanded), run(case.trained(), copied))
 

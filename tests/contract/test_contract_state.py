@@ -156,7 +156,7 @@ def test_validation_predictions_with_other_classes_raise():
 @pytest.mark.filterwarnings("ignore:the loaded state")  # of their parts
 def test_loading_the_state_of_another_loss_raises():
     for name, other in [("focal", "ls"), ("fedlas_ls", "fedlas_mbls"), ("ce", "fedlas_ls"), ("fedlas_ls", "ce")]:
-        loss, saved_state = (fedlas.build_loss(one, num_classes=3) for one in (name, other))
+        loss, saved_state = (fedlas.build_loss(first, num_classes=3) for first in (name, other))
         with pytest.raises(RuntimeError, match=type(saved_state).__name__):
             loss.load_state_dict(torch.load(saved(saved_state.state_dict()), weights_only=True))
 

@@ -25,7 +25,7 @@ NAMES = list(KEYWORDS)
 
 def build(name: str, device: str = "cuda") -> Any:
     sizes = {"num_samples": SAMPLES, "epochs": 5}
-    options: dict[str, Any] = {word: size for word, size in sizes.items() if word in KEYWORDS[name]}
+    options: dict[str, Any] = {option: size for option, size in sizes.items() if option in KEYWORDS[name]}
     torch.manual_seed(0)
     return fedlas.build_loss(name, num_classes=CLASSES, **options).to(device)
 

@@ -35,7 +35,7 @@ def network() -> nn.Sequential:
 
 def build(name: str, reduction: str = "mean") -> nn.Module:
     sizes = {"num_samples": SAMPLES, "epochs": 5}
-    options: dict[str, Any] = {word: size for word, size in sizes.items() if word in KEYWORDS[name]}
+    options: dict[str, Any] = {option: size for option, size in sizes.items() if option in KEYWORDS[name]}
     weight = [1.0, 2.0, 0.5, 1.0, 3.0]
     return fedlas.build_loss(name, num_classes=CLASSES, weight=weight, reduction=reduction, **options).double()
 
@@ -156,8 +156,8 @@ def test_gpu_tensors_use_the_collectives_of_torch() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
     try:
         x = torch.empty(4, 2, device="meta")
-        found = [ranks.total(x), ranks.stacked(x), ranks.joined(x), ranks.own(ranks.joined(x))]
-        assert [tuple(one.shape) for one in found] == [(4, 2), (3, 4, 2), (12, 2), (4, 2)]
+        result = [ranks.total(x), ranks.stacked(x), ranks.joined(x), ranks.own(ranks.joined(x))]
+        assert [tuple(item.shape) for item in result] == [(4, 2), (3, 4, 2), (12, 2), (4, 2)]
     finally:
         dist.destroy_process_group()
 

@@ -125,12 +125,12 @@ def test_labels_stay_aligned_with_images_after_splitting(name, tmp_path, monkeyp
     data = twins.build(name, tmp_path, monkeypatch)
     part = data.part("all" if name == "folder" else "train")
     whole = torch.arange(len(part.labels)) if part.index is None else part.index
-    places = {number: place for place, number in enumerate(whole.tolist())}
+    places = {number: position for position, number in enumerate(whole.tolist())}
     for split in (data.split("train"), data.split("val")):
-        for place in range(0, len(split), 7):
-            there = places[int(split.index[place])]
-            assert split.labels[place] == part.labels[there]
-            same = split.images[place] == part.images[there]
+        for position in range(0, len(split), 7):
+            there = places[int(split.index[position])]
+            assert split.labels[position] == part.labels[there]
+            same = split.images[position] == part.images[there]
             assert same.all() if isinstance(same, torch.Tensor) else same
 
 

@@ -111,11 +111,11 @@ def test_digits_need_no_files(tmp_path):
 
 
 def test_digits_equal_those_of_scikit_learn(monkeypatch):
-    found = fedlas.build_data("digits").part("train")
+    result = fedlas.build_data("digits").part("train")
     monkeypatch.setattr("fedlas.data.digits.find_spec", lambda _: None)  # as if scikit-learn had moved its files
     asked = fedlas.build_data("digits").part("train")
-    assert torch.equal(found.images, asked.images)
-    assert torch.equal(found.labels, asked.labels)
+    assert torch.equal(result.images, asked.images)
+    assert torch.equal(result.labels, asked.labels)
 
 
 def test_digits_pixels_span_0_to_255():

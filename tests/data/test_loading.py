@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import random
 import time
 
 import numpy as np
@@ -13,7 +12,7 @@ import fedlas
 from data import twins
 from fedlas.data import DamagedFileError, Loader
 from fedlas.data.base.images import decode
-from fedlas.data.loading import _seed_worker, usual_workers
+from fedlas.data.loading import usual_workers
 
 # Python 3.12 and later warn of any fork in a process with threads; the workers do not touch what the threads hold.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -196,15 +195,6 @@ def test_damaged_image_error_in_a_worker_names_the_file(birds):
     loader = Loader(split, birds.transform, batch_size=4, train=False, workers=1)
     with pytest.raises(DamagedFileError, match=str(split.images[1])):
         list(loader)
-
-
-def test_workers_seed_random_and_numpy():
-    draws = []
-    for number in (0, 0, 1):
-        torch.random.default_generator.manual_seed(5)
-        _seed_worker(number)
-        draws.append((random.random(), np.random.rand()))  # noqa: NPY002
-    assert draws[0] == draws[1] != draws[2]
 
 
 def test_loader_accepts_in_memory_images():

@@ -68,18 +68,18 @@ def test_crop_distribution_equals_torchvision(transform):
 def test_hash_draws_are_uncorrelated():
     """Draws are uncorrelated between samples, epochs, seeds and purposes."""
     places = torch.arange(20_000)
-    one = bits(places, 2, 1, 0)
-    assert one.min() >= 0
-    assert one.max() < 1 << 32
-    assert len(one.unique()) == len(one)
-    others = [bits(places, 2, 1, 1), bits(places, 2, 2, 0), bits(places, 1, 1, 0), one.roll(1), one.roll(2)]
+    first = bits(places, 2, 1, 0)
+    assert first.min() >= 0
+    assert first.max() < 1 << 32
+    assert len(first.unique()) == len(first)
+    others = [bits(places, 2, 1, 1), bits(places, 2, 2, 0), bits(places, 1, 1, 0), first.roll(1), first.roll(2)]
     others += [bits(places, 2, 1 << 32, 0), bits(places, 2, 1 + (1 << 32), 0)]
     for other in others:
-        assert abs(np.corrcoef(one.numpy(), other.numpy())[0, 1]) < 0.03
-        table = np.histogram2d(one.numpy() >> 29, other.numpy() >> 29, 8)[0]
+        assert abs(np.corrcoef(first.numpy(), other.numpy())[0, 1]) < 0.03
+        table = np.histogram2d(first.numpy() >> 29, other.numpy() >> 29, 8)[0]
         assert scipy.stats.chi2_contingency(table).pvalue > 1e-4
     for bit in range(32):
-        assert abs(((one >> bit) & 1).float().mean() - 0.5) < 0.02
+        assert abs(((first >> bit) & 1).float().mean() - 0.5) < 0.02
     # One sample over many epochs and seeds.
     drawn = torch.cat([bits(torch.tensor([5]), 2, seed, epoch) for seed in range(20) for epoch in range(50)])
     assert scipy.stats.kstest(drawn.numpy() / 2**32, "uniform").pvalue > 1e-3
@@ -115,8 +115,8 @@ def test_order_is_a_permutation(samples):
 
 def test_orders_are_uniform_over_epochs():
     first = torch.stack([order(6, 1, epoch) for epoch in range(1200)])
-    for place in range(6):
-        assert scipy.stats.chisquare(first[:, place].bincount(minlength=6).numpy()).pvalue > 1e-3
+    for position in range(6):
+        assert scipy.stats.chisquare(first[:, position].bincount(minlength=6).numpy()).pvalue > 1e-3
 
 
 def test_augmentation_is_independent_of_the_batch():
@@ -133,8 +133,8 @@ def test_augmentation_is_independent_of_the_batch():
 def test_ranks_partition_the_samples(world, train):
     split = twins.split_of(CIFAR)
     data = [Resident(split, CIFAR, train=train, seed=1) for _ in range(world + 1)]
-    for one in data:
-        one.set_epoch(1)
+    for item in data:
+        item.set_epoch(1)
     alone = list(data[-1].batches(8))
     shared = [list(data[rank].batches(8, rank=rank, world=world)) for rank in range(world)]
     if train:  # the same steps, and together the same batch
@@ -206,11 +206,11 @@ def test_resident_applies_dtype_and_channels_last(dtype, channels_last):
 
 
 def test_epoch_and_seed_may_be_tensors():
-    one, two = (Resident(twins.split_of(CIFAR), CIFAR, train=True, seed=seed) for seed in (1, 4))
-    one.set_epoch(torch.tensor(6), torch.tensor(4))
-    two.set_epoch(6)
-    assert torch.equal(one.batch(torch.arange(20)), two.batch(torch.arange(20)))
-    assert torch.equal(one.order(), two.order())
+    first, second = (Resident(twins.split_of(CIFAR), CIFAR, train=True, seed=seed) for seed in (1, 4))
+    first.set_epoch(torch.tensor(6), torch.tensor(4))
+    second.set_epoch(6)
+    assert torch.equal(first.batch(torch.arange(20)), second.batch(torch.arange(20)))
+    assert torch.equal(first.order(), second.order())
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.campaign)])

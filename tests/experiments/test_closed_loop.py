@@ -50,16 +50,16 @@ def evaluated(tmp_path_factory):
 def test_each_method_has_six_configurations_and_no_test_predictions_in_the_search():
     plan = make_plan(experiment_named("closed_loop"), Choice(), Ledger("nowhere"))
     assert len(plan.runs) == 36
-    assert {one.recipe.seed for one in plan.runs} == {SEARCH_SEED}
-    assert {one.recipe.splits for one in plan.runs} == {("val",)}
-    assert len({one.recipe.key for one in plan.runs}) == 36
-    assert all(one.recipe.halve_validation and one.recipe.evaluated == "last" for one in plan.runs)
+    assert {run.recipe.seed for run in plan.runs} == {SEARCH_SEED}
+    assert {run.recipe.splits for run in plan.runs} == {("val",)}
+    assert len({run.recipe.key for run in plan.runs}) == 36
+    assert all(run.recipe.halve_validation and run.recipe.evaluated == "last" for run in plan.runs)
     assert {len(configurations) for configurations in CONFIGURATIONS.values()} == {6}
 
 
 def test_the_search_selects_by_nll_on_v2_and_the_selected_configuration_is_trained(evaluated):
     book = Ledger(evaluated / "results")
-    found = {None: [], TEMPERATURE: []}
+    result = {None: [], TEMPERATURE: []}
     for number in (1, 2):
         recipe = search_recipe("digits", Candidate("closed_loop", number), CHOICE)
         run = run_in(evaluated / "runs", recipe)
@@ -74,12 +74,12 @@ def test_the_search_selects_by_nll_on_v2_and_the_selected_configuration_is_train
         scaled = book.find(recipe, TEMPERATURE, V2)
         assert scaled.metrics["nll"][0] == pytest.approx(total / len(v2), rel=1e-3)
         for line in (raw, scaled):
-            found[None if line.posthoc is None else TEMPERATURE].append(line.metrics["nll"][0])
-    for posthoc, values in found.items():
+            result[None if line.posthoc is None else TEMPERATURE].append(line.metrics["nll"][0])
+    for posthoc, values in result.items():
         chosen = select_configuration("digits", "closed_loop", posthoc, CHOICE, book)
         assert chosen.number == values.index(min(values)) + 1
-        (line,) = [one for one in book.lines.values() if one.split == "test" and one.posthoc is None
-                   and one.recipe.loss_options == search_recipe("digits", chosen, CHOICE).loss_options]  # fmt: skip
+        (line,) = [item for item in book.lines.values() if item.split == "test" and item.posthoc is None
+                   and item.recipe.loss_options == search_recipe("digits", chosen, CHOICE).loss_options]  # fmt: skip
         assert line.seed == 1
     search, primary = experiment_named("closed_loop").tables(book, CHOICE)
     assert all(cell.values for row in (*search.rows, *primary.rows) for cell in row.cells)
@@ -91,11 +91,11 @@ def test_the_search_selects_by_nll_on_v2_and_the_selected_configuration_is_train
 def test_comparisons_appear_when_all_runs_are_there(evaluated, monkeypatch):
     """With the runs of one method standing for all three, every difference is zero."""
     book = Ledger(evaluated / "results")
-    lines = [one for one in book.lines.values() if one.split == "test"]
+    lines = [item for item in book.lines.values() if item.split == "test"]
 
     def stored(_ledger, choice, _data, row, _seeds=None):
         posthoc = row[1]
-        line = next(one for one in lines if (one.posthoc is None) == (posthoc is None))
+        line = next(item for item in lines if (item.posthoc is None) == (posthoc is None))
         return [line] * len(choice.seeds)
 
     choice = replace(CHOICE, losses=None, seeds=(1, 2, 3, 4, 5))
@@ -104,11 +104,11 @@ def test_comparisons_appear_when_all_runs_are_there(evaluated, monkeypatch):
     assert len(experiment_named("closed_loop").tables(book, choice)) == 2, "a part of the family is not corrected"
     monkeypatch.setattr(closed_loop_design, "FAMILIES", [["digits"]])
     _, _, tests, margins = experiment_named("closed_loop").tables(book, choice)
-    found = {row.name: [cell.values[0] for cell in row.cells] for row in tests.rows}
-    assert len(found) == 6
-    assert found["digits/pskd/nll"][0] == 0
+    result = {row.name: [cell.values[0] for cell in row.cells] for row in tests.rows}
+    assert len(result) == 6
+    assert result["digits/pskd/nll"][0] == 0
     raw, scaled = (stored(book, choice, "", ("", posthoc))[0].metrics["nll"][0] for posthoc in (None, TEMPERATURE))
-    assert found["digits/pskd+temperature/nll"][0] == pytest.approx(raw - scaled)
+    assert result["digits/pskd+temperature/nll"][0] == pytest.approx(raw - scaled)
     assert {row.name for row in margins.rows} == {"digits/accuracy", "digits/ece", "digits/brier"}
     accuracy = margins.rows[0].cells
     assert (accuracy[0].values, accuracy[3].values) == ((0.0,), (1.0,))
@@ -130,7 +130,7 @@ def test_selection_table_has_the_metrics_of_last_and_best_epoch(evaluated, tmp_p
 
 def test_the_last_weights_are_evaluated_and_the_temperature_is_fitted_on_v2(evaluated):
     book = Ledger(evaluated / "results")
-    line = next(one for one in book.lines.values() if one.split == "test" and one.posthoc is not None)
+    line = next(item for item in book.lines.values() if item.split == "test" and item.posthoc is not None)
     run = run_in(evaluated / "runs", line.recipe)
     _, v2 = halves(run.predictions("last-val"))
     expected = build_calibrator("temperature").fit(v2)
@@ -145,31 +145,31 @@ def test_controls_confirmation_and_ablations_follow_the_search(evaluated, monkey
     """The search on digits stands for that of CIFAR-100."""
     book, experiment = Ledger(evaluated / "results"), experiment_named("closed_loop")
     monkeypatch.setattr(closed_loop_design, "CONTROLS", {**CONTROLS, "data": ["digits"], "rows": {
-        row: {**one, "method": "closed_loop"} for row, one in CONTROLS["rows"].items()}})  # fmt: skip
+        row: {**item, "method": "closed_loop"} for row, item in CONTROLS["rows"].items()}})  # fmt: skip
     monkeypatch.setattr(closed_loop_design, "ABLATIONS", {**ABLATIONS, "data": "digits", "seeds": [2, 1]})
     monkeypatch.setattr(closed_loop_design, "CONFIRMATION", {"mnist": "digits"})
-    wanted = {row: [one.recipe for one in experiment.plan(CHOICE, book) if row in one.rows]
+    wanted = {row: [item.recipe for item in experiment.plan(CHOICE, book) if row in item.rows]
               for row in (*CONTROLS["rows"], *ABLATIONS["variants"])}  # fmt: skip
-    assert [one.seed for one in wanted["ce_v1"]] == [1, 2, 3]
-    assert all(one.train_on_v1 and one.halve_validation for one in wanted["ce_v1"])
-    assert not any(one.halve_validation for one in wanted["ce_t"])
+    assert [item.seed for item in wanted["ce_v1"]] == [1, 2, 3]
+    assert all(item.train_on_v1 and item.halve_validation for item in wanted["ce_v1"])
+    assert not any(item.halve_validation for item in wanted["ce_t"])
     own = primary_recipe("digits", ("closed_loop", None), 1, CHOICE, book)
-    states = [one["loss_state"] for one in book.find(own).curve]
+    states = [item["loss_state"] for item in book.find(own).curve]
     replay, constant = (wanted[row][0] for row in ("replay", "constant"))
-    assert [one.seed for one in wanted["replay"]] == [2], "the strengths of seed 2 are not known yet"
+    assert [item.seed for item in wanted["replay"]] == [2], "the strengths of seed 2 are not known yet"
     assert replay.loss_options["replay"][0]["strengths"] == [0.2] * len(states[0]["strengths"])
     assert len(replay.loss_options["replay"]) == own.epochs
     assert constant.loss_options["replay"] == replay.loss_options["replay"][-1:]
     assert wanted["uniform"][1].loss_options == {**own.loss_options, "target": "uniform"}
     assert wanted["training_feedback"][0].feedback == "train"
     there = replace(CHOICE, data=("mnist",))
-    confirmed = [one.recipe for one in experiment.plan(there, book)]
-    assert {one.data for one in confirmed} == {"mnist"}
-    assert {one.seed for one in confirmed} == {1}
+    confirmed = [item.recipe for item in experiment.plan(there, book)]
+    assert {item.data for item in confirmed} == {"mnist"}
+    assert {item.seed for item in confirmed} == {1}
     assert confirmed[0].loss_options == own.loss_options
     line = book.find(own)
     monkeypatch.setattr(closed_loop_tables, "_finished_lines", lambda *_: [line, line, line])
-    tables = {one.name: one for one in experiment.tables(book, CHOICE)}
+    tables = {item.name: item for item in experiment.tables(book, CHOICE)}
     assert [row.name for row in tables["closed_loop-controls"].rows] == [*CONTROLS["rows"], "closed_loop"]
     assert {cell.values for row in tables["closed_loop-controls-comparison"].rows for cell in row.cells} == {(0.0,)}
     assert len(tables["closed_loop-ablations"].rows) == 1 + len(ABLATIONS["variants"])

@@ -42,12 +42,12 @@ def recipe(loss, seed, model="resnet50_cifar", data="cifar10"):
 
 @pytest.fixture
 def ledger(tmp_path):
-    found = [
+    result = [
         (recipe("fedlas_ls", 1), curve(0.1)),
         (recipe("fedlas_ls", 2), curve(0.3)),
         (recipe("fedlas_mbls", 2), curve(0.2)),
     ]
-    return ledger_of(tmp_path / "ledger", found)
+    return ledger_of(tmp_path / "ledger", result)
 
 
 def test_gate_stability_uses_runs_of_the_main_table(tmp_path):
@@ -55,19 +55,19 @@ def test_gate_stability_uses_runs_of_the_main_table(tmp_path):
 
     nothing = Ledger(tmp_path)
     plan = GateStability().plan(CHOICE, nothing)
-    assert [one.recipe for one in plan] == [
+    assert [planned.recipe for planned in plan] == [
         recipe(loss, seed) for loss in ("fedlas_ls", "fedlas_mbls") for seed in (1, 2)
     ]
-    assert {one.protocol for one in plan} == {"paper"}
-    shared = {one.recipe.key for one in Sota().plan(CHOICE, nothing)}
-    assert {one.recipe.key for one in plan} <= shared
+    assert {planned.protocol for planned in plan} == {"paper"}
+    shared = {planned.recipe.key for planned in Sota().plan(CHOICE, nothing)}
+    assert {planned.recipe.key for planned in plan} <= shared
 
 
 def test_choice_overrides_the_planned_runs(tmp_path):
     choice = Choice(("cifar100",), ("resnet101_cifar",), ("fedlas_ls",), (5,), "official", {"epochs": "7"})
-    (one,) = GateStability().plan(choice, Ledger(tmp_path))
+    (item,) = GateStability().plan(choice, Ledger(tmp_path))
     wanted = recipe_for("cifar100", "resnet101_cifar", "fedlas_ls", protocol="official", seed=5).replace(epochs=7)
-    assert (one.recipe, one.protocol) == (wanted, "official")
+    assert (item.recipe, item.protocol) == (wanted, "official")
     assert GateStability().plan(Choice(protocol="fast"), Ledger(tmp_path))[0].recipe.model == "resnet18_cifar"
     assert GateStability().plan(Choice(protocol="small"), Ledger(tmp_path))[0].recipe.data == "digits"
     with pytest.raises(ValueError, match="loss 'ce'"):
@@ -81,7 +81,7 @@ def test_the_table_has_first_and_last_epochs_of_each_seed(ledger):
     assert table.name == "gate_stability-paper"
     headings = [column.name for column in table.columns]
     assert not any(column.ranked for column in table.columns)
-    both, one = table.rows
+    both, item = table.rows
     assert [row.title for row in table.rows] == ["FeDLaS-LS", "FeDLaS-MbLS"]
     cells = dict(zip(headings, both.cells, strict=True))
     assert cells["psi = +1 %, first epoch"].values == pytest.approx((0.2, 0.4))
@@ -90,7 +90,7 @@ def test_the_table_has_first_and_last_epochs_of_each_seed(ledger):
     assert cells["flip rate %, last epoch"].values == pytest.approx((0.1 / 3, 0.1))
     assert cells["alpha_i / alpha, last epoch"].values == pytest.approx((0.2, 0.6))
     assert cells["psi = -sign(gamma) %, last epoch"].values == pytest.approx((0.3, 0.9))
-    assert [(len(cell.values), cell.planned) for cell in one.cells] == [(1, 2)] * len(headings)
+    assert [(len(cell.values), cell.planned) for cell in item.cells] == [(1, 2)] * len(headings)
     assert "(1/2)" in table.text()
     assert "Protocol" in table.notes[0]
 
@@ -130,4 +130,4 @@ def test_one_cycle_has_no_milestones_and_losses_without_runs_are_left_out(tmp_pa
     )
     data = json.loads(files[2].read_text())
     assert data["milestones"] == []
-    assert [one["name"] for one in data["positive"]] == ["FeDLaS-MbLS (1 seed)"]
+    assert [item["name"] for item in data["positive"]] == ["FeDLaS-MbLS (1 seed)"]

@@ -75,17 +75,17 @@ def test_plan_prefers_mnist_then_fashion_mnist_then_digits(monkeypatch):
     plan = Indicator().plan
     for missing, wanted in (((), "mnist"), (("mnist",), "fashion_mnist"), (("mnist", "fashion_mnist"), "digits")):
         monkeypatch.setattr(indicator, "_at_hand", lambda recipe, _, away=missing: recipe.data not in away)
-        (one,) = plan(Choice(), Ledger("nowhere"))
-        assert one.recipe == recipe_for(wanted, "small_cnn", "ce", protocol="small", seed=1)
-        assert one.protocol == "small"
+        (item,) = plan(Choice(), Ledger("nowhere"))
+        assert item.recipe == recipe_for(wanted, "small_cnn", "ce", protocol="small", seed=1)
+        assert item.protocol == "small"
 
 
 @pytest.mark.parametrize("there", ["digits", "mnist"])  # beside what was trained on, which is neither
 def test_plan_keeps_recorded_runs_whose_data_is_missing(monkeypatch, tmp_path, there):
     monkeypatch.setattr(indicator, "_at_hand", lambda recipe, _: recipe.data == there)
     done = recipe_for("fashion_mnist", "small_cnn", "ce", protocol="small", seed=1)
-    (one,) = Indicator().plan(Choice(), bare_ledger(tmp_path, [bare_line(done, "small")]))
-    assert one.recipe == done
+    (item,) = Indicator().plan(Choice(), bare_ledger(tmp_path, [bare_line(done, "small")]))
+    assert item.recipe == done
 
 
 def test_figures_retrain_a_network_whose_run_folder_is_missing(tmp_path, monkeypatch):
@@ -95,7 +95,7 @@ def test_figures_retrain_a_network_whose_run_folder_is_missing(tmp_path, monkeyp
     book = bare_ledger(tmp_path / "results", [bare_line(wanted.recipe, "small")])
     words = ["reproduce", "indicator", "--data", "digits", "--seeds", "4,5", "--ledger", str(book.folder)]
     words += ["--device", "cpu", "--runs", str(tmp_path / "runs")]
-    words += [word for setting in few.changes.items() for word in ("--set", "=".join(setting))]
+    words += [text for setting in few.changes.items() for text in ("--set", "=".join(setting))]
     told = CliRunner().invoke(app, words)
     assert told.exit_code == 0, told.output
     assert re.search(r"1 run\b.*\b1\b.*\(1 .*\).*\b0\b", told.stderr)
@@ -132,9 +132,9 @@ def test_planning_downloads_no_data(monkeypatch, tmp_path):
     monkeypatch.setattr(FashionMNIST, "folders", ("fashion-mnist",))
     monkeypatch.setattr(fetching, "_fetch_from_any", lambda source, *_: pytest.fail(f"{source.name} is fetched"))
     state = torch.get_rng_state()
-    (one,) = Indicator().plan(Choice(), Ledger("nowhere"))
-    assert one.recipe.data == "digits"
-    assert "download" not in one.recipe.data_options
+    (item,) = Indicator().plan(Choice(), Ledger("nowhere"))
+    assert item.recipe.data == "digits"
+    assert "download" not in item.recipe.data_options
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -151,8 +151,8 @@ def test_plan_searches_data_in_the_given_root(monkeypatch, tmp_path):
     monkeypatch.setattr(MNIST, "read", found)
     monkeypatch.setattr(MNIST, "check", lambda *_: None)
     monkeypatch.setenv("FEDLAS_DATA", str(tmp_path / "empty"))
-    (one,) = Indicator().plan(Choice(data_root=tmp_path), Ledger("nowhere"))
-    assert one.recipe.data == "mnist"
+    (item,) = Indicator().plan(Choice(data_root=tmp_path), Ledger("nowhere"))
+    assert item.recipe.data == "mnist"
     words = ["reproduce", "indicator", "--dry-run", "--data-root", str(tmp_path), "--ledger", str(tmp_path)]
     shown = CliRunner().invoke(app, words)
     assert "mnist-small_cnn-ce" in shown.output
@@ -160,10 +160,10 @@ def test_plan_searches_data_in_the_given_root(monkeypatch, tmp_path):
 
 
 def test_choice_sets_data_seed_and_changes():
-    names = [one.recipe.data for one in Indicator().plan(Choice(data=("digits", "mnist")), Ledger("nowhere"))]
+    names = [planned.recipe.data for planned in Indicator().plan(Choice(data=("digits", "mnist")), Ledger("nowhere"))]
     assert names == ["mnist", "digits"]
-    (one,) = Indicator().plan(CHOICE, Ledger("nowhere"))
-    assert (one.recipe.seed, one.recipe.epochs) == (4, 3)
+    (planned,) = Indicator().plan(CHOICE, Ledger("nowhere"))
+    assert (planned.recipe.seed, planned.recipe.epochs) == (4, 3)
     for wrong, name in (
         (Choice(data=("cifar10",)), "cifar10"),
         (Choice(models=("resnet50",)), "resnet50"),
@@ -219,8 +219,8 @@ def test_the_theorem_holds_on_every_test_sample_of_a_trained_network(trained, fi
     weight = load(trained.checkpoint)["best"]["fc.weight"]
     shown = read(folder, "indicator-activations-digits")["low"][0]
     hidden = [sum(a if w > 0 else -a for a, w in zip(shown["features"], row, strict=True)) for row in weight.tolist()]
-    place = written.index.tolist().index(shown["index"])
-    assert found["trained"]["hidden"][place] == pytest.approx(max(hidden), rel=1e-4)
+    position = written.index.tolist().index(shown["index"])
+    assert found["trained"]["hidden"][position] == pytest.approx(max(hidden), rel=1e-4)
 
 
 def test_incorrect_stored_features_violate_the_theorem(run, kept, tmp_path):

@@ -107,11 +107,11 @@ def test_changed_metric_is_reported(copy):
 def test_changed_temperature_is_reported(copy):
     path = copy / "results" / "digits-small.jsonl"
     lines = [json.loads(text) for text in path.read_text().splitlines()]
-    place = next(number for number, line in enumerate(lines) if line["posthoc"])
-    lines[place]["posthoc"]["temperature"] *= 1.001
+    position = next(number for number, line in enumerate(lines) if line["posthoc"])
+    lines[position]["posthoc"]["temperature"] *= 1.001
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (problem,) = problems(Ledger(copy / "results"))
-    assert f"{lines[place]['id']}: the temperature is" in problem
+    assert f"{lines[position]['id']}: the temperature is" in problem
 
 
 def test_missing_changed_and_unused_prediction_files_are_reported(copy):
@@ -119,11 +119,11 @@ def test_missing_changed_and_unused_prediction_files_are_reported(copy):
     files[0].unlink()
     files[1].write_bytes(files[1].read_bytes()[:-1] + b"x")
     (copy / "results" / "predictions" / "stray.npz").write_bytes(b"")
-    found = list(problems(Ledger(copy / "results")))
-    assert len(found) == 5
+    result = list(problems(Ledger(copy / "results")))
+    assert len(result) == 5
     for name, lines in {files[0].name: 2, files[1].name: 2, "stray.npz": 1}.items():
-        assert sum(name in problem for problem in found) == lines
-    assert any(files[1].name in problem and "checksum" in problem for problem in found)
+        assert sum(name in problem for problem in result) == lines
+    assert any(files[1].name in problem and "checksum" in problem for problem in result)
 
 
 def test_ood_metrics_without_predictions_are_reported(copy):
@@ -138,8 +138,8 @@ def test_ood_metrics_without_predictions_are_reported(copy):
 def test_prediction_path_outside_the_ledger_is_reported(copy):
     path = copy / "results" / "digits-small.jsonl"
     path.write_text(path.read_text().replace('"predictions/', '"../predictions/'))
-    found = list(problems(Ledger(copy / "results")))
-    outside = [one for one in found if "../predictions/" in one]
+    result = list(problems(Ledger(copy / "results")))
+    outside = [item for item in result if "../predictions/" in item]
     assert len(outside) == len(Ledger(copy / "results").lines)
     assert "digits-small.jsonl:1:" in outside[0]
 
@@ -208,10 +208,10 @@ def test_damaged_prediction_file_error_names_its_line(copy, ledger, choice, dama
     path.unlink() if content is None else path.write_bytes(content)
     done = CliRunner().invoke(app, ["compare", line.id, line.id, "--ledger", str(copy / "results")])
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.output
-    what = rf"digits-small\.jsonl:1: .*{path.name}" + ("" if content is None else ".*checksum")
-    assert re.search(what, done.stderr)
+    kind = rf"digits-small\.jsonl:1: .*{path.name}" + ("" if content is None else ".*checksum")
+    assert re.search(kind, done.stderr)
     book = Ledger(copy / "results")
-    with pytest.raises(ValueError, match=what):
+    with pytest.raises(ValueError, match=kind):
         make_plan(experiment_named("sota"), choice, book)
 
 
@@ -272,7 +272,9 @@ def test_run_without_validation_logits_has_no_temperature_scaled_line(copy, choi
     sota = experiment_named("sota")
     plan = make_plan(sota, dataclasses.replace(choice, losses=("ce", "ls")), book)
     assert "4 runs, 4 in the ledger (4 without temperature scaling), 0 to train" in str(plan)
-    assert [one.recipe.loss for one in make_plan(sota, choice, book).missing] == ["ce", "ce"], "its row is in the table"
+    assert [planned.recipe.loss for planned in make_plan(sota, choice, book).missing] == ["ce", "ce"], (
+        "its row is in the table"
+    )
 
 
 def test_older_lines_with_separate_prediction_files_stay_valid(copy):
@@ -342,17 +344,17 @@ def test_line_round_trips_through_json(ledger):
 def test_stored_predictions_reproduce_the_metrics_of_both_lines(classes, factor):
     """Regression: saturated confidences are 1 in float32, so the AURC ranked only ties."""
     given, validation, ood = (made(classes, n, seed) for seed, n in ((0, 400), (2, 300), (1, 50)))
-    given, validation, ood = (Predictions(factor * one.logits, one.labels) for one in (given, validation, ood))
+    given, validation, ood = (Predictions(factor * item.logits, item.labels) for item in (given, validation, ood))
     stored = StoredPredictions.unpack(StoredPredictions.of(given, {"far": ood}, validation).pack())
-    exact = [Predictions(one.logits.double(), one.labels) for one in (given, validation)]
+    exact = [Predictions(item.logits.double(), item.labels) for item in (given, validation)]
     report = evaluate(exact[0], posthoc=["temperature"], calibration=exact[1], ood={"far": ood}, intervals=False)
     for kept, whole in ((stored, report.before), (stored.scaled(), report.after["temperature"])):
-        found = kept.metrics()
+        results = kept.metrics()
         for name, result in whole.results.items():
             # Of many classes the validation logits are float16, so the temperature differs in the fifth digit.
             near = 1e-4 if kept is not stored and classes > 10 else 1e-5
-            assert found[name][0] == pytest.approx(float(result), abs=near, rel=near), name
-        assert found["accuracy"][0] == float(accuracy(given))
+            assert results[name][0] == pytest.approx(float(result), abs=near, rel=near), name
+        assert results["accuracy"][0] == float(accuracy(given))
         for score in ("entropy", "max_probability"):
             value = float(whole.detection["far"][score].auroc)
             assert kept.detection()["far"][score][0] == pytest.approx(value, abs=5e-4)  # ten of 20,000 pairs

@@ -29,7 +29,7 @@ CLASSES = {"cifar10": 10, "cifar100": 100, "tiny_imagenet": 200, "cub200": 200, 
 @cache
 def recipes() -> dict[str, Recipe]:
     """Every recipe that some table wants with seed 1."""
-    found = {}
+    result = {}
     for name in CATALOG.entries:
         if name == "indicator":  # it has data of its own, and reads them
             continue
@@ -38,9 +38,9 @@ def recipes() -> dict[str, Recipe]:
                 plan = make_plan(experiment_named(name), Choice(seeds=(1,), protocol=protocol), Ledger("nowhere"))
             except ValueError:
                 continue
-            wanted = {one.recipe.name: one.recipe.replace(ood=()) for one in plan.runs}
-            found |= {key: recipe for key, recipe in wanted.items() if recipe.data in CLASSES}
-    return found
+            wanted = {run.recipe.name: run.recipe.replace(ood=()) for run in plan.runs}
+            result |= {key: recipe for key, recipe in wanted.items() if recipe.data in CLASSES}
+    return result
 
 
 @pytest.fixture

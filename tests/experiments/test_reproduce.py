@@ -22,7 +22,7 @@ from fedlas.experiments.base import Choice
 from fedlas.experiments.ledger import Ledger, Line
 from fedlas.experiments.ledger_lookup import find_lines, find_runs
 from fedlas.experiments.planning import CATALOG, experiment_named, make_plan
-from fedlas.experiments.reproduce import _Clock, reproduce, save_results
+from fedlas.experiments.reproduce import reproduce, save_results
 from fedlas.experiments.stored_predictions import StoredPredictions, load_stored_predictions
 from fedlas.io import write_predictions
 from fedlas.losses import CATALOG as LOSSES
@@ -45,8 +45,8 @@ def empty_tables():
 
 
 def cell(table, row, column, group=None):
-    place = next(n for n, c in enumerate(table.columns) if c.name == column and (group is None or c.group == group))
-    return next(r for r in table.rows if r.name == row).cells[place]
+    position = next(n for n, c in enumerate(table.columns) if c.name == column and (group is None or c.group == group))
+    return next(r for r in table.rows if r.name == row).cells[position]
 
 
 def test_catalogue_lists_all_experiments():
@@ -65,7 +65,8 @@ def test_the_main_table_has_all_losses_and_temperature_scaling():
 
 def test_precision_table_recipes_differ_only_in_precision_and_speed():
     fast, slow = (
-        one.recipe for one in experiment_named("precision").plan(Choice(protocol="fast", seeds=(1,)), Ledger("nowhere"))
+        planned.recipe
+        for planned in experiment_named("precision").plan(Choice(protocol="fast", seeds=(1,)), Ledger("nowhere"))
     )
     assert (fast.precision, fast.capture, slow.precision, slow.capture) == ("bf16", True, "tf32", False)
     same = {"precision": "bf16", "channels_last": True, "compile": True, "capture": True}
@@ -93,21 +94,21 @@ def test_mean_ranks_of_paper_numbers_equal_those_of_the_paper(empty_tables):
         table = empty_tables[name]
         for method, stated in paper.summaries_of(name).items():
             for metric in ("ECE", "AECE"):
-                found = cell(table, method, metric, "Mean rank").paper
-                assert found == pytest.approx(stated[f"mean_rank_{metric}"], abs=0.006), (name, method, metric)
+                result = cell(table, method, metric, "Mean rank").paper
+                assert result == pytest.approx(stated[f"mean_rank_{metric}"], abs=0.006), (name, method, metric)
 
 
 def test_paper_mean_accuracies_are_in_full_tables_of_every_format(empty_tables, tmp_path):
     for name, method in (("sota", "fedlas_ls"), ("finegrained", "mbls")):
         table = empty_tables[name]
-        stated = {one: held["mean_Acc"] / 100 for one, held in paper.summaries_of(name).items()}
+        stated = {item: held["mean_Acc"] / 100 for item, held in paper.summaries_of(name).items()}
         assert {row.name: cell(table, row.name, "mean accuracy %").paper for row in table.rows} == stated
         number = f"{100 * stated[method]:.2f}"
         for path in table.save(tmp_path, ("md", "tex", "html", "txt")):
             assert number in path.read_text(), path
-        (line,) = [one for one in table.csv().splitlines() if one.startswith(f"{method},") and "mean acc" in one]
+        (line,) = [item for item in table.csv().splitlines() if item.startswith(f"{method},") and "mean acc" in item]
         assert float(line.split(",")[-3]) == stated[method]
-        (note,) = [one for one in table.notes if one.startswith("Mean accuracy")]
+        (note,) = [item for item in table.notes if item.startswith("Mean accuracy")]
         assert re.search(rf"\b{len(paper.benchmarks(name))}\b", note)
 
 
@@ -115,29 +116,29 @@ def test_paper_mean_accuracies_are_means_over_data_and_networks():
     """The paper truncates its means to two digits."""
     places = paper.benchmarks("finegrained")
     for method, mean in paper.mean_accuracies("finegrained").items():
-        single = [paper.value("finegrained", method, *place, metric="accuracy") for place in places]
+        single = [paper.value("finegrained", method, *benchmark, metric="accuracy") for benchmark in places]
         assert 0 <= sum(single) / len(single) - mean + 1e-9 < 1e-4, method
 
 
 def test_mean_accuracy_uses_only_seeds_that_were_run_everywhere(tmp_path):
     places = paper.benchmarks("sota")
-    done = [(place, seed) for place in places for seed in (1, 2, 3) if (place, seed) != (places[-1], 3)]
-    values = {(place, seed): 0.7 + 0.01 * n for n, (place, seed) in enumerate(done)}
+    done = [(benchmark, seed) for benchmark in places for seed in (1, 2, 3) if (benchmark, seed) != (places[-1], 3)]
+    values = {(benchmark, seed): 0.7 + 0.01 * n for n, (benchmark, seed) in enumerate(done)}
     recipes = {
-        one: recipe_for(*one[0], "ls", protocol="paper", seed=one[1]).replace(
-            ood=experiment_named("sota").ood_data(one[0][0], Choice())
+        item: recipe_for(*item[0], "ls", protocol="paper", seed=item[1]).replace(
+            ood=experiment_named("sota").ood_data(item[0][0], Choice())
         )
-        for one in done
+        for item in done
     }
-    book = bare_ledger(tmp_path, [bare_line(recipes[one], "paper", values[one]) for one in done])
+    book = bare_ledger(tmp_path, [bare_line(recipes[item], "paper", values[item]) for item in done])
     sota = experiment_named("sota")
     choice = Choice(losses=("ce", "ls"))
     (table,) = sota.tables(book, choice)
-    found = cell(table, "ls", "mean accuracy %")
-    means = [sum(values[place, seed] for place in places) / len(places) for seed in (1, 2)]
-    assert found.values == pytest.approx(means)
-    assert (found.planned, found.intervals) == (3, ())
-    assert found.inside_noise is False
+    result = cell(table, "ls", "mean accuracy %")
+    means = [sum(values[benchmark, seed] for benchmark in places) / len(places) for seed in (1, 2)]
+    assert result.values == pytest.approx(means)
+    assert (result.planned, result.intervals) == (3, ())
+    assert result.inside_noise is False
     assert cell(table, "ce", "mean accuracy %").values == ()
     assert cell(sota.tables(book, replace(choice, seeds=(3,)))[0], "ls", "mean accuracy %").values == ()
 
@@ -152,16 +153,16 @@ def test_plan_uses_the_published_recipes():
     plan = make_plan(experiment_named("sota"), Choice(data=("cifar10",), models=("resnet50_cifar",)), Ledger("nowhere"))
     assert len(plan.runs) == len(plan.missing) == 45
     published = recipe_for("cifar10", "resnet50_cifar", "fedlas_ls", protocol="paper", seed=2)
-    assert published in [one.recipe for one in plan.runs]
-    ce = [one for one in plan.runs if one.recipe.loss == "ce"]
-    assert all(one.posthoc == (None, "temperature") for one in ce)
+    assert published in [item.recipe for item in plan.runs]
+    ce = [item for item in plan.runs if item.recipe.loss == "ce"]
+    assert all(item.posthoc == (None, "temperature") for item in ce)
     assert plan.minutes is None
 
 
 def test_experiments_share_runs_of_equal_recipes():
     nowhere, choice = Ledger("nowhere"), Choice(data=("cifar10",), protocol="fast")
     names = {
-        name: {one.recipe.name for one in make_plan(experiment_named(name), choice, nowhere).runs}
+        name: {run.recipe.name for run in make_plan(experiment_named(name), choice, nowhere).runs}
         for name in ("sota", "ood", "over_under", "gate_stability", "ablations")
     }
     assert names["ood"] <= names["sota"]
@@ -223,10 +224,10 @@ def test_time_estimate_names_a_common_gpu(choice, ledger, devices, named):
 
 def test_table_cells_have_one_value_per_seed(choice, ledger):
     table = experiment_named("sota").tables(ledger, choice)[0]
-    found = cell(table, "ls", "ECE %")
+    result = cell(table, "ls", "ECE %")
     values = [line.metrics["ece"][0] for line in ledger.lines.values() if line.method == "ls"]
-    assert sorted(found.values) == sorted(values)
-    assert len(found.intervals) == 2
+    assert sorted(result.values) == sorted(values)
+    assert len(result.intervals) == 2
     assert "small" in " ".join(table.notes)
     other = experiment_named("sota").tables(ledger, Choice(**{**vars(choice), "losses": ("ce", "focal")}))[0]
     assert cell(other, "focal", "ECE %").values == ()
@@ -234,11 +235,7 @@ def test_table_cells_have_one_value_per_seed(choice, ledger):
 
 def test_only_option_selects_runs_by_name(choice, tmp_path):
     plan = make_plan(experiment_named("sota"), choice, Ledger(tmp_path), "-ls-")
-    assert [one.recipe.loss for one in plan.missing] == ["ls", "ls"]
-
-
-def test_time_limit_is_reached_when_no_minutes_are_left():
-    assert [_Clock(minutes).over for minutes in (1e-9, 1.0, None)] == [True, False, False]
+    assert [planned.recipe.loss for planned in plan.missing] == ["ls", "ls"]
 
 
 def test_limit_minutes_that_is_not_positive_raises(choice, tmp_path):
@@ -282,8 +279,8 @@ def test_changed_recipes_are_not_compared_with_paper_numbers():
 
     def full(choice):
         book = Ledger("nowhere")
-        for one in sota.plan(choice, book):
-            book.lines[one.recipe.name] = Line(one.recipe.name, one.recipe, choice.protocol, measures, {})
+        for first in sota.plan(choice, book):
+            book.lines[first.recipe.name] = Line(first.recipe.name, first.recipe, choice.protocol, measures, {})
         (table,) = sota.tables(book, choice)
         return table
 
@@ -292,8 +289,8 @@ def test_changed_recipes_are_not_compared_with_paper_numbers():
         table = full(other)
         assert not any(column.compared for column in table.columns)
         assert all(cell.values for row in table.rows for cell in row.cells)
-        for word in ("difference", "inside", "outside"):
-            assert word not in table.text("full")
+        for name in ("difference", "inside", "outside"):
+            assert name not in table.text("full")
         assert all(line.endswith(",,") for line in table.csv().splitlines()[1:])
 
 
@@ -303,12 +300,12 @@ def test_best_paper_numbers_are_marked_over_all_rows_of_the_paper():
     (asked,) = experiment_named("sota").tables(Ledger("nowhere"), few)
     small = next(t for t in results_tables(kept, few) if t.title.startswith("CIFAR-10, resnet18"))
     (whole,) = experiment_named("sota").tables(kept, replace(few, losses=None))
-    place = next(n for n, column in enumerate(whole.columns) if column.name == "ECE %")
-    best = {whole.rows[n].name for n in whole.marks()[place].paper.best}
+    position = next(n for n, column in enumerate(whole.columns) if column.name == "ECE %")
+    best = {whole.rows[n].name for n in whole.marks()[position].paper.best}
     assert "fedlas_ls" not in best
     for table in (asked, small):
         assert [row.name for row in table.rows] == ["ce", "fedlas_ls"]
-        assert table.marks()[place].paper.best == ()
+        assert table.marks()[position].paper.best == ()
         assert "**1.29**" not in table.markdown("both")
 
 
@@ -368,10 +365,13 @@ def test_every_planned_recipe_is_valid(name):
             assert protocol == "fast"
             assert "network" in str(error)  # noqa: PT017
             continue
-        for one in plan.runs:
-            loss = LOSSES.find(one.recipe.loss)
+        for run in plan.runs:
+            loss = LOSSES.find(run.recipe.loss)
             sizes = {"num_classes": 10, "num_samples": 20, "epochs": 2}  # which the engine fills in
-            loss(**{word: size for word, size in sizes.items() if word in keywords(loss)}, **one.recipe.loss_options)
+            loss(
+                **{option: size for option, size in sizes.items() if option in keywords(loss)},
+                **run.recipe.loss_options,
+            )
 
 
 def test_save_results_writes_every_table_format(trained, choice, ledger, tmp_path):
@@ -385,6 +385,8 @@ def test_dry_run_prints_plan_and_table_without_training(trained, tmp_path):
     assert shown.exit_code == 0, shown.output
     assert re.search(r"\b45 runs\b.*\b0\b.*\b45\b", shown.output)
     assert "FeDLaS-MbLS" in shown.output
+    assert "does not exist" not in shown.stderr
+    assert "--ledger" in CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "missing")]).stderr
     own = CliRunner().invoke(
         app, ["reproduce", "indicator", "--data", "digits", "--dry-run", "--ledger", str(tmp_path)]
     )
@@ -462,18 +464,18 @@ def test_invalid_arguments_fail_in_one_line(arguments, message, tmp_path, monkey
 
 
 def test_compare_runs_pairs_models_by_seed(trained, ledger):
-    found = compare_runs(find_runs("digits/ce", ledger), find_runs("digits/small/ls", ledger), ("ece", "accuracy"))
-    assert set(found[0].by_seed) == {1, 2}
+    result = compare_runs(find_runs("digits/ce", ledger), find_runs("digits/small/ls", ledger), ("ece", "accuracy"))
+    assert set(result[0].by_seed) == {1, 2}
     line = next(line for line in ledger.lines.values() if (line.method, line.seed) == ("ce", 2))
     other = next(line for line in ledger.lines.values() if (line.method, line.seed) == ("ls", 2))
     direct = paired_bootstrap(
         ece, load_stored_predictions(line, ledger).predictions(), load_stored_predictions(other, ledger).predictions()
     )
-    assert found[0].by_seed[2] == direct
-    differences = [one.difference for one in found[0].by_seed.values()]
-    assert found[0].difference == pytest.approx(sum(differences) / 2)
-    assert found[0].standard_error == pytest.approx(abs(differences[0] - differences[1]) / 2)
-    assert len(found[0].rows()) == 3
+    assert result[0].by_seed[2] == direct
+    differences = [first.difference for first in result[0].by_seed.values()]
+    assert result[0].difference == pytest.approx(sum(differences) / 2)
+    assert result[0].standard_error == pytest.approx(abs(differences[0] - differences[1]) / 2)
+    assert len(result[0].rows()) == 3
 
 
 def test_compare_accepts_run_folders_and_files(trained, ledger):
@@ -522,9 +524,9 @@ def test_note_names_differing_recipe_fields(ledger):
     assert len(notes) == 2
     assert re.search(rf"epochs.*\b{ce.settings[1]['epochs']}\b.*\b9\b", notes[0])
     assert re.search(r"seed.*\b1\b.*\b2\b", notes[1])
-    (one,) = compare_runs(first, second, ["accuracy"], resamples=100)
-    assert one.rows()[0][1] == "1, 2"
-    assert [one.to_dict()["pairs"][0][word] for word in ("seed", "second_seed")] == [1, 2]
+    (item,) = compare_runs(first, second, ["accuracy"], resamples=100)
+    assert item.rows()[0][1] == "1, 2"
+    assert [item.to_dict()["pairs"][0][name] for name in ("seed", "second_seed")] == [1, 2]
 
 
 def test_note_reports_pairing_by_row_number():
@@ -532,8 +534,8 @@ def test_note_reports_pairing_by_row_number():
     other = Predictions(torch.randn(50, 3), torch.arange(50) % 3)
     (note,) = comparison_notes(ModelRuns("a", {None: given}), ModelRuns("b", {None: other}))
     assert re.search(r"\bids\b.*\bindex\b", note)
-    placed = [Predictions(one.logits, one.labels, index=torch.arange(50)) for one in (given, other)]
-    assert comparison_notes(*(ModelRuns(name, {None: one}) for name, one in zip("ab", placed, strict=True))) == []
+    placed = [Predictions(first.logits, first.labels, index=torch.arange(50)) for first in (given, other)]
+    assert comparison_notes(*(ModelRuns(name, {None: first}) for name, first in zip("ab", placed, strict=True))) == []
     assert comparison_notes(ModelRuns("a", {None: given}), ModelRuns("b", {None: placed[1]})) == [note]
 
 
@@ -574,14 +576,17 @@ def many_class_predictions(seed: int) -> Predictions:
 
 def test_many_class_rows_are_compared_by_top_probabilities():
     whole = [many_class_predictions(seed) for seed in (1, 2)]
-    sides = [ModelRuns(name, {1: StoredPredictions.of(one).tops()}) for name, one in zip("ab", whole, strict=True)]
-    found = {one.metric: one for one in compare_runs(*sides)}
-    assert set(found) == {"accuracy", "ece", "aurc"}
+    sides = [
+        ModelRuns(name, {1: StoredPredictions.of(compare_run).tops()})
+        for name, compare_run in zip("ab", whole, strict=True)
+    ]
+    result = {compare_run.metric: compare_run for compare_run in compare_runs(*sides)}
+    assert set(result) == {"accuracy", "ece", "aurc"}
     for name, metric in {"accuracy": accuracy, "ece": ece}.items():
         direct = paired_bootstrap(metric, *whole)
-        assert found[name].difference == pytest.approx(direct.difference, abs=1e-6)
-        assert found[name].by_seed[1].interval.low == pytest.approx(direct.interval.low, abs=1e-3)
-        assert found[name].by_seed[1].better == direct.better
+        assert result[name].difference == pytest.approx(direct.difference, abs=1e-6)
+        assert result[name].by_seed[1].interval.low == pytest.approx(direct.interval.low, abs=1e-3)
+        assert result[name].by_seed[1].better == direct.better
     with pytest.raises(ValueError, match=r"nll.*\ba\b.*accuracy, ece"):
         compare_runs(*sides, ("nll",))
 
@@ -589,32 +594,34 @@ def test_many_class_rows_are_compared_by_top_probabilities():
 def test_many_class_rows_are_compared_by_stored_nll_and_brier():
     """The ledger stores the loss and the squared error of each sample."""
     whole = [many_class_predictions(seed) for seed in (1, 2)]
-    kept = [StoredPredictions.of(one) for one in whole]
-    sides = [ModelRuns(name, {1: one.tops()}, {1: one.of_each_sample()}) for name, one in zip("ab", kept, strict=True)]
-    assert [one.metric for one in compare_runs(*sides)] == ["accuracy", "ece", "nll", "brier", "aurc"]
+    kept = [StoredPredictions.of(first) for first in whole]
+    sides = [
+        ModelRuns(name, {1: first.tops()}, {1: first.of_each_sample()}) for name, first in zip("ab", kept, strict=True)
+    ]
+    assert [first.metric for first in compare_runs(*sides)] == ["accuracy", "ece", "nll", "brier", "aurc"]
     for other in (sides[1], ModelRuns("b", {1: whole[1]})):  # also against predictions that are whole
-        for found, metric in zip(compare_runs(sides[0], other, ("nll", "brier")), (nll, brier), strict=True):
+        for result, metric in zip(compare_runs(sides[0], other, ("nll", "brier")), (nll, brier), strict=True):
             direct = paired_bootstrap(metric, *whole)
-            assert found.difference == pytest.approx(direct.difference, abs=1e-6)
-            assert found.by_seed[1].interval.low == pytest.approx(direct.interval.low, abs=1e-5)
-            assert found.by_seed[1].better == direct.better
+            assert result.difference == pytest.approx(direct.difference, abs=1e-6)
+            assert result.by_seed[1].interval.low == pytest.approx(direct.interval.low, abs=1e-5)
+            assert result.by_seed[1].better == direct.better
 
 
 def test_ledger_lookup_excludes_variants_of_the_protocol():
     """Ablations have the same loss as the row they are derived from."""
     kept = Ledger(Path(__file__).parents[2] / "results")
-    line = next(one for one in kept.lines.values() if one.method == "fedlas_ls" and one.seed == 1)
+    line = next(first for first in kept.lines.values() if first.method == "fedlas_ls" and first.seed == 1)
     other = replace(line.recipe, loss_options={**line.recipe.loss_options, "beta": 1.0})
     kept.lines["variant"] = replace(line, id="variant", recipe=other)
     assert line in find_lines("cifar10/fast/fedlas_ls", kept)
-    assert "variant" not in {one.id for one in find_lines("cifar10/fast/fedlas_ls", kept)}
+    assert "variant" not in {first.id for first in find_lines("cifar10/fast/fedlas_ls", kept)}
     assert len(find_runs("cifar10/fast/fedlas_ls", kept).runs) == 3
 
 
 def test_ls_half_uses_half_the_alpha_of_the_protocol():
     for data in ("cifar10", "cifar100"):
         choice = Choice(data=(data,), losses=("ls", "ls half"), protocol="fast", seeds=(1,))
-        whole, half = (one.recipe for one in experiment_named("ablations").plan(choice, Ledger("nowhere")))
+        whole, half = (planned.recipe for planned in experiment_named("ablations").plan(choice, Ledger("nowhere")))
         assert half.loss_options["alpha"] == whole.loss_options["alpha"] / 2
 
 
@@ -651,7 +658,7 @@ def test_predefined_recipes_include_all_planned_recipes():
     """The tables train the recipes that `fedlas list recipes` shows."""
     ready = {recipe.replace(seed=1) for protocol, recipe in list_recipes() if protocol == "fast"}
     plan = make_plan(experiment_named("sota"), Choice(protocol="fast", seeds=(1,)), Ledger("nowhere"))
-    assert {one.recipe for one in plan.runs} <= ready
+    assert {run.recipe for run in plan.runs} <= ready
 
 
 def test_line_checksums_identify_the_splits(ledger):

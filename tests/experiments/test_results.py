@@ -44,7 +44,7 @@ def test_results_tables_contain_only_finished_runs(ledger, choice, tmp_path):
 def test_experiment_with_its_own_protocol_is_on_the_page_once(tmp_path):
     """It is in no table of the paper's data, although its run would fit there."""
     done = [recipe_for("fashion_mnist", "small_cnn", "ce", protocol="small"), recipe_for("cifar10", protocol="fast")]
-    lines = [bare_line(one, name) for one, name in zip(done, ("small", "fast"), strict=True)]
+    lines = [bare_line(item, name) for item, name in zip(done, ("small", "fast"), strict=True)]
     book = bare_ledger(tmp_path, lines)
     page = reproduction_page(book)
     section = page.partition("## indicator")[2].partition("\n## ")[0]

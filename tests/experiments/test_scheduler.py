@@ -89,8 +89,8 @@ def test_runs_are_yielded_as_they_finish_and_reused(tmp_path, caplog):
     again = list(train_recipes([short("focal"), *recipes], folder=tmp_path))
     assert [run.recipe for run in again] == [*expected, short("focal")]  # what is finished is given at once
     assert [times(run) for run in again[:3]] == before
-    (word,) = caplog.messages
-    assert "3 of 4" in word
+    (message,) = caplog.messages
+    assert "3 of 4" in message
 
 
 def test_failed_run_does_not_stop_others(tmp_path, caplog):
@@ -122,7 +122,7 @@ def test_time_limit_stops_a_run_with_a_checkpoint(tmp_path, caplog):
         before = times(stopped)
     assert steps[0] < steps[1] < steps[2]
     assert len(caplog.messages) == 2
-    assert all("2 of 2" in word for word in caplog.messages)
+    assert all("2 of 2" in message for message in caplog.messages)
     assert not untouched.folder.exists()
 
 
@@ -141,8 +141,8 @@ def test_time_limit_outside_the_main_thread_stops_the_run(tmp_path, caplog):
     thread = threading.Thread(target=go)
     thread.start()
     thread.join()
-    (word,) = caplog.messages
-    assert "1 of 1" in word
+    (message,) = caplog.messages
+    assert "1 of 1" in message
 
 
 def test_sigint_stops_all_runs(tmp_path):
@@ -168,8 +168,8 @@ def test_locked_run_is_postponed(tmp_path, caplog, monkeypatch):
         runs = train_recipes([first, second], folder=tmp_path)
         assert next(runs).recipe == second
     assert [run.recipe for run in runs] == [first]
-    (word,) = caplog.messages
-    assert first.name in word
+    (message,) = caplog.messages
+    assert first.name in message
 
 
 def test_stale_lock_error_names_the_lock_file(tmp_path, monkeypatch):
@@ -219,7 +219,7 @@ def test_run_of_a_killed_worker_is_resumed_by_another(tmp_path, caplog, monkeypa
     thread.join()
     assert_complete(runs, [recipe for recipe in recipes if recipe != bad])
     assert pids[0] != os.getpid()
-    assert any(hit.name in word and "-9" in word for word in caplog.messages)
+    assert any(hit.name in message and "-9" in message for message in caplog.messages)
     assert times(Run(tmp_path / hit.name))[: len(before) - 2] == before[:-2]  # it went on, and did not start over
     assert not any(exists(pid) for pid in pids)
 
@@ -230,8 +230,8 @@ def test_time_limit_stops_all_workers(tmp_path, caplog):
     began = time.monotonic()
     assert list(train_recipes(recipes, folder=tmp_path, workers=2, limit_minutes=10 / 60)) == []
     assert time.monotonic() - began >= 10
-    (word,) = caplog.messages
-    assert "2 of 2" in word
+    (message,) = caplog.messages
+    assert "2 of 2" in message
     assert multiprocessing.active_children() == []
     assert [holder(Run(tmp_path / recipe.name)) for recipe in recipes] == [None, None]
 

@@ -43,8 +43,8 @@ def parent(pid: int) -> int:
 
 
 def children(pid: int) -> list[int]:
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in found]
+    result = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in result]
 
 
 def run_on(node: Any, runs: list[Run]) -> Run | None:
@@ -120,8 +120,8 @@ def test_runs_survive_a_dead_ray_node(cluster, tmp_path, caplog, monkeypatch):
     ((run, before),) = hit
     assert times(run)[: len(before) - 2] == before[:-2]  # it went on, and did not start over
     assert re.match(r"Ray: 2\b.*\b0 GPU.*\b1 CPU", caplog.messages[0])
-    assert sum(bad.name in word for word in caplog.messages) == 1  # an error of its own is not tried again
-    assert sum(elsewhere.name in word for word in caplog.messages) == 1
+    assert sum(bad.name in message for message in caplog.messages) == 1  # an error of its own is not tried again
+    assert sum(elsewhere.name in message for message in caplog.messages) == 1
     until(lambda: not any(exists(pid) for pid in gone))
     cluster.remove_node(node)
 

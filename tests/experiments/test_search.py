@@ -40,13 +40,13 @@ def test_recipes_that_validate_on_the_test_split_raise(tmp_path):
 
 
 def test_search_json_records_all_trials(done):
-    folder, found = done
+    folder, result = done
     record = json.loads((folder / "search.json").read_text())
     assert record["split"] == "val"
     assert record["metric"] == "nll"
-    assert [trial["options"] for trial in record["trials"]] == [trial.options for trial in found.trials]
+    assert [trial["options"] for trial in record["trials"]] == [trial.options for trial in result.trials]
     assert record["best"]["mean"] == min(trial["mean"] for trial in record["trials"])
-    for trial in found.trials:
+    for trial in result.trials:
         values = [float(nll(Run(folder / "runs" / name).predictions("best-val"))) for name in trial.runs]
         assert list(trial.values) == values
         assert trial.mean == pytest.approx(sum(values) / 2)
@@ -54,28 +54,28 @@ def test_search_json_records_all_trials(done):
 
 
 def test_repeated_search_reuses_finished_runs(done):
-    folder, found = done
+    folder, result = done
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
-    again = search(RECIPE, found.ranges, trials=4, folder=folder, seeds=(1, 2))
-    assert again.trials[:3] == found.trials
+    again = search(RECIPE, result.ranges, trials=4, folder=folder, seeds=(1, 2))
+    assert again.trials[:3] == result.trials
     after = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
     assert {path: after[path] for path in before} == before
     assert len(after) == len(before) + 4
 
 
 def test_best_options_give_the_recipe_of_the_best_run(done, tmp_path):
-    _folder, found = done
-    recipe = RECIPE.replace(loss_options={**RECIPE.loss_options, **found.best.options}, seed=1)
-    assert recipe.name == found.best.runs[0]
+    _folder, result = done
+    recipe = RECIPE.replace(loss_options={**RECIPE.loss_options, **result.best.options}, seed=1)
+    assert recipe.name == result.best.runs[0]
 
 
 def test_diverged_trial_is_never_the_best(tmp_path):
     recipe = RECIPE.replace(lr=1e30)
-    found = search(recipe, [Range.parse("alpha=0.1,0.2")], trials=1, folder=tmp_path)
-    assert found.trials[0].values == (None,)
+    result = search(recipe, [Range.parse("alpha=0.1,0.2")], trials=1, folder=tmp_path)
+    assert result.trials[0].values == (None,)
     assert json.loads((tmp_path / "search.json").read_text())["best"] is None
     with pytest.raises(ValueError, match="diverged"):
-        _ = found.best
+        _ = result.best
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_smoothing_curve_is_drawn_without_runs(tmp_path):
     assert all(re.fullmatch(experiment.file_names, path.stem) for path in files)
     data = json.loads(files[2].read_text())
     assert data["alpha"] == 0.05
-    assert [(one["beta"], one["mode"]) for one in data["curves"]] == [
+    assert [(item["beta"], item["mode"]) for item in data["curves"]] == [
         (beta, mode) for beta in BETAS for mode in ("positive", "negative")
     ]
     for up, down in zip(data["curves"][::2], data["curves"][1::2], strict=True):

@@ -34,7 +34,7 @@ def exchange(rank: int, rounds: int, way: str, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     total, stacked = ranks.total, ranks.stacked
     if way == "compiled":
-        total, stacked = (torch.compile(one, fullgraph=True, backend="aot_eager") for one in (total, stacked))
+        total, stacked = (torch.compile(item, fullgraph=True, backend="aot_eager") for item in (total, stacked))
     if way == "functional":
         ranks._plain_total = lambda x: ranks.functional.all_reduce(x, "sum", ranks._world())
         ranks._plain_stacked = lambda x, count: ranks._gather(x.reshape(1, -1), 0, ranks._world()).view(count, *x.shape)
@@ -79,9 +79,9 @@ def main() -> int:
     parser.add_argument("--way", choices=WAYS, default=WAYS[0])
     parser.add_argument("--limit", type=float, default=600.0, help="seconds")
     given = parser.parse_args()
-    found = outcome(given.rounds, given.way, given.limit)
-    print(f"{given.rounds} rounds, {given.way}: {found}")
-    return int(found != "every round right")
+    result = outcome(given.rounds, given.way, given.limit)
+    print(f"{given.rounds} rounds, {given.way}: {result}")
+    return int(result != "every round right")
 
 
 if __name__ == "__main__":

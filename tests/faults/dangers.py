@@ -111,9 +111,12 @@ class Search:
         self.tree, self.where, self.found = ast.parse(text), where, []
         self.nodes = list(ast.walk(self.tree))
         self.names = dict(SHORT)
-        self.own = {one.name for one in self.nodes if isinstance(one, ast.FunctionDef | ast.ClassDef)} | {"self", "cls"}
-        self.calls = {id(one.func): one for one in self.nodes if isinstance(one, ast.Call)}
-        self.parts = {id(one.value) for one in self.nodes if isinstance(one, ast.Attribute)}
+        self.own = {node.name for node in self.nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)} | {
+            "self",
+            "cls",
+        }
+        self.calls = {id(node.func): node for node in self.nodes if isinstance(node, ast.Call)}
+        self.parts = {id(node.value) for node in self.nodes if isinstance(node, ast.Attribute)}
 
     def report(self, node: ast.AST, words: str) -> None:
         self.found.append(f"{self.where}:{node.lineno} {words}")
@@ -141,15 +144,15 @@ class Search:
         """Check the imports of the file."""
         for node in self.nodes:
             if isinstance(node, ast.Import):
-                for one in node.names:
-                    top = one.name.partition(".")[0]
-                    self.names[one.asname or top] = one.name if one.asname else top
-                    self.module(node, one.name)
+                for item in node.names:
+                    top = item.name.partition(".")[0]
+                    self.names[item.asname or top] = item.name if item.asname else top
+                    self.module(node, item.name)
             elif isinstance(node, ast.ImportFrom):
-                for one in node.names:
-                    full = f"{node.module}.{one.name}"
-                    self.names[one.asname or one.name] = full
-                    if one.name == "*":
+                for item in node.names:
+                    full = f"{node.module}.{item.name}"
+                    self.names[item.asname or item.name] = full
+                    if item.name == "*":
                         self.report(node, f"everything from {node.module}")
                     self.module(node, full)
 
@@ -181,15 +184,15 @@ class Search:
             elif not of_ours(node.args[0]) and not self.admitted(ast.unparse(node)):
                 self.report(node, f"imports what is computed: {ast.unparse(node)}")
         if last in {"getattr", "attrgetter", "methodcaller"}:
-            words = [text_of(one) for one in node.args[:2]]
-            if any(word and risky(word) for word in words):
+            words = [text_of(argument) for argument in node.args[:2]]
+            if any(token and risky(token) for token in words):
                 self.report(node, f"{name} of {words}")
             if len(words) == 2 and words[1] is None and self.module_name(node.args[0]):
                 self.report(node, f"{name} of a module, computed")
-        for word, value in dict(GUARDED.values()).items():
+        for token, value in dict(GUARDED.values()).items():
             for given in node.keywords:
-                if given.arg == word and word != "pretrained" and not is_constant(given.value, value):
-                    self.report(node, f"{name} without {word}={value}")
+                if given.arg == token and token != "pretrained" and not is_constant(given.value, value):
+                    self.report(node, f"{name} without {token}={value}")
 
     def module_name(self, node: ast.expr) -> bool:
         """Return whether an expression is a module outside of fedlas."""
@@ -201,10 +204,10 @@ class Search:
         if self.admitted(name):
             return
         if name in GUARDED:
-            word, value = GUARDED[name]
+            text, value = GUARDED[name]
             given = self.calls[id(node)].keywords if id(node) in self.calls else []
-            if not any(one.arg == word and is_constant(one.value, value) for one in given):
-                self.report(node, f"{name} without {word}={value}")
+            if not any(item.arg == text and is_constant(item.value, value) for item in given):
+                self.report(node, f"{name} without {text}={value}")
         elif name in BUILT_IN or suspect(name):
             self.report(node, name)
         elif risky(name) and not self.known(name):
@@ -227,7 +230,7 @@ def suspect(name: str) -> bool:
 def risky(name: str) -> bool:
     """Return whether the last part of a name suggests a loading function."""
     last = name.rpartition(".")[2]
-    words = {word.lower() for word in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", last)}
+    words = {text.lower() for text in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", last)}
     return last in NAMES or not WORDS.isdisjoint(words)
 
 

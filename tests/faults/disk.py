@@ -73,8 +73,8 @@ class Session:
 
     def said(self, words: str = "words.txt") -> str:
         """Return the last line printed by a child process."""
-        found = (self.folder / words).read_text(encoding="utf-8").strip().splitlines()
-        return found[-1] if found else ""
+        result = (self.folder / words).read_text(encoding="utf-8").strip().splitlines()
+        return result[-1] if result else ""
 
     def stopped(self, run: Path, dice: random.Random) -> None:
         """Start a run and stop it at a random step after its second checkpoint."""
@@ -184,8 +184,8 @@ def flipped_bits(session: Session, dice: random.Random) -> Trial:
     file = Run(run).checkpoint
     content = bytearray(file.read_bytes())
     places = [dice.randrange(len(content)) for _ in range(dice.choice((1, 1, 8)))]
-    for place in places:
-        content[place] ^= 1 << dice.randrange(8)
+    for position in places:
+        content[position] ^= 1 << dice.randrange(8)
     replaced(file, bytes(content))
     return said_so(session, Trial(f"bits in bytes {places}"), run)
 
@@ -281,19 +281,19 @@ def campaign(
     dice = random.Random(seed)
     warm(recipe_of(0), folder)
     sessions = [unbroken(recipe_of(number), folder / f"unbroken {number}") for number in range(min(runs, len(LOSSES)))]
-    found: dict[str, list[Trial]] = {}
+    result: dict[str, list[Trial]] = {}
     for name in only or FAULTS:
         for number in range(runs):
-            place = folder / f"{name} {number}"
-            place.mkdir()
-            session = replace(sessions[number % len(sessions)], folder=place)
+            path = folder / f"{name} {number}"
+            path.mkdir()
+            session = replace(sessions[number % len(sessions)], folder=path)
             trial = FAULTS[name](session, dice)
-            found.setdefault(name, []).append(trial)
+            result.setdefault(name, []).append(trial)
             if shown:
                 message = (name, session.recipe.loss, trial.about, trial.said, *trial.wrong)
                 print(*message, sep=" | ", file=sys.stderr, flush=True)
-            shutil.rmtree(place)
-    return found
+            shutil.rmtree(path)
+    return result
 
 
 def unbroken(recipe: Recipe, folder: Path) -> Session:
@@ -320,7 +320,7 @@ def rows(found: dict[str, list[Trial]]) -> list[dict[str, Any]]:
 
 def wrongs(found: dict[str, list[Trial]], asked: int) -> list[str]:
     """Return all problems, including faults with too few trials and full disks that were not full."""
-    wrong = [f"{name}, {trial.about}: {word}" for name, held in found.items() for trial in held for word in trial.wrong]
+    wrong = [f"{name}, {trial.about}: {text}" for name, held in found.items() for trial in held for text in trial.wrong]
     for name, held in found.items():
         wrong += [f"{name} was tried {len(held)} times, and should have been {asked} times"] * (len(held) != asked)
     disks = found.get("full disk", [])
@@ -337,13 +337,13 @@ def main() -> int:
     given = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        found = campaign(given.runs, given.seed, Path(folder), given.only, shown=True)
-    print(f"seed {given.seed}, {time.monotonic() - began:.0f} s\n\n{table(rows(found))}")
+        result = campaign(given.runs, given.seed, Path(folder), given.only, shown=True)
+    print(f"seed {given.seed}, {time.monotonic() - began:.0f} s\n\n{table(rows(result))}")
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)
-        message = {name: [asdict(trial) for trial in trials] for name, trials in found.items()}
+        message = {name: [asdict(trial) for trial in trials] for name, trials in result.items()}
         given.json.write_text(json.dumps(message, indent=1) + "\n")
-    wrong = wrongs(found, given.runs)
+    wrong = wrongs(result, given.runs)
     print(*wrong, sep="\n", file=sys.stderr)
     return int(bool(wrong))
 

@@ -81,10 +81,10 @@ def binned(table: Table, pairs: list[Pair], bins: int, binning: str = "width") -
 
 
 def sorted_into(pairs: list[Pair], inner: list[Fraction], bins: int) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in range(bins)]
+    result: list[list[int]] = [[] for _ in range(bins)]
     for i, (confidence, _) in enumerate(pairs):
-        found[bisect_left(inner, confidence)].append(i)
-    return found
+        result[bisect_left(inner, confidence)].append(i)
+    return result
 
 
 def as_compared(table: Table, pairs: list[Pair], bins: int, compat: str) -> tuple[list[Pair], list[list[int]]]:
@@ -99,26 +99,26 @@ def as_compared(table: Table, pairs: list[Pair], bins: int, compat: str) -> tupl
         inner = [Fraction(edge) for edge in torch.linspace(0, 1, bins + 1).double()[1:].tolist()]
     else:
         inner = [Fraction(b * (1 / bins)) for b in range(1, bins)]
-    found: list[list[int]] = [[] for _ in range(len(inner) + 1)]
+    result: list[list[int]] = [[] for _ in range(len(inner) + 1)]
     for i, (confidence, _) in enumerate(pairs):
-        found[bisect_right(inner, confidence)].append(i)
-    return pairs, found
+        result[bisect_right(inner, confidence)].append(i)
+    return pairs, result
 
 
 def gaps(
     table: Table, bins: int, binning: str = "width", compat: str | None = None
 ) -> list[list[tuple[int, Fraction, Fraction]]]:
     """Return the count, summed gap (confidence minus correctness) and summed correctness of each non-empty bin."""
-    found = []
+    result = []
     for pairs in table.parts:
         held, filled = (
             (pairs, binned(table, pairs, bins, binning))
             if compat is None
             else (as_compared(table, pairs, bins, compat))
         )
-        found.append([(len(one), sum((held[i][0] - held[i][1] for i in one), Fraction()),
-                       sum((held[i][1] for i in one), Fraction())) for one in filled if one])  # fmt: skip
-    return found
+        result.append([(len(item), sum((held[i][0] - held[i][1] for i in item), Fraction()),
+                       sum((held[i][1] for i in item), Fraction())) for item in filled if item])  # fmt: skip
+    return result
 
 
 def mean_over(table: Table, each: list[Fraction]) -> Fraction:
@@ -127,7 +127,7 @@ def mean_over(table: Table, each: list[Fraction]) -> Fraction:
 
 
 def ece(table: Table, bins: int = 15, binning: str = "width", compat: str | None = None) -> float:
-    each = [sum((abs(gap) for _, gap, _ in one), Fraction()) for one in gaps(table, bins, binning, compat)]
+    each = [sum((abs(gap) for _, gap, _ in item), Fraction()) for item in gaps(table, bins, binning, compat)]
     return float(mean_over(table, each))
 
 
@@ -140,8 +140,8 @@ def classwise_ece(table: Table, bins: int = 15, binning: str = "width", compat: 
 
 
 def over_ece(table: Table, bins: int = 15, binning: str = "width", compat: str | None = None, sign: int = 1) -> float:
-    found = gaps(table, bins, binning, compat)
-    each = [sum((max(sign * gap, Fraction()) for _, gap, _ in one), Fraction()) for one in found]
+    result = gaps(table, bins, binning, compat)
+    each = [sum((max(sign * gap, Fraction()) for _, gap, _ in item), Fraction()) for item in result]
     return float(mean_over(table, each))
 
 
@@ -150,32 +150,32 @@ def under_ece(table: Table, bins: int = 15, binning: str = "width", compat: str 
 
 
 def signed_ece(table: Table, bins: int = 15, binning: str = "width", compat: str | None = None) -> float:
-    found = gaps(table, bins, binning, compat)
-    return float(mean_over(table, [sum((gap for _, gap, _ in one), Fraction()) for one in found]))
+    result = gaps(table, bins, binning, compat)
+    return float(mean_over(table, [sum((gap for _, gap, _ in item), Fraction()) for item in result]))
 
 
 def mce(table: Table, bins: int = 15, binning: str = "width", compat: str | None = None) -> float:
-    return float(max(abs(gap) / count for one in gaps(table, bins, binning, compat) for count, gap, _ in one))
+    return float(max(abs(gap) / count for item in gaps(table, bins, binning, compat) for count, gap, _ in item))
 
 
 def rms_error(table: Table, bins: int = 15, binning: str = "width", compat: str | None = None) -> float:
-    found = gaps(table, bins, binning, compat)
-    return math.sqrt(mean_over(table, [sum((gap**2 / count for count, gap, _ in one), Fraction()) for one in found]))
+    result = gaps(table, bins, binning, compat)
+    return math.sqrt(mean_over(table, [sum((gap**2 / count for count, gap, _ in item), Fraction()) for item in result]))
 
 
 def lp_error(table: Table, bins: int = 15, p: float = 2, binning: str = "width", compat: str | None = None) -> float:
     if p == 2:
         return rms_error(table, bins, binning, compat)
-    found = gaps(table, bins, binning, compat)
-    total = math.fsum(count * float(abs(gap) / count) ** p for one in found for count, gap, _ in one)
-    return (total / table.n / len(found)) ** (1 / p)
+    result = gaps(table, bins, binning, compat)
+    total = math.fsum(count * float(abs(gap) / count) ** p for item in result for count, gap, _ in item)
+    return (total / table.n / len(result)) ** (1 / p)
 
 
 def debiased_l2(table: Table, bins: int = 15, binning: str = "mass", compat: str | None = None) -> float:
     each = []
-    for one in gaps(table, bins, binning, compat):
+    for item in gaps(table, bins, binning, compat):
         total = Fraction()
-        for count, gap, hits in one:
+        for count, gap, hits in item:
             if count >= 2:
                 right = hits / count
                 total += ((gap / count) ** 2 - right * (1 - right) / (count - 1)) * count
@@ -215,13 +215,13 @@ def risks(table: Table) -> list[Fraction]:
     groups: dict[Fraction, list[Fraction]] = {}
     for confidence, correct in tops:
         groups.setdefault(confidence, []).append(1 - correct)
-    found, total, seen = [], Fraction(), 0
+    result, total, seen = [], Fraction(), 0
     for confidence in sorted(groups, reverse=True):
         wrong = groups[confidence]
         for _ in wrong:
             total, seen = total + sum(wrong) / len(wrong), seen + 1
-            found.append(total / seen)
-    return found
+            result.append(total / seen)
+    return result
 
 
 def risk_coverage(table: Table) -> list[float]:
@@ -249,17 +249,17 @@ def risk_at_coverage(table: Table, coverage: float = 0.8) -> float:
 
 def coverage_at_risk(table: Table, risk: float = 0.05) -> float:
     allowed = Fraction(str(risk)) + Fraction(1, 10**12)
-    return max((k / table.n for k, found in enumerate(risks(table), 1) if found <= allowed), default=0.0)
+    return max((k / table.n for k, result in enumerate(risks(table), 1) if result <= allowed), default=0.0)
 
 
 def walk(table: Table) -> list[Fraction]:
     tops = sorted(table.tops)
-    found, total = [Fraction()], Fraction()
+    result, total = [Fraction()], Fraction()
     for i, (confidence, correct) in enumerate(tops):
         total += correct - confidence
         if i + 1 == len(tops) or tops[i + 1][0] != confidence:
-            found.append(total / table.n)
-    return found
+            result.append(total / table.n)
+    return result
 
 
 def ks_test(table: Table) -> float:
@@ -280,14 +280,14 @@ def spiegelhalter_test(table: Table) -> float:
 
 
 def histogram(table: Table, bins: int = 15, binning: str = "width", compat: str | None = None) -> list[float]:
-    found = []
+    result = []
     for pairs in table.parts:
         if compat is None:
             filled = binned(table, pairs, bins, binning)
         else:
             _, filled = as_compared(table, pairs, bins, compat)
-        found += [float(len(one)) for one in filled]
-    return found
+        result += [float(len(item)) for item in filled]
+    return result
 
 
 @cache

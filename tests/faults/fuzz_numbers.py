@@ -115,7 +115,7 @@ def one_target(name: str, executions: int, seconds: float, number: int, result: 
     torch.set_num_threads(1)
     gc.freeze()  # exclude half a million objects created by imports,
     gc.set_threshold(50_000, 20, 100)  # and collect new objects rarely
-    target = next(one for one in more_cases.targets() if one.name == name)
+    target = next(item for item in more_cases.targets() if item.name == name)
     start = time.monotonic()
     counts = Counts(target, executions, seconds)
     by_hypothesis(counts, max(1, executions // 50), number)
@@ -147,7 +147,7 @@ def names_of(kinds: list[str] | None) -> list[str]:
     sys.path.insert(0, str(HERE))
     import more_cases
 
-    return [one.name for one in more_cases.targets() if not kinds or one.kind in kinds or one.name in kinds]
+    return [target.name for target in more_cases.targets() if not kinds or target.kind in kinds or target.name in kinds]
 
 
 def in_a_process(name: str, given: argparse.Namespace) -> dict[str, Any]:
@@ -207,14 +207,14 @@ def table(records: list[dict[str, Any]]) -> str:
         "| target | kind | executions | right | refused clearly | taken, not compared | findings | by | seconds |",
         "|---|---|--:|--:|--:|--:|--:|---|--:|",
     ]
-    for one in records:
-        counts, engines = one["counts"], one["engines"]
+    for item in records:
+        counts, engines = item["counts"], item["engines"]
         by = ", ".join(f"{engine} {count:,}" for engine, count in engines.items())
-        shown = (sum(engines.values()), *(counts.get(word, 0) for word in ("right", "refused", "taken", "findings")))
+        shown = (sum(engines.values()), *(counts.get(name, 0) for name in ("right", "refused", "taken", "findings")))
         numbers = " | ".join(f"{number:,}" for number in shown)
-        rows.append(f"| `{one['name']}` | {one['kind']} | {numbers} | {by} | {one['seconds']:.0f} |")
-    total = sum(sum(one["engines"].values()) for one in records)
-    bad = sum(one["counts"].get("findings", 0) for one in records)
+        rows.append(f"| `{item['name']}` | {item['kind']} | {numbers} | {by} | {item['seconds']:.0f} |")
+    total = sum(sum(item["engines"].values()) for item in records)
+    bad = sum(item["counts"].get("findings", 0) for item in records)
     return "\n".join([*rows, "", f"{len(records)} targets, {total:,} executions, {bad:,} findings."])
 
 
@@ -241,11 +241,11 @@ def main() -> int:
     with ThreadPoolExecutor(given.jobs) as pool:
         # Start with slow targets, so that no process is left with one at the end.
         waited = {pool.submit(in_a_process, name, given): name for name in sorted(names, key=lambda n: n not in SLOW)}
-        found = {}
+        results = {}
         for done in as_completed(waited):
-            record = found[waited[done]] = done.result()
+            record = results[waited[done]] = done.result()
             print(record["name"], record["counts"], *record["findings"][:3], sep="\n  ", flush=True)
-    records = [found[name] for name in names]
+    records = [results[name] for name in names]
     (given.out / "numbers.md").write_text(table(records) + "\n", encoding="utf-8")
     print(table(records))
     short = any(sum(record["engines"].values()) < given.executions for record in records)

@@ -20,13 +20,13 @@ CLOSE = 1e-9  # difference below which rounding decides a comparison
 
 def on_cells(values: list[float], weights: list[float], points: int) -> dict[int, float]:
     """Distribute each weight linearly over the two nearest grid points."""
-    found: dict[int, float] = {}
+    result: dict[int, float] = {}
     for value, weight in zip(values, weights, strict=True):
-        place = min(max(value, 0.0), 1.0) * (points - 1)
-        left = min(int(place), points - 2)
-        for cell, share in ((left, 1 - (place - left)), (left + 1, place - left)):
-            found[cell] = found.get(cell, 0.0) + share * weight
-    return found
+        position = min(max(value, 0.0), 1.0) * (points - 1)
+        left = min(int(position), points - 2)
+        for cell, share in ((left, 1 - (position - left)), (left + 1, position - left)):
+            result[cell] = result.get(cell, 0.0) + share * weight
+    return result
 
 
 def laid(cells: dict[int, float], kernel: Floats, points: int) -> Floats:
@@ -85,25 +85,25 @@ def smooth_width(table: Table) -> tuple[float, float] | None:
 
 
 def smooth_ece(table: Table) -> float | None:
-    found = smooth_width(table)
-    return None if found is None else found[1]
+    result = smooth_width(table)
+    return None if result is None else result[1]
 
 
 def smooth_curve(table: Table, points: int = 201) -> list[float] | None:
     """Return mean confidence and accuracy in a window at all points with samples."""
-    found = smooth_width(table)
-    if found is None:
+    result = smooth_width(table)
+    if result is None:
         return None
-    width, (confidence, correct) = found[0], columns(table)
+    width, (confidence, correct) = result[0], columns(table)
     cells = gaussian(width)[0]
     count = on_cells(confidence, [1.0] * len(confidence), cells)
     sums = [on_cells(confidence, weights, cells) for weights in (confidence, correct)]
-    place = np.linspace(0, 1, points)
+    position = np.linspace(0, 1, points)
     mass, totals = np.zeros(points), np.zeros((2, points))
     for cell in count:
         centre = cell / (cells - 1)
         images = [sign * centre + shift for sign in (1, -1) for shift in (-2, 0, 2)]
-        kernel = sum(np.exp(-(((place - image) / width) ** 2) / 2) for image in images)
+        kernel = sum(np.exp(-(((position - image) / width) ** 2) / 2) for image in images)
         mass += kernel * count[cell]
         totals += kernel * np.array([[held[cell]] for held in sums])
     if np.abs(mass - 1).min() < CLOSE:
@@ -132,8 +132,8 @@ def kde_ece(table: Table, bandwidth: float | None = None) -> float:
 def noise_floor(table: Table, bins: int = 15, binning: str = "width") -> float:
     """Add the mean deviations of binomial counts, scaled to the variance of unequal confidences."""
     total = 0.0
-    for one in exact_metrics.binned(table, table.tops, bins, binning):
-        held = [float(table.tops[i][0]) for i in one]
+    for item in exact_metrics.binned(table, table.tops, bins, binning):
+        held = [float(table.tops[i][0]) for i in item]
         if held:
             n, rate = len(held), math.fsum(held) / len(held)
             variance = math.fsum(c * (1 - c) for c in held)

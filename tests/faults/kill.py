@@ -94,14 +94,14 @@ def one(number: int, what: int, folder: Path, dice: random.Random) -> Kill:
     lasted, steps, written = time.monotonic() - began, SHOWN.steps, SHOWN.written
     assert steps == STEPS, steps
     broken, own, shared = folder / "broken", folder / "ledger", folder.parent / "ledger"
-    found = None
-    while found is None:
+    result = None
+    while result is None:
         shutil.rmtree(broken, ignore_errors=True)
         shutil.rmtree(own, ignore_errors=True)
         SHOWN.clear()
         aim = (dice.randint(1, written), dice.uniform(0, 0.005)) if number % AIMED == 0 else None
-        found = hit(fork(partial(job, broken, own), words), what, dice.uniform(0, lasted), aim)
-    kill = Kill(number, *found, steps=0)
+        result = hit(fork(partial(job, broken, own), words), what, dice.uniform(0, lasted), aim)
+    kill = Kill(number, *result, steps=0)
     if kill.phase == TOO_EARLY:
         kill.wrong.append(words.read_text())
     SHOWN.begin_again()
@@ -127,36 +127,36 @@ def campaign(runs: int, seed: int, what: int, folder: Path, shown: bool = False)
     warm(recipe_of(0), folder)
     kills = []
     for number in range(runs):
-        place = folder / f"run {number}"
-        place.mkdir()
-        kills.append(one(number, what, place, dice))
+        run_folder = folder / f"run {number}"
+        run_folder.mkdir()
+        kills.append(one(number, what, run_folder, dice))
         if shown:
             print(number, kills[-1].phase, kills[-1].steps, *kills[-1].wrong, file=sys.stderr, flush=True)
         if not kills[-1].wrong:
-            shutil.rmtree(place)
+            shutil.rmtree(run_folder)
     return kills
 
 
 def rows(kills: list[Kill]) -> list[dict[str, Any]]:
     """Count kills by phase."""
-    found = []
+    result = []
     named = Counter(kill.phase for kill in kills)
     for name in [*(phase for phase in PHASES if phase in named), *(named.keys() - set(PHASES)), "all"]:
         held = [kill for kill in kills if name in (kill.phase, "all")]
         extra = [kill.steps / STEPS for kill in held]
-        found.append({
+        result.append({
             "killed in": name,
             "runs": len(held),
             "finished, equal, once in the ledger": sum(not kill.wrong for kill in held),
             "steps, mean": f"{sum(extra) / len(held):.2f}",
             "steps, most": f"{max(extra):.2f}",
         })  # fmt: skip
-    return found
+    return result
 
 
 def wrongs(kills: list[Kill], asked: int) -> list[str]:
     """Return all problems, including too few kills in total or during checkpoint writes."""
-    wrong = [f"run {kill.run}: {word}" for kill in kills for word in kill.wrong]
+    wrong = [f"run {kill.run}: {name}" for kill in kills for name in kill.wrong]
     wrong += [f"{len(kills)} runs were killed, and {asked} should have been"] * (len(kills) != asked)
     writing = sum(kill.phase == "checkpoint writing" for kill in kills)
     return wrong + [f"only {writing} of {len(kills)} kills came during checkpoint writing"] * (writing < asked // 10)

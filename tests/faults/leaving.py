@@ -66,9 +66,9 @@ def main() -> int:
     if given.store is not None:
         part(given.rank, given.store, given.way, given.delay)
         return 0  # regular interpreter shutdown
-    found = sum(aborted(given.way, DELAYS[number % len(DELAYS)]) for number in range(given.pairs))
-    print(f"{given.pairs} pairs, {given.way}: {found} aborted")
-    return int(found > 0)
+    result = sum(aborted(given.way, DELAYS[number % len(DELAYS)]) for number in range(given.pairs))
+    print(f"{given.pairs} pairs, {given.way}: {result} aborted")
+    return int(result > 0)
 
 
 if __name__ == "__main__":

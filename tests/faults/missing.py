@@ -42,7 +42,7 @@ class Without:
 
     def __init__(self, finder: Any, names: Sequence[str]) -> None:
         self.finder, self.names = finder, set(names)
-        self.packages = {normal(one) for name in names for one in DISTRIBUTIONS.get(name, ())}
+        self.packages = {normal(item) for name in names for item in DISTRIBUTIONS.get(name, ())}
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname.partition(".")[0] in self.names:
@@ -51,15 +51,15 @@ class Without:
 
     def find_distributions(self, *words: Any) -> Iterator[Any]:
         """Return distributions for `importlib.metadata`, except hidden ones."""
-        found = getattr(self.finder, "find_distributions", lambda *_: ())(*words)
-        return (one for one in found if normal(one.metadata["Name"]) not in self.packages)
+        result = getattr(self.finder, "find_distributions", lambda *_: ())(*words)
+        return (item for item in result if normal(item.metadata["Name"]) not in self.packages)
 
 
 def extras() -> dict[str, set[str]]:
     """Return the packages of every user-facing extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return {
-        extra: {normal(one) for one in asked}
+        extra: {normal(item) for item in asked}
         for extra, asked in project["optional-dependencies"].items()
         if extra not in ("all", "dev", "fuzz")
     }
@@ -67,21 +67,21 @@ def extras() -> dict[str, set[str]]:
 
 def normal(requirement: str) -> str:
     """Return the normalised package name of a requirement."""
-    found = NAME.match(requirement)
-    assert found is not None, requirement
-    return re.sub(r"[-_.]+", "-", found[0]).lower()
+    result = NAME.match(requirement)
+    assert result is not None, requirement
+    return re.sub(r"[-_.]+", "-", result[0]).lower()
 
 
 def modules(package: str) -> list[str]:
     """Return the import names of a package."""
     names = {package, *OTHER_NAMES.get(package, ())}
-    return [name for name, held in DISTRIBUTIONS.items() if names & {normal(one) for one in held}]
+    return [name for name, held in DISTRIBUTIONS.items() if names & {normal(item) for item in held}]
 
 
 def brings(extra: str, package: str) -> bool:
     """Return whether an extra installs a package, directly or as a dependency."""
     own = extras().get(extra, set())
-    return package in own or any(package in {normal(word) for word in requires(one) or ()} for one in own)
+    return package in own or any(package in {normal(name) for name in requires(item) or ()} for item in own)
 
 
 def some() -> Predictions:
@@ -181,7 +181,7 @@ def losses_and_metrics(folder: Path) -> None:
 def sizes(loss: str) -> dict[str, int]:
     """Return the arguments of a loss that depend on the data."""
     known = {"num_classes": 10, "feature_dim": 5, "num_samples": 12, "train_samples": 12, "epochs": 5}
-    asked = {one for record in fedlas.list_losses() if record.name == loss for one in record.keywords}
+    asked = {keyword for record in fedlas.list_losses() if record.name == loss for keyword in record.keywords}
     return {name: value for name, value in known.items() if name in asked}
 
 
@@ -192,7 +192,7 @@ def tried(deed: Callable[[Path], Any], without: Sequence[str]) -> str:
     if not child:
         code = 1
         try:
-            for name in [one for one in sys.modules if one.partition(".")[0] in without]:
+            for name in [module for module in sys.modules if module.partition(".")[0] in without]:
                 del sys.modules[name]
             sys.meta_path[:] = [Without(finder, without) for finder in sys.meta_path]
             os.write(into, _attempt(deed).encode()[-4000:])
@@ -201,8 +201,8 @@ def tried(deed: Callable[[Path], Any], without: Sequence[str]) -> str:
             os._exit(code)
     os.close(into)
     with os.fdopen(out, "rb") as file:
-        said = file.read().decode()
-    return said if os.waitpid(child, 0)[1] == 0 else "it died"
+        text = file.read().decode()
+    return text if os.waitpid(child, 0)[1] == 0 else "it died"
 
 
 def _attempt(deed: Callable[[Path], Any]) -> str:
@@ -228,25 +228,25 @@ def named(said: str, package: str) -> bool:
 
 def without_packages(packages: Sequence[str] | None = None) -> list[dict[str, str]]:
     """Hide each package and return problems; with all hidden, losses and metrics must work."""
-    found = []
-    for package in packages or sorted({one for held in extras().values() for one in held}):
+    result = []
+    for package in packages or sorted({item for held in extras().values() for item in held}):
         without = modules(package)
-        said = tried(DEEDS[package], without)
-        wrong = [] if named(said, package) else [f"what needs it says: {said or 'nothing'}"]
-        found.append({"without": package, "says": said.removeprefix("ImportError: "), "wrong": "\n".join(wrong)})
-        print(found[-1], file=sys.stderr, flush=True)
+        text = tried(DEEDS[package], without)
+        wrong = [] if named(text, package) else [f"what needs it says: {text or 'nothing'}"]
+        result.append({"without": package, "says": text.removeprefix("ImportError: "), "wrong": "\n".join(wrong)})
+        print(result[-1], file=sys.stderr, flush=True)
     everything = [name for held in extras().values() for package in held for name in modules(package)]
     answer = tried(losses_and_metrics, everything)
-    found.append({"without": "all of them", "says": "losses, metrics and files of text work", "wrong": answer})
-    return found
+    result.append({"without": "all of them", "says": "losses, metrics and files of text work", "wrong": answer})
+    return result
 
 
 def without_extras() -> list[dict[str, str]]:
     """Hide the packages that only one extra installs; every use must work or name a missing package."""
-    found = []
+    result = []
     held = extras()
     for extra, packages in held.items():
-        alone = packages - {one for other in held if other != extra for one in held[other]}
+        alone = packages - {first for other in held if other != extra for first in held[other]}
         without = [name for package in alone for name in modules(package)]
         works, wrong = 0, []
         for name, deed in {"losses and metrics": losses_and_metrics, **DEEDS}.items():
@@ -255,9 +255,9 @@ def without_extras() -> list[dict[str, str]]:
             if answer and not any(named(answer, package) for package in alone):
                 wrong.append(f"{name}: {answer}")
         says = f"{works} of {1 + len(DEEDS)} deeds work, {1 + len(DEEDS) - works - len(wrong)} name what is missing"
-        found.append({"without": f"[{extra}]", "says": says, "wrong": "\n".join(wrong)})
-        print(found[-1], file=sys.stderr, flush=True)
-    return found
+        result.append({"without": f"[{extra}]", "says": says, "wrong": "\n".join(wrong)})
+        print(result[-1], file=sys.stderr, flush=True)
+    return result
 
 
 def main() -> int:
@@ -266,14 +266,14 @@ def main() -> int:
     parser.add_argument("--package", action="append", help="only this one")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    found = without_extras() if given.extras else without_packages(given.package)
+    result = without_extras() if given.extras else without_packages(given.package)
     print("| without | what needs it says |\n|---|---|")
-    for one in found:
-        print(f"| {one['without']} | {one['says'] if not one['wrong'] else 'WRONG: ' + one['wrong']} |")
+    for item in result:
+        print(f"| {item['without']} | {item['says'] if not item['wrong'] else 'WRONG: ' + item['wrong']} |")
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
-    return int(any(one["wrong"] for one in found))
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    return int(any(item["wrong"] for item in result))
 
 
 if __name__ == "__main__":

@@ -67,25 +67,27 @@ def score_list(draw: Draw) -> Any:
     """Draw scores of some samples, or an invalid input."""
     palette = draw.pick((EXTREMES, LOGITS, LOGITS[:4], LOGITS + HUGE[:-1], LOGITS + HUGE))
     n = draw.pick((3, 1, 2, 4, 6))
-    found = torch.tensor([draw.pick(palette) for _ in range(n)], dtype=torch.float64)
-    found = laid_out(draw, found.to(draw.pick((*FLOATS, torch.int64)) if bool(found.isfinite().all()) else FLOATS[0]))
+    result = torch.tensor([draw.pick(palette) for _ in range(n)], dtype=torch.float64)
+    result = laid_out(
+        draw, result.to(draw.pick((*FLOATS, torch.int64)) if bool(result.isfinite().all()) else FLOATS[0])
+    )
     fault = draw.byte()
     faults: dict[int, Callable[[], Any]] = {
-        255: lambda: found[:0], 254: lambda: found[:, None], 253: lambda: found[0], 252: lambda: found.to("meta"),
-        251: found.to_sparse, 250: lambda: found.to(torch.complex64), 249: lambda: None, 248: lambda: "abc",
-        247: found.bool, 246: lambda: [[0.5], [0.1, 2.0]], 245: lambda: found[None],
+        255: lambda: result[:0], 254: lambda: result[:, None], 253: lambda: result[0], 252: lambda: result.to("meta"),
+        251: result.to_sparse, 250: lambda: result.to(torch.complex64), 249: lambda: None, 248: lambda: "abc",
+        247: result.bool, 246: lambda: [[0.5], [0.1, 2.0]], 245: lambda: result[None],
     }  # fmt: skip
     if fault in faults:
         return faults[fault]()
-    return as_container(draw, found)
+    return as_container(draw, result)
 
 
 def seen_scores(given: Any) -> list[Any] | None:
     """Convert scores to exact numbers, keeping infinities; return None if they are invalid."""
-    found = as_seen(given)
-    if found is None or found.ndim != 1 or not len(found) or found.is_complex() or bool(found.isnan().any()):
+    result = as_seen(given)
+    if result is None or result.ndim != 1 or not len(result) or result.is_complex() or bool(result.isnan().any()):
         return None
-    return [value if math.isinf(value) else Fraction(value) for value in found.double().tolist()]
+    return [value if math.isinf(value) else Fraction(value) for value in result.double().tolist()]
 
 
 def falling(id_scores: list[Any], ood_scores: list[Any], positive: str) -> list[tuple[Any, int, int]]:
@@ -101,20 +103,20 @@ def auroc(id_scores: list[Any], ood_scores: list[Any]) -> float:
 
 
 def aupr(id_scores: list[Any], ood_scores: list[Any], positive: str = "ood") -> float:
-    total, found, seen = Fraction(), 0, 0
+    total, result, seen = Fraction(), 0, 0
     for _, hits, misses in falling(id_scores, ood_scores, positive):
-        found, seen = found + hits, seen + hits + misses
-        total += Fraction(hits * found, seen)
-    return float(total / found)
+        result, seen = result + hits, seen + hits + misses
+        total += Fraction(hits * result, seen)
+    return float(total / result)
 
 
 def fpr_at_tpr(id_scores: list[Any], ood_scores: list[Any], tpr: float = 0.95, positive: str = "ood") -> float:
     rows = falling(id_scores, ood_scores, positive)
     hits, misses = sum(row[1] for row in rows), sum(row[2] for row in rows)
-    found = wrong = 0
+    result = wrong = 0
     for _, hit, miss in rows:
-        found, wrong = found + hit, wrong + miss
-        if found / hits >= tpr:
+        result, wrong = result + hit, wrong + miss
+        if result / hits >= tpr:
             break
     return float(Fraction(wrong, misses))
 
@@ -132,16 +134,16 @@ def check_detection(name: str, draw: Draw) -> str:
         options["tpr"] = draw.pick((0.5, 1.0, 0.8, 0.01, 1 / 3, 0.0, 1.5, math.nan))
         legal = legal and 0 < options["tpr"] <= 1
     given = score_list(draw), score_list(draw)
-    seen = [seen_scores(one) for one in given]
+    seen = [seen_scores(item) for item in given]
     text = Shown(*given, options)
-    found = check_result(name, lambda: getattr(ood, name)(*given, **options), legal and None not in seen, text)
-    if found is None:
+    result = check_result(name, lambda: getattr(ood, name)(*given, **options), legal and None not in seen, text)
+    if result is None:
         return "refused"
-    sound_interval(name, found.interval, text)
-    if not found.interval.low - 1e-12 <= found <= found.interval.high + 1e-12:
-        raise FindingError(f"{name}: {float(found)!r} is outside its interval {found.interval}: {text}")
+    sound_interval(name, result.interval, text)
+    if not result.interval.low - 1e-12 <= result <= result.interval.high + 1e-12:
+        raise FindingError(f"{name}: {float(result)!r} is outside its interval {result.interval}: {text}")
     twin: Callable[..., float] = {"auroc": auroc, "aupr": aupr, "fpr_at_tpr": fpr_at_tpr}[name]
-    return compared(name, found, twin(*seen, **{k: v for k, v in options.items() if k != "level"}), 1e-12, text)
+    return compared(name, result, twin(*seen, **{k: v for k, v in options.items() if k != "level"}), 1e-12, text)
 
 
 # Scores of logits and features
@@ -206,8 +208,8 @@ def any_table(draw: Draw, width: int | None = None) -> Any:
     """Draw a table of numbers of any magnitude, or an invalid input."""
     n, width, dtype = draw.pick((3, 1, 2, 4)), width or draw.pick((3, 2, 4, 5, 1)), draw.pick(FLOATS)
     palette = draw.pick((LOGITS, LOGITS[:7], EXTREMES, LOGITS + HUGE[:6], LOGITS + HUGE))
-    found = tensor_of([[draw.pick(palette) for _ in range(width)] for _ in range(n)], n, width, dtype)
-    return changed(draw, laid_out(draw, found))
+    result = tensor_of([[draw.pick(palette) for _ in range(width)] for _ in range(n)], n, width, dtype)
+    return changed(draw, laid_out(draw, result))
 
 
 def changed(draw: Draw, found: Tensor) -> Any:
@@ -225,35 +227,35 @@ def changed(draw: Draw, found: Tensor) -> Any:
 
 def seen_rows(given: Any, of_logits: bool) -> list[list[float]] | None:
     """Convert rows to floats; a single column of logits is the second class of a binary head."""
-    found = as_seen(given)
-    if found is None or found.dtype not in FLOATS or not found.numel() or not bool(found.isfinite().all()):
+    result = as_seen(given)
+    if result is None or result.dtype not in FLOATS or not result.numel() or not bool(result.isfinite().all()):
         return None
-    if of_logits and (found.ndim == 1 or tuple(found.shape[1:]) == (1,)):
-        return [[0.0, value] for value in found.double().reshape(-1).tolist()]
-    return found.double().tolist() if found.ndim == 2 else None
+    if of_logits and (result.ndim == 1 or tuple(result.shape[1:]) == (1,)):
+        return [[0.0, value] for value in result.double().reshape(-1).tolist()]
+    return result.double().tolist() if result.ndim == 2 else None
 
 
 def check_score(name: str, draw: Draw) -> str:
     options = {}
     if draw.byte() % 2:
-        options = {word: draw.pick(values) for word, values in SCORE_OPTIONS.get(name, NOTHING).items()}
+        options = {option: draw.pick(values) for option, values in SCORE_OPTIONS.get(name, NOTHING).items()}
     given = any_table(draw)
     rows = seen_rows(given, name != "feature_norm")
-    legal = rows is not None and all(LEGAL[word](value) for word, value in options.items())
+    legal = rows is not None and all(LEGAL[option](value) for option, value in options.items())
     text = Shown(given, options)
-    found = check_result(name, lambda: getattr(ood, name)(given, **options), legal, text)
-    if found is None or rows is None:
+    result = check_result(name, lambda: getattr(ood, name)(given, **options), legal, text)
+    if result is None or rows is None:
         return "refused"
     twin: Callable[..., Any] = globals()[name]
-    return near(name, found.tolist(), [twin(row, **options) for row in rows], text)
+    return near(name, result.tolist(), [twin(row, **options) for row in rows], text)
 
 
 def near(name: str, got: list[float], wanted: list[Any], text: Shown, finest: float = 1e-300) -> str:
     """Compare with a tight tolerance, except for subnormal numbers."""
-    for one, other in zip(got, wanted, strict=True):
-        beyond = abs(other) > DIGITS.mpf("1.79e308") and math.isinf(one)
-        if not beyond and not abs(DIGITS.mpf(one) - other) <= 1e-10 * abs(other) + finest:
-            raise FindingError(f"{name}: {one!r} instead of {float(other)!r}: {text}")
+    for first, other in zip(got, wanted, strict=True):
+        beyond = abs(other) > DIGITS.mpf("1.79e308") and math.isinf(first)
+        if not beyond and not abs(DIGITS.mpf(first) - other) <= 1e-10 * abs(other) + finest:
+            raise FindingError(f"{name}: {first!r} instead of {float(other)!r}: {text}")
     return "right"
 
 
@@ -266,11 +268,11 @@ def knn(rows: list[list[float]], known: list[list[float]], k: int) -> list[Any]:
         return [value / length for value in values] if length else values
 
     near_by = [direction(row) for row in known]
-    found = []
+    result = []
     for row in map(direction, rows):
         squares = sorted(DIGITS.fsum((a - b) ** 2 for a, b in zip(row, other, strict=True)) for other in near_by)
-        found.append(DIGITS.sqrt(squares[k - 1]))
-    return found
+        result.append(DIGITS.sqrt(squares[k - 1]))
+    return result
 
 
 def check_knn(draw: Draw) -> str:
@@ -280,11 +282,11 @@ def check_knn(draw: Draw) -> str:
     rows, others = seen_rows(features, of_logits=False), seen_rows(known, of_logits=False)
     legal = rows is not None and others is not None and len(rows[0]) == len(others[0]) and 1 <= k <= len(others)
     text = Shown(features, known, k)
-    found = check_result("knn", lambda: ood.knn(features, known, k), legal, text)
-    if found is None or rows is None or others is None:
+    result = check_result("knn", lambda: ood.knn(features, known, k), legal, text)
+    if result is None or rows is None or others is None:
         return "refused"
     # Distances come from |a|^2 - 2ab + |b|^2, whose root magnifies the last digit near zero.
-    return near("knn", found.tolist(), knn(rows, others, k), text, 1e-7)
+    return near("knn", result.tolist(), knn(rows, others, k), text, 1e-7)
 
 
 # Intervals and comparisons
@@ -297,10 +299,10 @@ WITHOUT = ("mce", "top_k", "smooth_ece")
 
 def settings(draw: Draw) -> tuple[dict[str, Any], bool]:
     """Draw a level, a number of resamples and a seed; return whether they are valid."""
-    found: dict[str, Any] = {"resamples": 20, "seed": draw.byte()}
+    result: dict[str, Any] = {"resamples": 20, "seed": draw.byte()}
     if draw.byte() % 4 == 3:
-        found |= {"resamples": draw.pick((50, 200, 19, 0, -1)), "level": draw.pick(LEVELS)}
-    return found, legal_level(found.get("level", 0.95)) and found["resamples"] >= 20
+        result |= {"resamples": draw.pick((50, 200, 19, 0, -1)), "level": draw.pick(LEVELS)}
+    return result, legal_level(result.get("level", 0.95)) and result["resamples"] >= 20
 
 
 def check_bootstrap(draw: Draw) -> str:
@@ -312,26 +314,26 @@ def check_bootstrap(draw: Draw) -> str:
     verdict, rows = verdict_on(scores, labels)
     verdict = False if not legal or name in {*AREAS, *WITHOUT} else verdict
     text = Shown(name, scores, labels, options)
-    found = check_result(
+    result = check_result(
         f"bootstrap of {name}", lambda: metrics.bootstrap(metric, scores, labels, **options), verdict, text
     )
-    if found is None or rows is None:
-        return "refused" if found is None else "taken"
-    results = found if isinstance(found, tuple) else (found,)
-    for one in results:
-        sound_interval(name, one.interval, text, *{"nll": (0.0, math.inf), "brier": (0.0, 2.0 + 1e-2),
+    if result is None or rows is None:
+        return "refused" if result is None else "taken"
+    results = result if isinstance(result, tuple) else (result,)
+    for item in results:
+        sound_interval(name, item.interval, text, *{"nll": (0.0, math.inf), "brier": (0.0, 2.0 + 1e-2),
                                                    "signed_ece": (-1.0, 1.0)}.get(name, (0.0, 1.0)))  # fmt: skip
-        if name in MEANS and not one.interval.low - 1e-9 <= one <= one.interval.high + 1e-9:
-            raise FindingError(f"{name}: {float(one)!r} is outside its interval {one.interval}: {text}")
+        if name in MEANS and not item.interval.low - 1e-9 <= item <= item.interval.high + 1e-9:
+            raise FindingError(f"{name}: {float(item)!r} is outside its interval {item.interval}: {text}")
     if name == "accuracy":
-        wilson(float(found), len(rows[0]), found.interval, text)
+        wilson(float(result), len(rows[0]), result.interval, text)
     if draw.byte() % 8 == 7:
         again = metrics.bootstrap(metric, scores, labels, **options)
         same = again if isinstance(again, tuple) else (again,)
-        if [one.interval for one in same] != [one.interval for one in results]:
+        if [item.interval for item in same] != [item.interval for item in results]:
             raise FindingError(f"{name}: another interval from the same seed: {text}")
-    own = {word: value for word, value in options.items() if word == "bins"}
-    return compare(name, found, rows, own, text)
+    own = {term: value for term, value in options.items() if term == "bins"}
+    return compare(name, result, rows, own, text)
 
 
 def wilson(share: float, n: int, interval: Interval, text: Shown) -> None:
@@ -356,16 +358,16 @@ def check_pair(draw: Draw) -> str:
     verdict = False if not legal or name == "mce" or False in both else None if None in both else True
     text = Shown(name, first, second, labels, options)
     call = lambda: metrics.paired_bootstrap(metric, first, second, labels, **options)  # noqa: E731
-    found = check_result(f"paired bootstrap of {name}", call, verdict, text)
-    if found is None or any(rows is None for _, rows in verdicts):
-        return "refused" if found is None else "taken"
-    sound_interval(name, found.interval, text, -math.inf, math.inf)
-    low, high = found.interval.low, found.interval.high
+    result = check_result(f"paired bootstrap of {name}", call, verdict, text)
+    if result is None or any(rows is None for _, rows in verdicts):
+        return "refused" if result is None else "taken"
+    sound_interval(name, result.interval, text, -math.inf, math.inf)
+    low, high = result.interval.low, result.interval.high
     expected = None if low <= 0 <= high else "first" if (low > 0) == (name == "accuracy") else "second"
-    if found.better != expected or not 0 <= found.p_value <= 1:
-        raise FindingError(f"{name}: {found.better!r} with p = {found.p_value} and {low}..{high}: {text}")
+    if result.better != expected or not 0 <= result.p_value <= 1:
+        raise FindingError(f"{name}: {result.better!r} with p = {result.p_value} and {low}..{high}: {text}")
     outcomes = {compare(name, value, rows, {}, text)
-                for value, (_, rows) in zip((found.first, found.second), verdicts, strict=True) if rows}  # fmt: skip
+                for value, (_, rows) in zip((result.first, result.second), verdicts, strict=True) if rows}  # fmt: skip
     return "right" if outcomes == {"right"} else "taken"
 
 
@@ -376,14 +378,14 @@ def maps_of(draw: Draw) -> tuple[Any, Any]:
     """Draw a stack of maps of class probabilities, with labels."""
     n, classes, height, width = draw.pick((2, 1, 3)), draw.pick((3, 2, 4)), draw.pick((1, 2)), draw.pick((2, 1, 3))
     rows = prob_rows(draw, n * height * width, classes)
-    found = torch.tensor(rows, dtype=torch.float64).reshape(n, height, width, classes).movedim(-1, 1)
+    result = torch.tensor(rows, dtype=torch.float64).reshape(n, height, width, classes).movedim(-1, 1)
     truth = torch.tensor([draw.whole(0, classes - 1) for _ in rows]).reshape(n, height, width)
-    place = draw.byte()
-    if place % 4 == 3:
-        truth.view(-1)[place % truth.numel()] = draw.pick((-100, 255, -1))
-    if place % 4 == 2:
-        truth[place % n] = draw.pick((-100, 255))
-    scores = found.to(draw.pick(FLOATS))
+    position = draw.byte()
+    if position % 4 == 3:
+        truth.view(-1)[position % truth.numel()] = draw.pick((-100, 255, -1))
+    if position % 4 == 2:
+        truth[position % n] = draw.pick((-100, 255))
+    scores = result.to(draw.pick(FLOATS))
     faults: dict[int, Callable[[], tuple[Any, Any]]] = {
         255: lambda: (scores[:0], truth[:0]), 254: lambda: (scores, truth[:-1]), 253: lambda: (scores, truth[:, 0]),
         252: lambda: (scores.to("meta"), truth), 251: lambda: (scores.to_sparse(), truth), 250: lambda: ("abc", truth),
@@ -402,16 +404,16 @@ def check_images(draw: Draw) -> str:
     scores, labels = maps_of(draw)
     verdict, images = verdict_on_images(scores, labels, ignored)
     text = Shown(name, scores, labels, ignored)
-    found = check_result(
+    result = check_result(
         "per_image", lambda: metrics.per_image(metric, scores, labels, ignore_index=ignored), verdict, text
     )
-    if found is None or not images:
-        return "refused" if found is None else "taken"
+    if result is None or not images:
+        return "refused" if result is None else "taken"
     oracle = exact_metrics.oracle_of(name)
     assert oracle is not None
     values = [oracle(number_cases.exact_table(*rows)) for rows in images]
     coarse = name in {"brier", "nll"} and scores.dtype != torch.float64
-    return compared("per_image", found, math.fsum(values) / len(values), 2e-6 if coarse else 1e-11, text)
+    return compared("per_image", result, math.fsum(values) / len(values), 2e-6 if coarse else 1e-11, text)
 
 
 def verdict_on_images(
@@ -424,8 +426,8 @@ def verdict_on_images(
     if len(table) != len(truth):
         return False, None
     images, verdict = [], True
-    for one, own in zip(table, truth, strict=True):
-        rows = rows_of(one[None], own[None])
+    for item, own in zip(table, truth, strict=True):
+        rows = rows_of(item[None], own[None])
         if ignored is not None and bool((own == ignored).all()):
             continue
         if rows is None or rows[1].ndim == 2:
@@ -442,10 +444,10 @@ def verdict_on_images(
 
 def targets() -> list[Target]:
     """Return all fuzz targets of this module and of `number_cases`."""
-    found = number_cases.targets()
+    result = number_cases.targets()
     for name in ("auroc", "aupr", "fpr_at_tpr"):
-        found.append(Target(name, "detection", lambda draw, name=name: check_detection(name, draw)))
+        result.append(Target(name, "detection", lambda draw, name=name: check_detection(name, draw)))
     for name in ("max_probability", "entropy", "max_logit", "energy", "generalised_entropy", "feature_norm"):
-        found.append(Target(name, "score", lambda draw, name=name: check_score(name, draw)))
-    found += [Target("knn", "score", check_knn), Target("bootstrap", "interval", check_bootstrap)]
-    return [*found, Target("paired_bootstrap", "interval", check_pair), Target("per_image", "metric", check_images)]
+        result.append(Target(name, "score", lambda draw, name=name: check_score(name, draw)))
+    result += [Target("knn", "score", check_knn), Target("bootstrap", "interval", check_bootstrap)]
+    return [*result, Target("paired_bootstrap", "interval", check_pair), Target("per_image", "metric", check_images)]

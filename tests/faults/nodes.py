@@ -60,8 +60,8 @@ class Place:
             "--runs": str(self.folder / "runs"), "--ledger": str(self.folder / "results"),
         }  # fmt: skip
         settings = {"epochs": self.epochs, "batch_size": 100, "data_options.train_samples": 400}
-        given = [word for pair in words.items() for word in pair]
-        given += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+        given = [text for pair in words.items() for text in pair]
+        given += [text for name, value in settings.items() for text in ("--set", f"{name}={value}")]
         with (self.folder / "driver.txt").open("ab") as file:
             return subprocess.Popen(
                 [sys.executable, "-m", "fedlas", "reproduce", "sota", *given], stdout=file, stderr=file
@@ -75,12 +75,12 @@ class Place:
             self.driver = self._started()
             self.starts += 1
             return
-        place = int(what.removeprefix("node ")) - 1
-        gone = children(raylet(self.nodes[place]))
-        kill_raylet(self.nodes[place])
+        number = int(what.removeprefix("node ")) - 1
+        gone = children(raylet(self.nodes[number]))
+        kill_raylet(self.nodes[number])
         until(lambda: not any(exists(pid) for pid in gone))
-        self.cluster.remove_node(self.nodes[place])
-        self.nodes[place] = self.cluster.add_node(num_cpus=1)
+        self.cluster.remove_node(self.nodes[number])
+        self.nodes[number] = self.cluster.add_node(num_cpus=1)
 
     def busy(self) -> str | None:
         """Return a node that is training a run."""
@@ -122,22 +122,22 @@ def cluster_campaign(kills: int, seed: int, epochs: int, folder: Path) -> dict[s
     """Produce a table while nodes and the driver are killed."""
     dice, began, killed = random.Random(seed), time.monotonic(), []
     with ray_cluster() as cluster:
-        place = Place(cluster, folder, epochs)
+        nodes = Place(cluster, folder, epochs)
         try:
-            while place.done() is None and time.monotonic() - began < LIMIT:
-                if len(killed) < kills and place.busy() is not None:
+            while nodes.done() is None and time.monotonic() - began < LIMIT:
+                if len(killed) < kills and nodes.busy() is not None:
                     time.sleep(dice.uniform(0, 3))
-                    what = dice.choice(["node 1", "node 2", DRIVER])
-                    if place.done() is None:
-                        place.kill(what)
-                        killed.append({"what": what, "after": round(time.monotonic() - began, 1)})
+                    kind = dice.choice(["node 1", "node 2", DRIVER])
+                    if nodes.done() is None:
+                        nodes.kill(kind)
+                        killed.append({"what": kind, "after": round(time.monotonic() - began, 1)})
                         print(killed[-1], file=sys.stderr, flush=True)
                 time.sleep(0.05)
-            code = place.done()
+            code = nodes.done()
         finally:
-            place.driver.kill()
-            place.driver.wait()
-    return {"kills": killed, "seconds": round(time.monotonic() - began), "starts": place.starts} | evaluate_run(
+            nodes.driver.kill()
+            nodes.driver.wait()
+    return {"kills": killed, "seconds": round(time.monotonic() - began), "starts": nodes.starts} | evaluate_run(
         folder, code
     )
 
@@ -203,10 +203,10 @@ def worker_dies(number: int, epochs: int, dice: random.Random, folder: Path) -> 
     finally:
         process.terminate()
     seconds = time.monotonic() - began
-    said = (folder / "torchrun.txt").read_text()
+    text = (folder / "torchrun.txt").read_text()
     wrong += [] if code else ["torchrun ended as if nothing had happened"]
     wrong += (
-        [] if re.search(r"exitcode\s*:\s*-9|Signal 9 \(SIGKILL\)", said) else [f"nobody names the dead: {said[-500:]}"]
+        [] if re.search(r"exitcode\s*:\s*-9|Signal 9 \(SIGKILL\)", text) else [f"nobody names the dead: {text[-500:]}"]
     )
     wrong += [f"worker {pid} is left" for pid in workers if exists(pid)]
     wrong += [] if not run.finished else ["it was finished already"]
@@ -233,12 +233,12 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
         })  # fmt: skip
     if found.get("torchrun"):
         held = found["torchrun"]
-        longest = max(one["seconds until all had ended"] for one in held)
+        longest = max(item["seconds until all had ended"] for item in held)
         made.append({
             "campaign": "torchrun, two processes",
             "killed": f"{len(held)} times a worker; all had ended within {longest} s",
             "runs": len(held),
-            "wrong": sum(bool(one["wrong"]) for one in held),
+            "wrong": sum(bool(item["wrong"]) for item in held),
             "seconds": found["torchrun seconds"],
         })  # fmt: skip
     return made
@@ -247,9 +247,9 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
 def wrongs(found: dict[str, Any], kills: int, workers: int) -> list[str]:
     """Return all problems, including too few kills."""
     cluster, held = found.get("cluster", {"kills": [], "wrong": []}), found.get("torchrun", [])
-    wrong = [*cluster["wrong"], *(word for one in held for word in one["wrong"])]
-    for what, done, asked in (("nodes and drivers", len(cluster["kills"]), kills), ("workers", len(held), workers)):
-        wrong += [f"{done} {what} were killed, and {asked} should have been"] * (done != asked)
+    wrong = [*cluster["wrong"], *(text for item in held for text in item["wrong"])]
+    for kind, done, asked in (("nodes and drivers", len(cluster["kills"]), kills), ("workers", len(held), workers)):
+        wrong += [f"{done} {kind} were killed, and {asked} should have been"] * (done != asked)
     return wrong
 
 
@@ -262,19 +262,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         if given.kills:
-            found["cluster"] = cluster_campaign(given.kills, given.seed, given.epochs, Path(folder))
+            result["cluster"] = cluster_campaign(given.kills, given.seed, given.epochs, Path(folder))
         if given.torchrun:
             began = time.monotonic()
-            found["torchrun"] = torchrun_campaign(given.torchrun, given.seed, Path(folder), given.torchrun_epochs)
-            found["torchrun seconds"] = round(time.monotonic() - began)
-    print(f"seed {given.seed}\n\n{table(rows(found))}")
+            result["torchrun"] = torchrun_campaign(given.torchrun, given.seed, Path(folder), given.torchrun_epochs)
+            result["torchrun seconds"] = round(time.monotonic() - began)
+    print(f"seed {given.seed}\n\n{table(rows(result))}")
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
-    wrong = wrongs(found, given.kills, given.torchrun)
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    wrong = wrongs(result, given.kills, given.torchrun)
     print(*wrong, sep="\n", file=sys.stderr)
     return int(bool(wrong))
 

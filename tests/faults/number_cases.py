@@ -164,15 +164,15 @@ def as_container(draw: Draw, table: Tensor) -> Any:
         return table
     if way == "lists":
         return table.tolist()
-    found = table.numpy()
+    result = table.numpy()
     if way == "backwards":
-        return found[::-1].copy()[::-1] if found.ndim else found
+        return result[::-1].copy()[::-1] if result.ndim else result
     if way == "big-endian":
-        return found.astype(found.dtype.newbyteorder(">"))
+        return result.astype(result.dtype.newbyteorder(">"))
     if way == "read-only":
-        found = found.copy()
-        found.flags.writeable = False
-    return found
+        result = result.copy()
+        result.flags.writeable = False
+    return result
 
 
 FAULTS: dict[str, Callable[[Draw, Any, Any], tuple[Any, Any]]] = {
@@ -238,8 +238,8 @@ def as_seen(values: Any) -> Tensor | None:
     if isinstance(values, Tensor):
         return None if values.is_meta or values.layout != torch.strided else values.detach()
     try:
-        found = np.asarray(values)
-        return torch.tensor(found.tolist(), dtype=_torch_type(found.dtype)).reshape(found.shape)
+        result = np.asarray(values)
+        return torch.tensor(result.tolist(), dtype=_torch_type(result.dtype)).reshape(result.shape)
     except (ValueError, TypeError, KeyError, RuntimeError, OverflowError):
         return None
 
@@ -317,7 +317,7 @@ def _words(value: Any) -> str:
 def check_result(name: str, call: Callable[[], Any], verdict: bool | None, shown: Shown) -> Any:
     """Call a function; return its result, or None after a clear error about an invalid input."""
     try:
-        found = call()
+        result = call()
     except (ValueError, TypeError) as error:
         words = str(error)
         if len(words) < 10:
@@ -328,8 +328,8 @@ def check_result(name: str, call: Callable[[], Any], verdict: bool | None, shown
     except Exception as error:
         raise FindingError(f"{name}: {type(error).__name__} ({error}) on {shown}") from error
     if verdict is False:
-        raise FindingError(f"{name}: takes what is not legal and says {found}: {shown}")
-    return found
+        raise FindingError(f"{name}: takes what is not legal and says {result}: {shown}")
+    return result
 
 
 def metric_input(draw: Draw) -> tuple[Any, Any]:
@@ -377,7 +377,7 @@ def legal_options(options: Mapping[str, Any], rows: tuple[Tensor, Tensor]) -> bo
     """Return whether options are valid, alone and for this table."""
     shares = {"coverage": lambda x: 0 < x <= 1, "p": lambda x: 1 <= x < math.inf, "points": lambda x: x >= 2,
               "k": lambda x: x >= 1, "bins": lambda x: x >= 1}  # fmt: skip
-    if not all(good(options[word]) for word, good in shares.items() if word in options):
+    if not all(good(options[option]) for option, good in shares.items() if option in options):
         return False
     if options.get("scope") == "positive" and rows[0].shape[1] not in {1, 2}:
         return False
@@ -413,20 +413,20 @@ def check_logits(name: str, call: Callable[[Any, Any], Any], options: dict[str, 
     scores, labels = logit_input(draw)
     verdict, rows = verdict_on_logits(scores, labels)
     text = Shown("logits", scores, labels, options)
-    found = check_result(name, lambda: call(scores, labels), verdict, text)
-    if found is None or rows is None:
-        return "refused" if found is None else "taken"
+    result = check_result(name, lambda: call(scores, labels), verdict, text)
+    if result is None or rows is None:
+        return "refused" if result is None else "taken"
     if name.lower() == "nll":
         own = [plain.log_softmax(row) for row in scores.detach().double().tolist()]
         truth = exact_table(*rows).labels
         each = [-float(y) * p for ys, ps in zip(truth, own, strict=True) for y, p in zip(ys, ps, strict=True) if y]
         total = sum(map(Fraction, each)) if math.inf not in each else math.inf
         wanted = float(total / len(own))
-        beyond = total > sys.float_info.max and float(found) == math.inf  # the sum of the losses overflows the dtype
-        if not beyond and not math.isclose(float(found), wanted, rel_tol=1e-5, abs_tol=1e-5):
-            raise FindingError(f"{name}: {float(found)!r} instead of {wanted!r}: {text}")
+        beyond = total > sys.float_info.max and float(result) == math.inf  # the sum of the losses overflows the dtype
+        if not beyond and not math.isclose(float(result), wanted, rel_tol=1e-5, abs_tol=1e-5):
+            raise FindingError(f"{name}: {float(result)!r} instead of {wanted!r}: {text}")
         return "right"
-    return compare(name, found, rows, options, text)
+    return compare(name, result, rows, options, text)
 
 
 def check_metric(name: str, metric: Callable[..., Any], draw: Draw) -> str:
@@ -437,10 +437,10 @@ def check_metric(name: str, metric: Callable[..., Any], draw: Draw) -> str:
     scores, labels = metric_input(draw)
     verdict, rows = verdict_on(scores, labels, options)
     text = Shown(scores, labels, options)
-    found = check_result(name, lambda: metric(scores, labels, **options), verdict, text)
-    if found is None or rows is None:
-        return "refused" if found is None else "taken"
-    return compare(name, found, rows, options, text)
+    result = check_result(name, lambda: metric(scores, labels, **options), verdict, text)
+    if result is None or rows is None:
+        return "refused" if result is None else "taken"
+    return compare(name, result, rows, options, text)
 
 
 def check_stream(name: str, metric: AbstractMetric, draw: Draw) -> str:
@@ -463,10 +463,10 @@ def check_stream(name: str, metric: AbstractMetric, draw: Draw) -> str:
         return (first.merge(second) if merged and len(parts) > 1 else first).compute()
 
     text = Shown(scores, labels, options, len(parts))
-    found = check_result(name, call, verdict, text)
-    if found is None or rows is None:
-        return "refused" if found is None else "taken"
-    return compare(name, found, rows, options, text)
+    result = check_result(name, call, verdict, text)
+    if result is None or rows is None:
+        return "refused" if result is None else "taken"
+    return compare(name, result, rows, options, text)
 
 
 @cache
@@ -497,20 +497,20 @@ def more_options(name: str, draw: Draw) -> dict[str, Any]:
     """Draw options of a metric besides bins and k; half of the time none."""
     if draw.byte() % 2 == 0:
         return {}
-    found = {word: draw.pick(values) for word, values in OWN.get(name, {}).items()}
+    result = {option: draw.pick(values) for option, values in OWN.get(name, {}).items()}
     way = draw.pick(("ignored", "positive", "class-wise", "binning", "preset"))
     if way == "ignored":
-        found["ignore_index"] = draw.pick((0, 1, -100, 5))
+        result["ignore_index"] = draw.pick((0, 1, -100, 5))
     elif way == "positive" and name not in ROWS:
-        found["scope"] = "positive"
+        result["scope"] = "positive"
     elif way == "class-wise" and name in BINNED:
-        found["scope"] = "class-wise"
+        result["scope"] = "class-wise"
     if name in EITHER_WAY | {"classwise_ece"} and way in {"binning", "class-wise"}:
-        found["binning"] = draw.pick(("mass", "width"))
+        result["binning"] = draw.pick(("mass", "width"))
     if way == "preset" and name in BINNED:
-        found["compat"] = draw.pick(PRESETS)
-        found |= {"binning": "width"} if name == "debiased_l2" else {}
-    return found
+        result["compat"] = draw.pick(PRESETS)
+        result |= {"binning": "width"} if name == "debiased_l2" else {}
+    return result
 
 
 ROOTED = {"debiased_l2"}  # the square root magnifies rounding errors near zero
@@ -539,12 +539,12 @@ def compared(name: str, found: Any, expected: Any, tolerance: float, text: Shown
     got, wanted = numbers(found), numbers(expected)
     if len(got) != len(wanted):
         raise FindingError(f"{name}: {got} instead of {wanted}: {text}")
-    for one, other in zip(got, wanted, strict=True):
-        if math.isnan(other) or (math.isinf(other) and one == other):
+    for first, other in zip(got, wanted, strict=True):
+        if math.isnan(other) or (math.isinf(other) and first == other):
             continue
-        off = abs(one**2 - other**2) if name in ROOTED else abs(one - other)
+        off = abs(first**2 - other**2) if name in ROOTED else abs(first - other)
         if not off <= tolerance * max(1.0, abs(other)):
-            raise FindingError(f"{name}: {one!r} instead of {other!r}: {text}")
+            raise FindingError(f"{name}: {first!r} instead of {other!r}: {text}")
     return "taken" if wanted and all(map(math.isnan, wanted)) else "right"
 
 
@@ -560,7 +560,7 @@ def numbers(found: Any) -> list[float]:
         return found.risk.tolist()
     if isinstance(found, metrics.SmoothCurve):
         return [*found.confidence.tolist(), *found.accuracy.tolist()]
-    return [float(one) for one in found]
+    return [float(item) for item in found]
 
 
 # Losses
@@ -588,12 +588,12 @@ def loss_input(draw: Draw, soft: bool) -> list[Any]:
 
 def loss_verdict(loss: Any, given: list[Any]) -> bool | None:  # noqa: PLR0911, PLR0912 (a list of invalid inputs)
     """Return whether an input is valid for a loss; None if undecided."""
-    if not all(isinstance(one, Tensor) for one in given):
+    if not all(isinstance(item, Tensor) for item in given):
         return False
     logits, labels, features, index = given
-    if any(one.layout != torch.strided for one in given):
+    if any(item.layout != torch.strided for item in given):
         return False
-    if len({one.device for one in given}) > 1:
+    if len({item.device for item in given}) > 1:
         return False
     shape, space = tuple(logits.shape), (*logits.shape[:1], *logits.shape[2:])
     if not logits.is_floating_point() or logits.ndim < 2 or shape[1] != CLASSES:
@@ -651,14 +651,14 @@ class LossTarget:
         verdict = loss_verdict(loss, given)
         text = Shown(reduction, *given)
         torch.random.default_generator.manual_seed(0)
-        found = check_result(str(self.case), lambda: loss(*given), verdict, text)
-        if found is None:
+        result = check_result(str(self.case), lambda: loss(*given), verdict, text)
+        if result is None:
             return "refused"
-        if found.is_meta or given[0].is_meta or given[0].layout != torch.strided or given[0].ndim != 2:
+        if result.is_meta or given[0].is_meta or given[0].layout != torch.strided or given[0].ndim != 2:
             return "taken"
         learns = any(True for _ in loss.parameters())
         # Parameters are in float32.
-        return self.compare(found, twin, given, reduction, 1e-6 if learns else 1e-9, text)
+        return self.compare(result, twin, given, reduction, 1e-6 if learns else 1e-9, text)
 
     def compare(  # noqa: PLR0917
         self, found: Tensor, twin: Any, given: list[Tensor], reduction: str, finest: float, text: Shown
@@ -680,11 +680,11 @@ class LossTarget:
         if wide and self.case.options == {} and reduction == "mean" and given[1].ndim == 1 and bool(counted.all()):
             expected += self._plain(given)
         outcome = "right"
-        for one in expected:
-            if close(values, one, most, size, wide):
+        for item in expected:
+            if close(values, item, most, size, wide):
                 continue
-            if not self._on_a_step(twin, given, one):
-                raise FindingError(f"{self.case}: {values} instead of {one}: {text}")
+            if not self._on_a_step(twin, given, item):
+                raise FindingError(f"{self.case}: {values} instead of {item}: {text}")
             outcome = "taken"
         return outcome
 
@@ -692,8 +692,8 @@ class LossTarget:
         """Return whether the input is so close to a threshold of the loss that rounding decides its side."""
         sizes = (1e-9, 1e-12) if given[0].dtype == torch.float64 else (1e-5,)
         for step in (sign * size for size in sizes for sign in (1, -1)):
-            for place in range(CLASSES):
-                near = self._twice(twin, given, step, place)
+            for number in range(CLASSES):
+                near = self._twice(twin, given, step, number)
                 if any(abs(a - b) > 50 * abs(step) * max(1.0, abs(b)) for a, b in zip(near, here, strict=True)):
                     return True
         return False
@@ -726,12 +726,12 @@ class LossTarget:
 
 def close(values: list[float], expected: list[float], most: float, size: float, wide: bool) -> bool:
     largest = math.sqrt(torch.finfo(torch.float64 if wide else torch.float32).max) / 100
-    for one, other in zip(values, expected, strict=True):
-        if math.isfinite(other) and abs(one - other) <= most * max(1.0, abs(other), size):
+    for first, other in zip(values, expected, strict=True):
+        if math.isfinite(other) and abs(first - other) <= most * max(1.0, abs(other), size):
             continue
-        if math.isnan(one) and math.isnan(other):
+        if math.isnan(first) and math.isnan(other):
             continue
-        if not math.isfinite(one) and (not math.isfinite(other) or abs(other) > largest or size > largest):
+        if not math.isfinite(first) and (not math.isfinite(other) or abs(other) > largest or size > largest):
             continue  # overflows the dtype
         return False
     return True
@@ -742,12 +742,14 @@ def close(values: list[float], expected: list[float], most: float, size: float, 
 
 def metric_functions() -> dict[str, Callable[..., Any]]:
     """Return the public functions of probabilities and labels."""
-    found = {name: getattr(metrics, name) for name in metrics.__all__}
-    functions = {name: one for name, one in found.items() if inspect.isfunction(one) or isinstance(one, AbstractMetric)}
+    result = {name: getattr(metrics, name) for name in metrics.__all__}
+    functions = {
+        name: item for name, item in result.items() if inspect.isfunction(item) or isinstance(item, AbstractMetric)
+    }
     return {
-        name: one
-        for name, one in functions.items()
-        if list(inspect.signature(one).parameters)[:2] == ["probs", "labels"]
+        name: item
+        for name, item in functions.items()
+        if list(inspect.signature(item).parameters)[:2] == ["probs", "labels"]
     }
 
 
@@ -758,18 +760,18 @@ def streams() -> dict[str, AbstractMetric]:
 
 def loss_targets() -> list[Target]:
     """Return one target per loss; the bytes choose its options."""
-    found = []
+    result = []
     for record in fedlas.list_losses():
         cases = [LossTarget(case) for case in loss_cases.cases_of(record) if not case.random]
-        found.append(Target(record.name, "loss", lambda draw, cases=cases: draw.pick(cases).check(draw)))
-    return found
+        result.append(Target(record.name, "loss", lambda draw, cases=cases: draw.pick(cases).check(draw)))
+    return result
 
 
 def targets() -> list[Target]:
     """Return all fuzz targets of this module."""
-    found = loss_targets()
+    result = loss_targets()
     for name, one in metric_functions().items():
-        found.append(Target(name, "metric", lambda draw, name=name, one=one: check_metric(name, one, draw)))
+        result.append(Target(name, "metric", lambda draw, name=name, one=one: check_metric(name, one, draw)))
     for name, kind in streams().items():
-        found.append(Target(name, "stream", lambda draw, name=name, kind=kind: check_stream(name, kind, draw)))
-    return found
+        result.append(Target(name, "stream", lambda draw, name=name, kind=kind: check_stream(name, kind, draw)))
+    return result

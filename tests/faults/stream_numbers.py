@@ -48,11 +48,11 @@ def chunks(numbers: range, n: int, seed: int, length: int) -> Iterator[tuple[Ten
     draw = torch.Generator().manual_seed(seed + numbers.start)
     for number in numbers:
         probs, labels = block(number, n, seed, length)
-        place = 0
-        while place < len(labels):
+        position = 0
+        while position < len(labels):
             step = int(10 ** (5 * float(torch.rand((), generator=draw)))) + 1
-            yield probs[place : place + step], labels[place : place + step]
-            place += step
+            yield probs[position : position + step], labels[position : position + step]
+            position += step
 
 
 def part(given: tuple[range, int, int, int], kinds: tuple[Any, ...] = STREAMS) -> tuple[bytes, int]:
@@ -74,11 +74,11 @@ def campaign(
     every = blocks(n, length)
     shares = [range(k * len(every) // processes, (k + 1) * len(every) // processes) for k in range(processes)]
     with multiprocessing.get_context("spawn").Pool(min(processes, len(every))) as pool:
-        found = pool.map(partial(part, kinds=kinds), [(share, n, seed, length) for share in shares], chunksize=1)
+        result = pool.map(partial(part, kinds=kinds), [(share, n, seed, length) for share in shares], chunksize=1)
     order = torch.randperm(processes, generator=torch.Generator().manual_seed(seed)).tolist()
-    merged = pickle.loads(found[order[0]][0])
-    for place in order[1:]:
-        merged = [one.merge(other) for one, other in zip(merged, pickle.loads(found[place][0]), strict=True)]
+    merged = pickle.loads(result[order[0]][0])
+    for position in order[1:]:
+        merged = [first.merge(other) for first, other in zip(merged, pickle.loads(result[position][0]), strict=True)]
     streamed = time.monotonic() - start
     rows = []
     whole = [kind.accumulator() for kind in kinds]
@@ -90,25 +90,25 @@ def campaign(
         rows.append({"stream": type(mine).__name__, **_compared(mine, other)})
     most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
     about = {"n": n, "processes": processes, "streamed_s": streamed, "seconds": time.monotonic() - start}
-    return about | {"process_mib": most, "streams": rows, "parts": [{"n": seen} for _, seen in found]}
+    return about | {"process_mib": most, "streams": rows, "parts": [{"n": seen} for _, seen in result]}
 
 
 def _compared(mine: Any, other: Any) -> dict[str, Any]:
-    got, wanted = (_values(one.compute()) for one in (mine, other))
-    bins = [getattr(one.store, "histogram", None) for one in (mine, other)]
+    got, wanted = (_values(first.compute()) for first in (mine, other))
+    bins = [getattr(first.store, "histogram", None) for first in (mine, other)]
     same = all(a.n == b.n for a, b in zip(_results(mine), _results(other), strict=True))
     if all(bins):
-        same = same and torch.equal(*(one().bins.counts for one in bins))
+        same = same and torch.equal(*(first().bins.counts for first in bins))
     return {"counts_equal": same, "largest_difference": max(abs(a - b) for a, b in zip(got, wanted, strict=True))}
 
 
 def _results(stream: Any) -> list[Any]:
-    found = stream.compute()
-    return [one.definition for one in (found if isinstance(found, tuple) else (found,))]
+    result = stream.compute()
+    return [item.definition for item in (result if isinstance(result, tuple) else (result,))]
 
 
 def _values(found: Any) -> list[float]:
-    return [float(one) for one in (found if isinstance(found, tuple) else (found,))]
+    return [float(item) for item in (found if isinstance(found, tuple) else (found,))]
 
 
 def ways(n: int, seed: int) -> list[dict[str, Any]]:
@@ -125,13 +125,13 @@ def ways(n: int, seed: int) -> list[dict[str, Any]]:
         metrics.nll,
         metrics.aurc,
     )
-    expected = [float(one(probs, labels)) for one in functions]
+    expected = [float(function(probs, labels)) for function in functions]
     turned = probs.t().contiguous().t()
     rows = []
     for name, threads, table in (("1 thread", 1, probs), ("2 threads", 2, probs), ("4 threads", 4, probs),
                                  ("columns first", before, turned), ("numpy", before, probs.numpy())):  # fmt: skip
         torch.set_num_threads(threads)
-        got = [float(one(table, labels)) for one in functions]
+        got = [float(function(table, labels)) for function in functions]
         rows.append(_row(name, got, expected))
     torch.set_num_threads(before)
     for size in (1, 7, 1000):
@@ -140,13 +140,13 @@ def ways(n: int, seed: int) -> list[dict[str, Any]]:
         for start in range(0, some, size):
             for stream in made:
                 stream.update(probs[start : start + size], labels[start : start + size])
-        wanted = expected if some == n else [float(one(probs[:some], labels[:some])) for one in functions]
+        wanted = expected if some == n else [float(function(probs[:some], labels[:some])) for function in functions]
         rows.append(_row(f"batches of {size}" + (f", {some:,} samples" if some < n else ""), _floats(made), wanted))
     return rows
 
 
 def _floats(made: list[Any]) -> list[float]:
-    return [float(one.compute()) for one in made]
+    return [float(item.compute()) for item in made]
 
 
 def _row(name: str, got: list[float], wanted: list[float]) -> dict[str, Any]:
@@ -163,19 +163,19 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("build/faults/streams.json"))
     given = parser.parse_args()
     kinds = tuple(kind for kind in STREAMS if given.only is None or kind.name in given.only)
-    found = campaign(given.n, given.processes, given.seed, kinds) | {"ways": ways(min(given.n, 200_000), given.seed)}
+    result = campaign(given.n, given.processes, given.seed, kinds) | {"ways": ways(min(given.n, 200_000), given.seed)}
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(found, indent=1))
-    print(f"{found['n']:,} predictions, {found['processes']} processes: {found['streamed_s']:.0f} s streamed, "
-          f"{found['seconds']:.0f} s in all, at most {found['process_mib']:,} MiB a process")  # fmt: skip
+    given.out.write_text(json.dumps(result, indent=1))
+    print(f"{result['n']:,} predictions, {result['processes']} processes: {result['streamed_s']:.0f} s streamed, "
+          f"{result['seconds']:.0f} s in all, at most {result['process_mib']:,} MiB a process")  # fmt: skip
     print("\n| stream | counts equal | largest difference |\n|---|---|--:|")
-    for row in found["streams"]:
+    for row in result["streams"]:
         print(f"| `{row['stream']}` | {'yes' if row['counts_equal'] else 'NO'} | {row['largest_difference']:.1e} |")
     print("\n| the same table | largest difference |\n|---|--:|")
-    for row in found["ways"]:
+    for row in result["ways"]:
         print(f"| {row['way']} | {row['largest_difference']:.1e} |")
-    good = all(row["counts_equal"] for row in found["streams"])
-    return int(not good or any(row["largest_difference"] > 1e-12 for row in [*found["streams"], *found["ways"]]))
+    good = all(row["counts_equal"] for row in result["streams"])
+    return int(not good or any(row["largest_difference"] > 1e-12 for row in [*result["streams"], *result["ways"]]))
 
 
 if __name__ == "__main__":

@@ -65,15 +65,15 @@ def walked(place: Place, folder: Path, *more: str) -> dict[str, Any]:
     out = folder / "found.json"
     environment = {name: value for name, value in (os.environ | place.variables).items() if value}
     command = [sys.executable, *place.python, str(TOUR), str(folder), "--out", str(out), *place.words, *more]
-    with (folder / "said.txt").open("wb") as said:
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
+    with (folder / "said.txt").open("wb") as text:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": text, "stderr": text}
         if place.alone:
             command = ["/bin/sh", "-c", 'exec "$@" <&- >&-', "sh", *command]  # stderr stays open
         done = subprocess.run(command, env=environment, check=False, start_new_session=place.alone, **streams)
     if done.returncode:
         return {"failed": (folder / "said.txt").read_text(errors="replace")[-3000:]}
-    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    return found
+    result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return result
 
 
 def unlike(found: dict[str, Any], usual: dict[str, Any]) -> list[str]:
@@ -90,13 +90,13 @@ def main() -> int:
     given = parser.parse_args()
     rows, usual = [], {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, place in PLACES.items():
+        for name, surrounding in PLACES.items():
             if given.only and name not in (*given.only, "usual"):
                 continue
             began = time.monotonic()
-            found = walked(place, Path(folder) / name)
-            usual = usual or found
-            wrong = unlike(found, usual)
+            result = walked(surrounding, Path(folder) / name)
+            usual = usual or result
+            wrong = unlike(result, usual)
             rows.append({"surroundings": name, "equal": "no" if wrong else "yes"})
             print(name, f"{time.monotonic() - began:.0f} s", *wrong, file=sys.stderr, flush=True)
     print(table(rows))

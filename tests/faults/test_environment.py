@@ -27,19 +27,19 @@ def test_missing_package_error_names_package_and_extra(tmp_path, monkeypatch, co
 
 @pytest.mark.campaign
 def test_every_package_of_an_extra_has_a_test_case():
-    assert {one for held in missing.extras().values() for one in held} == set(missing.DEEDS)
+    assert {item for held in missing.extras().values() for item in held} == set(missing.DEEDS)
 
 
 @pytest.mark.campaign
 def test_missing_package_errors_have_install_commands(tmp_path):
     names = ("optuna", "rich", "numba")
-    words = [word for name in names for word in ("--package", name)]
+    words = [text for name in names for text in ("--package", name)]
     command = [sys.executable, str(HERE / "missing.py"), *words, "--json", str(tmp_path / "found.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert re.search(r"optuna.*fedlas\[search\]", found[0]["says"])
-    assert re.search(r"probmetrics.*numba.*fedlas\[posthoc\]", found[2]["says"])
+    result = json.loads((tmp_path / "found.json").read_text())
+    assert re.search(r"optuna.*fedlas\[search\]", result[0]["says"])
+    assert re.search(r"probmetrics.*numba.*fedlas\[posthoc\]", result[2]["says"])
 
 
 @pytest.mark.campaign
@@ -65,7 +65,7 @@ def test_results_are_equal_in_a_restricted_environment(tmp_path):
     usual = walked(PLACES["usual"], tmp_path / "usual", "--quick")
     assert usual["table"]["again"] == [True, True]
     assert usual["training"]["problems"] == []
-    codes = {name: (one["code"], one["traceback"]) for name, one in usual["command_line"].items()}
+    codes = {name: (item["code"], item["traceback"]) for name, item in usual["command_line"].items()}
     assert codes == {"evaluate": (0, False), "missing": (1, False), "list": (0, False)}
     assert unlike(walked(PLACES["all at once"], tmp_path / "odd", "--quick"), usual) == []
 
@@ -73,5 +73,7 @@ def test_results_are_equal_in_a_restricted_environment(tmp_path):
 @pytest.mark.campaign
 def test_results_are_equal_in_each_environment(tmp_path):
     usual = walked(PLACES["usual"], tmp_path / "usual")
-    found = {name: unlike(walked(place, tmp_path / name), usual) for name, place in PLACES.items() if name != "usual"}
-    assert found == {name: [] for name in found}
+    result = {
+        name: unlike(walked(position, tmp_path / name), usual) for name, position in PLACES.items() if name != "usual"
+    }
+    assert result == {name: [] for name in result}

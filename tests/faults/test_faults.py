@@ -52,8 +52,8 @@ def test_terminated_trainings_resume():
 
 def test_runs_survive_dead_nodes_and_workers():
     """One node of a cluster also dies in tests/experiments/test_scheduler_ray.py."""
-    found = campaign("nodes.py", "--kills", "2", "--epochs", "30", "--torchrun", "1")
-    assert len(found["cluster"]["kills"]) == 2
+    result = campaign("nodes.py", "--kills", "2", "--epochs", "30", "--torchrun", "1")
+    assert len(result["cluster"]["kills"]) == 2
 
 
 SHORT = """
@@ -92,27 +92,27 @@ def test_short_campaigns_pass_and_detect_faults(tmp_path):
     words = [*namespace(), sys.executable, "-c", SHORT, str(HERE), str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
-    kills, ends, faults, said, noticed = json.loads(done.stdout)
+    kills, ends, faults, text, noticed = json.loads(done.stdout)
     assert [(code, wrong) for code, _, wrong in kills] == [(-9, [])] * 2
     assert [(steps, wrong) for _, steps, wrong in ends] == [(28, [])]  # nothing is done twice
     assert faults == {name: [] for name in faults}
     assert {"checkpoint cut short", "bits flipped in a checkpoint", "clock that jumps"} <= set(faults)
-    assert "RunError" in said["two processes on one folder"]
+    assert "RunError" in text["two processes on one folder"]
     same, unlike, rests, count = noticed
     assert same == []
     assert unlike == ["its predictions are others", "its log is another", "its weights are others"]
     assert (rests, count) == (1, 2)
     if "full disk" not in faults:
         pytest.skip("no file system can be mounted here, which takes root or unshare -rm: no full or read-only disk")
-    assert "Read-only file system" in said["read-only disk"]
-    assert disk.NO_ROOM in said["full disk"]
+    assert "Read-only file system" in text["read-only disk"]
+    assert disk.NO_ROOM in text["full disk"]
 
 
 def test_too_few_kills_fail_the_campaign():
     cluster = {"kills": [{"what": "driver", "after": 1.0}] * 19, "wrong": []}
-    found = {"cluster": cluster, "torchrun": [{"wrong": []}] * 5}
-    assert nodes.wrongs(found, 19, 5) == []
-    assert nodes.wrongs(found, 20, 5) == ["19 nodes and drivers were killed, and 20 should have been"]
+    result = {"cluster": cluster, "torchrun": [{"wrong": []}] * 5}
+    assert nodes.wrongs(result, 19, 5) == []
+    assert nodes.wrongs(result, 20, 5) == ["19 nodes and drivers were killed, and 20 should have been"]
     assert nodes.wrongs({"cluster": cluster}, 19, 5) == ["0 workers were killed, and 5 should have been"]
     assert nodes.wrongs({"torchrun": [{"wrong": ["it is late"]}]}, 0, 1) == ["it is late"]
 
@@ -141,8 +141,8 @@ def test_disks_that_were_not_full_fail_the_campaign():
 
 def test_a_run_resumes_after_a_dead_torchrun_worker(tmp_path):
     """There must be an error, no remaining worker, and after resuming the results of an uninterrupted run."""
-    (found,) = torchrun_campaign(1, 1, tmp_path, epochs=12)
-    assert found["wrong"] == []
+    (result,) = torchrun_campaign(1, 1, tmp_path, epochs=12)
+    assert result["wrong"] == []
 
 
 def test_compiled_collectives_of_two_processes_complete():

@@ -48,9 +48,9 @@ def series(power, memory_power=1.0, kind="metric", name="x", against="N"):
 def test_quadratic_series_is_reported():
     assert growth.excesses(series(1.0)) == []
     assert growth.excesses(series(1.3)) == []
-    for excess, what in ((growth.excesses(series(2.0)), "time"), (growth.excesses(series(1.0, 2.0)), "memory")):
+    for excess, kind in ((growth.excesses(series(2.0)), "time"), (growth.excesses(series(1.0, 2.0)), "memory")):
         assert len(excess) == 1
-        assert re.match(rf"metric x N: {what}.*2\.00.*1\.5", excess[0])
+        assert re.match(rf"metric x N: {kind}.*2\.00.*1\.5", excess[0])
 
 
 def test_quadratic_growth_in_classes_is_allowed_where_documented():

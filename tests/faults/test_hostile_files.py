@@ -144,11 +144,11 @@ def test_torch_save_files_are_read_unchanged(tmp_path, options):
     weights = read_weights(tmp_path / "w.pth")
     new = {"a": torch.arange(6).to(torch.uint16), "b": torch.ones(3).to(torch.float8_e4m3fn)}
     torch.save(new, tmp_path / "new.pth")  # torch reads them in the newer format alone
-    assert {name: one.dtype for name, one in read_weights(tmp_path / "new.pth").items()} == {
-        name: one.dtype for name, one in new.items()
+    assert {name: item.dtype for name, item in read_weights(tmp_path / "new.pth").items()} == {
+        name: item.dtype for name, item in new.items()
     }
     assert weights.keys() == content["state_dict"].keys()
-    assert all(torch.equal(weights[name], one) for name, one in content["state_dict"].items())
+    assert all(torch.equal(weights[name], item) for name, item in content["state_dict"].items())
 
 
 def test_flipped_bits_in_a_torch_file_are_detected(tmp_path):
@@ -291,10 +291,10 @@ def test_one_low_confidence_does_not_expand_to_a_class_table(tmp_path):
     rows = "".join("0.9,0,0\n" for _ in range(2_000))
     (tmp_path / "p.csv").write_text(f"confidence,prediction,label\n{rows}0.001,1,1\n")
     with pytest.warns(UserWarning, match="prob_1"):
-        found = read_predictions(tmp_path / "p.csv")
-    assert isinstance(found, fedlas.TopLabelPredictions)
-    assert found.num_classes == 2
-    assert found.scores.shape == (2_001,)
+        result = read_predictions(tmp_path / "p.csv")
+    assert isinstance(result, fedlas.TopLabelPredictions)
+    assert result.num_classes == 2
+    assert result.scores.shape == (2_001,)
 
 
 LIMITED = """

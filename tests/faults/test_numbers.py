@@ -78,8 +78,8 @@ def test_a_wrong_metric_value_is_detected():
 
 
 def _moved(*given):
-    found = ece(*given)
-    return metrics.Result(float(found) + 1e-9, found.definition)
+    result = ece(*given)
+    return metrics.Result(float(result) + 1e-9, result.definition)
 
 
 @pytest.mark.campaign
@@ -119,8 +119,8 @@ def test_a_wrong_ood_metric_is_detected(name, monkeypatch):
     true = getattr(ood, name)
 
     def off(*given, **options):
-        found = true(*given, **options)
-        return metrics.Result(float(found) * (1 - 1e-9), found.definition, found.interval)
+        result = true(*given, **options)
+        return metrics.Result(float(result) * (1 - 1e-9), result.definition, result.interval)
 
     monkeypatch.setattr(ood, name, off)
     with pytest.raises(number_cases.FindingError, match="instead of"):
@@ -164,9 +164,9 @@ def test_meta_sparse_and_complex_tensors_raise(kind, which):
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("which", [0, 1])
 def test_losses_raise_for_sparse_tensors(name, which):
-    record = next(one for one in fedlas.list_losses() if one.name == name)
+    record = next(item for item in fedlas.list_losses() if item.name == name)
     sizes = {"num_classes": CLASSES, "num_samples": SAMPLES, "epochs": 5}
-    loss = fedlas.build_loss(name, **{word: size for word, size in sizes.items() if word in record.keywords})
+    loss = fedlas.build_loss(name, **{option: size for option, size in sizes.items() if option in record.keywords})
     given = [torch.zeros(3, CLASSES), torch.arange(3), torch.ones(3, 2), torch.arange(3)]
     given[which] = given[which].to_sparse()
     with pytest.raises(TypeError, match=rf"{['logits', 'labels'][which]}.*torch\.sparse_coo"):
@@ -203,9 +203,9 @@ def test_probabilities_in_half_precision_are_summed_exactly():
 def test_kde_ece_of_one_confidence_is_its_gap(confidence):
     """Regression: the kernel, a few grid cells wide, did not sum to one, and the error exceeded one."""
     given = torch.full((4,), confidence, dtype=torch.float64)
-    found = kde_ece(given, torch.zeros(4, dtype=torch.int64), scope="confidence")
-    assert found == pytest.approx(confidence, abs=2e-4)
-    assert found <= 1 + 1e-12
+    result = kde_ece(given, torch.zeros(4, dtype=torch.int64), scope="confidence")
+    assert result == pytest.approx(confidence, abs=2e-4)
+    assert result <= 1 + 1e-12
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
@@ -257,15 +257,15 @@ def test_binary_labels_of_a_wrong_shape_raise(scope, labels):
 def test_interval_of_an_always_incorrect_class_is_ordered(probs, labels, resamples):
     """Regression: a rounding error of 1e-17 in a bin gave a class-wise ECE interval of 2.6 to 1."""
     given = torch.tensor(probs, dtype=torch.float64), torch.tensor(labels)
-    found = metrics.bootstrap(metrics.classwise_ece, *given, resamples=resamples)
-    assert 0 <= found.interval.low <= found <= found.interval.high <= 1
+    result = metrics.bootstrap(metrics.classwise_ece, *given, resamples=resamples)
+    assert 0 <= result.interval.low <= result <= result.interval.high <= 1
 
 
 def test_interval_of_sums_rounded_below_zero_does_not_warn():
     """Regression: the confidences of the first bin summed to -1e-17, whose square root warned."""
     probs = torch.tensor([[1, 0], [1 / 3, 2 / 3], [0, 1], [1, 0]], dtype=torch.float64)
-    found = metrics.bootstrap(metrics.classwise_ece, probs, torch.zeros(4, dtype=torch.int64), resamples=20)
-    assert 0 <= found.interval.low <= found.interval.high <= 1
+    result = metrics.bootstrap(metrics.classwise_ece, probs, torch.zeros(4, dtype=torch.int64), resamples=20)
+    assert 0 <= result.interval.low <= result.interval.high <= 1
 
 
 @pytest.mark.parametrize("furthest", [15.0, 1e3, 1e5, 1e12])
@@ -277,8 +277,8 @@ def test_interval_end_is_found_for_any_search_range(furthest, end):
 def test_interval_of_an_error_rounded_above_one_ends_at_one():
     probs = torch.tensor([[1e-20, 1.0]] * 3)
     labels = torch.tensor([[1.0, 6e-8]] * 3).bfloat16()
-    found = metrics.bootstrap(metrics.classwise_ece, probs, labels, resamples=20)
-    assert found.interval.low <= found.interval.high <= 1
+    result = metrics.bootstrap(metrics.classwise_ece, probs, labels, resamples=20)
+    assert result.interval.low <= result.interval.high <= 1
 
 
 def test_invalid_probability_in_a_two_class_map_raises():
@@ -354,9 +354,9 @@ def test_updates_of_mixed_dtypes_stay_in_order():
 
 @pytest.mark.campaign
 def test_chunked_parallel_and_single_pass_streams_agree():
-    found = stream_numbers.campaign(n=40_000, processes=2, seed=1, length=3_000)
-    assert all(row["counts_equal"] and row["largest_difference"] <= 1e-12 for row in found["streams"]), found
-    assert [row["n"] for row in found["parts"]] == [21_000, 19_000]
+    result = stream_numbers.campaign(n=40_000, processes=2, seed=1, length=3_000)
+    assert all(row["counts_equal"] and row["largest_difference"] <= 1e-12 for row in result["streams"]), result
+    assert [row["n"] for row in result["parts"]] == [21_000, 19_000]
 
 
 @pytest.mark.campaign

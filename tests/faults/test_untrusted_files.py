@@ -42,12 +42,12 @@ SOURCE = Path(fedlas.__file__).parent
 
 
 def test_nothing_in_the_sources_unpickles_unchecked_data():
-    found = [
+    result = [
         danger
         for path in sorted(SOURCE.rglob("*.py"))
         for danger in dangers(path.read_text(encoding="utf-8"), path.relative_to(SOURCE).as_posix())
     ]
-    assert found == []
+    assert result == []
 
 
 @pytest.mark.parametrize(("where", "name"), [(where, name) for where in ADMITTED for name in sorted(ADMITTED[where])])
@@ -155,9 +155,9 @@ def test_the_search_accepts_known_calls(text):
 def test_untrusted_files_have_no_effect(tmp_path, copies, big, many):
     """Every kind of file and every fault."""
     records = untrusted_files.campaign(tmp_path / "campaign", copies, big, many)
-    assert len({one["kind"] for one in records}) == len(untrusted_files.readers())
-    assert [one for one in records if one["outcome"] == "BAD"] == []
-    assert [one for one in records if one["what"] == "sound" and one["outcome"] != "read"] == []
+    assert len({record["kind"] for record in records}) == len(untrusted_files.readers())
+    assert [record for record in records if record["outcome"] == "BAD"] == []
+    assert [record for record in records if record["what"] == "sound" and record["outcome"] != "read"] == []
 
 
 @pytest.mark.campaign
@@ -172,9 +172,9 @@ def test_untrusted_files_have_no_effect(tmp_path, copies, big, many):
 def test_campaign_enforces_memory_and_time_limits(changed, said):
     record = {"kind": "recipe", "what": "x", "outcome": "read", "message": "", "mib": 1.0, "seconds": 1.0}
     assert untrusted_files.check_record(record) == {}
-    found = untrusted_files.check_record(record | changed)
-    assert found["outcome"] == "BAD"
-    assert said in found["message"]
+    result = untrusted_files.check_record(record | changed)
+    assert result["outcome"] == "BAD"
+    assert said in result["message"]
 
 
 @pytest.mark.campaign
@@ -330,16 +330,16 @@ def test_a_calibrator_with_invalid_metadata_raises(tmp_path, words):
 
 def test_damaged_stored_predictions_raise():
     good = StoredPredictions({"labels": np.zeros(2, np.uint8), "logits": np.zeros((2, 2), np.float16)}).pack()
-    said = []
-    for place in range(0, len(good), 7):
+    text = []
+    for position in range(0, len(good), 7):
         content = bytearray(good)
-        content[place] ^= 255
+        content[position] ^= 255
         try:
             StoredPredictions.unpack(bytes(content), "x.npz")
         except ValueError as error:  # any other error is one that nobody expects
-            said.append(str(error))
-    assert said
-    assert all("x.npz" in words for words in said)
+            text.append(str(error))
+    assert text
+    assert all("x.npz" in words for words in text)
 
 
 def test_symlink_cannot_escape_the_ledger(tmp_path):

@@ -54,7 +54,7 @@ def table(folder: Path) -> dict[str, Any]:
     again = [fedlas.read_predictions(copy) for copy in copies]
     return {
         "classes": list(read.class_names or ()),
-        "again": [torch.equal(one.labels, read.labels) and one.class_names == read.class_names for one in again],
+        "again": [torch.equal(item.labels, read.labels) and item.class_names == read.class_names for item in again],
         "report": digest(report.to_json().replace(str(folder), "").encode()),
     }
 
@@ -108,7 +108,7 @@ def command_line(folder: Path) -> dict[str, Any]:
     """Run commands that succeed and commands that fail."""
     from fedlas import cli
 
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     asked = {
         "evaluate": ["evaluate", str(folder / named("from Excel – ü.csv")), "--resamples", str(RESAMPLES)],
         "missing": ["evaluate", str(folder / named("nicht da ü.csv"))],
@@ -124,9 +124,9 @@ def command_line(folder: Path) -> dict[str, Any]:
             except SystemExit as end:
                 code = int(end.code or 0)
         out.flush()
-        said = out.buffer.getvalue().decode(errors="replace")  # type: ignore[attr-defined]
-        found[name] = {"code": code, "traceback": "Traceback" in said, "something": bool(said.strip())}
-    return found
+        text = out.buffer.getvalue().decode(errors="replace")  # type: ignore[attr-defined]
+        result[name] = {"code": code, "traceback": "Traceback" in text, "something": bool(text.strip())}
+    return result
 
 
 def main() -> None:
@@ -146,8 +146,8 @@ def main() -> None:
     stations = [table, training, command_line] + ([] if given.quick else [figures, images])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        found = {station.__name__: station(folder) for station in stations}
-    given.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        result = {station.__name__: station(folder) for station in stations}
+    given.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

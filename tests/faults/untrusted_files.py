@@ -83,18 +83,18 @@ def sound(folder: Path) -> dict[str, Path]:
     given = fedlas.Predictions(
         torch.randn(20, 3, generator=draw), torch.arange(20) % 3, class_names=["a", "b", "c"], split="val"
     )
-    found = {}
+    result = {}
     for ending in (".safetensors", ".npz", ".csv", ".parquet", ".jsonl"):
-        found[f"predictions{ending}"] = fedlas.write_predictions(given, folder / f"p{ending}")
+        result[f"predictions{ending}"] = fedlas.write_predictions(given, folder / f"p{ending}")
     columns = {"logits": given.logits, "labels": given.labels}
-    (folder / "p.json").write_text(json.dumps({name: one.tolist() for name, one in columns.items()}))
+    (folder / "p.json").write_text(json.dumps({name: item.tolist() for name, item in columns.items()}))
     torch.save(columns, folder / "p.pt")
     torch.save(columns, folder / "p.pth", _use_new_zipfile_serialization=False)
     np.save(folder / "p.npy", given.probs.numpy())
     for ending in (".tsv", ".txt"):
         (folder / f"p{ending}").write_text((folder / "p.csv").read_text().replace(",", "\t"))
     written = (".json", ".pt", ".pth", ".npy", ".tsv", ".txt")
-    found |= {f"predictions{ending}": folder / f"p{ending}" for ending in written}
+    result |= {f"predictions{ending}": folder / f"p{ending}" for ending in written}
     fedlas.build_calibrator("temperature").fit(given).save(folder / "calibrator.safetensors")
     torch.save({"state_dict": {"fc.weight": torch.ones(3, 2)}}, folder / "weights.pth")
     fedlas.evaluate(given, intervals=False).save(folder / "report.json")
@@ -112,7 +112,7 @@ def sound(folder: Path) -> dict[str, Path]:
         (folder / f"picture{ending}").write_bytes(picture(ending))
     (folder / "data.tar.gz").write_bytes(tar_of({"inside/a.txt": b"hello"}))
     (folder / "data.zip").write_bytes(zip_of({"inside/a.txt": b"hello"}))
-    return found | sound_files(folder)
+    return result | sound_files(folder)
 
 
 def sound_files(folder: Path) -> dict[str, Path]:
@@ -193,17 +193,19 @@ def zip_of(files: dict[str, bytes], how: int = zipfile.ZIP_DEFLATED) -> bytes:
 def hostile(folder: Path, canary: Path, big: int = BIG, many: int = MANY) -> list[tuple[str, str, Path]]:
     """Write hostile files; return their kinds, faults and paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    found: list[tuple[str, str, Path]] = []
+    result: list[tuple[str, str, Path]] = []
 
     def add(kind: str, what: str, ending: str, content: bytes) -> Path:
-        path = folder / f"{len(found):03d}" / f"f{ending}"
+        path = folder / f"{len(result):03d}" / f"f{ending}"
         path.parent.mkdir()
         path.write_bytes(content)
-        found.append((kind, what, path))
+        result.append((kind, what, path))
         return path
 
     endings = (".safetensors", ".npz", ".npy", ".csv", ".tsv", ".txt", ".parquet", ".json", ".jsonl", ".pt", ".pth")
-    for kind, ending in [(f"predictions{one}", one) for one in endings] + [(f"image{one}", one) for one in PICTURES]:
+    for kind, ending in [(f"predictions{item}", item) for item in endings] + [
+        (f"image{item}", item) for item in PICTURES
+    ]:
         add(kind, "empty", ending, b"")
         add(kind, "random bytes", ending, random.Random(1).randbytes(5000))
         add(kind, "UTF-16", ending, "logit_a,logit_b,label\n1,2,0\n".encode("utf-16"))
@@ -211,19 +213,19 @@ def hostile(folder: Path, canary: Path, big: int = BIG, many: int = MANY) -> lis
         add(kind, "a pickle", ending, pickle.dumps({"logits": Payload(canary)}, 2))
         add(kind, "a pickle, protocol 4", ending, pickle.dumps(Payload(canary), 4))
         add(kind, "another kind of file", ending, zip_of({"a": b"b"}) if ending != ".npz" else b"PAR1" + bytes(99))
-    kinds = {f"predictions{one}": one for one in endings} | {f"image{one}": one for one in PICTURES} | OTHERS
+    kinds = {f"predictions{item}": item for item in endings} | {f"image{item}": item for item in PICTURES} | OTHERS
     good = sound_files(folder.parent / "sound")
     for kind, ending in kinds.items():
         for what, make in _no_files(good.get(kind)).items():
-            path = folder / f"{len(found):03d}" / f"f{ending}"
+            path = folder / f"{len(result):03d}" / f"f{ending}"
             path.parent.mkdir()
             make(path)
-            found.append((kind, what, path))
+            result.append((kind, what, path))
     for kind, what, make in _folders(folder.parent / "sound", folder.parent / "victims"):
-        path = folder / f"{len(found):03d}" / "f"
+        path = folder / f"{len(result):03d}" / "f"
         path.parent.mkdir()
         make(path)
-        found.append((kind, what, path))
+        result.append((kind, what, path))
     _text_files(add, many)
     _arrays(add, canary, big, many)
     _tensors(add, canary, many)
@@ -231,7 +233,7 @@ def hostile(folder: Path, canary: Path, big: int = BIG, many: int = MANY) -> lis
     _words(add, canary, many)
     _archives(add, big)
     _images(add)
-    return found
+    return result
 
 
 def _no_files(good: Path | None) -> dict[str, Callable[[Path], None]]:
@@ -260,18 +262,18 @@ def _folders(sound: Path, victims: Path) -> list[tuple[str, str, Callable[[Path]
         copy = sound / "trained" / name if kind == "run" else next((sound / "ledger").glob(name), None)
         if kind == "run":
             _copied(sound / "trained", path)
-        place = path / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.unlink(missing_ok=True)
+        target = path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
         if how == "pipe":
-            os.mkfifo(place)
+            os.mkfifo(target)
         elif how == "folder":
             there = victims / f"{len(list(victims.iterdir()))}-folder"
             there.mkdir()
             (there / ".mine.part").write_text("mine")
-            place.symlink_to(there)
+            target.symlink_to(there)
         else:
-            place.symlink_to(victim(place.name, copy) if how == "file" else victims / f"new-{place.name}")
+            target.symlink_to(victim(target.name, copy) if how == "file" else victims / f"new-{target.name}")
 
     held = next(iter(json.loads(line) for line in (sound / "ledger" / "digits-x.jsonl").read_text().splitlines()))
     files = {"run": RUN_FILES, "results": ("digits-x.jsonl", ".lock", held["predictions"]["file"])}
@@ -279,9 +281,9 @@ def _folders(sound: Path, victims: Path) -> list[tuple[str, str, Callable[[Path]
         (kind, name, how) for kind, names in files.items() for name in names for how in ("file", "nothing", "pipe")
     ]
     chosen += [(kind, "predictions", "folder") for kind in files]
-    said = {"file": LINK, "folder": LINK, "nothing": "a link to nothing", "pipe": "a pipe"}
+    kinds = {"file": LINK, "folder": LINK, "nothing": "a link to nothing", "pipe": "a pipe"}
     return [
-        (kind, f"{said[how]}: {name}", lambda path, given=(kind, name, how): make(*given, path))
+        (kind, f"{kinds[how]}: {name}", lambda path, given=(kind, name, how): make(*given, path))
         for kind, name, how in chosen
     ]
 
@@ -448,7 +450,9 @@ def _checkpoints(add: Callable[..., Path], file: Path) -> None:
         for odd in ("x", None, [1], {3: "a"}, torch.ones(2), -7):
             write(f"{name} is {type(odd).__name__}", good | {name: odd})
     for name in step:
-        write(f"no {name} in the step", good | {"step": {other: one for other, one in step.items() if other != name}})
+        write(
+            f"no {name} in the step", good | {"step": {other: first for other, first in step.items() if other != name}}
+        )
         for odd in ("x", torch.full((), float("nan")), torch.ones(3, 3), {"a": 1}):
             write(f"{name} of the step is {type(odd).__name__}", good | {"step": step | {name: odd}})
     for epoch, position in ((10**9, 0), (1, 10**6), (2, 1), (1, 0), (0, 0)):
@@ -460,7 +464,7 @@ def _checkpoints(add: Callable[..., Path], file: Path) -> None:
     write("weights of one number, stretched", good | {"model": stretched, "best": stretched})
     write("an optimizer that remembers nothing", good | {"optimizer": [{} for _ in good["optimizer"]]})
     write("an optimizer of fewer weights", good | {"optimizer": good["optimizer"][:1]})
-    write("sparse weights", good | {"model": {name: one.to_sparse() for name, one in good["model"].items()}})
+    write("sparse weights", good | {"model": {name: first.to_sparse() for name, first in good["model"].items()}})
     write("a loss of other names", good | {"loss": {"a": torch.ones(1), "_extra_state": 5}})
     history = step["gate"]["history"] | {"_extra_state": [5]}
     write("a history of numbers", good | {"step": step | {"gate": step["gate"] | {"history": history}}})
@@ -569,10 +573,10 @@ def _images(add: Callable[..., Path]) -> None:
             add(kind, f"of the kind {other}", ending, picture(other))
     for side in (10_000, 13_000, 20_000, 2**31 - 1):
         add("image.png", f"a bomb of {side} x {side}", ".png", png_of(side))
-    for ending, place in ((".bmp", 18), (".gif", 6)):
+    for ending, position in ((".bmp", 18), (".gif", 6)):
         for size in (b"\xff" * 4, b"\xff\x3f\0\0", b"\0" * 4, b"\0\0\0\x80"):
             made = bytearray(picture(ending))
-            made[place : place + 4] = size
+            made[position : position + 4] = size
             add(f"image{ending}", f"another size, {size.hex()}", ending, bytes(made))
 
 
@@ -590,20 +594,20 @@ def png_of(side: int) -> bytes:
 def damaged(kind: str, path: Path, folder: Path, copies: int) -> list[tuple[str, str, Path]]:
     """Make truncated copies of a valid file, and copies with changed bytes."""
     content, source = path.read_bytes(), random.Random(f"{kind}")
-    found = []
+    result = []
     for number in range(copies):
         made = bytearray(content)
         if number % 2:
-            what, made = "cut short", made[: source.randrange(len(made))]
+            subject, made = "cut short", made[: source.randrange(len(made))]
         else:
-            what = "other bytes"
+            subject = "other bytes"
             for _ in range(source.choice((1, 1, 3, 20))):
                 made[source.randrange(len(made))] = source.randrange(256)
-        place = folder / f"{kind}-{number}" / path.name
-        place.parent.mkdir(parents=True)
-        place.write_bytes(bytes(made))
-        found.append((kind, what, place))
-    return found
+        target = folder / f"{kind}-{number}" / path.name
+        target.parent.mkdir(parents=True)
+        target.write_bytes(bytes(made))
+        result.append((kind, subject, target))
+    return result
 
 
 # Readers
@@ -629,15 +633,15 @@ def readers() -> dict[str, Callable[[Path], Any]]:
     def recipe(path: Path) -> Any:
         if path.name != "recipe.json":
             path = path.rename(path.with_name("recipe.json"))
-        found = Run(path.parent).recipe
-        assert "/" not in found.name
-        assert found.name not in {".", ".."}
-        return found
+        result = Run(path.parent).recipe
+        assert "/" not in result.name
+        assert result.name not in {".", ".."}
+        return result
 
     def stood(path: Path) -> Any:
         """Resume and predict with a checkpoint in a copy of its run."""
         trained = path.parents[2] / "sound" / "trained"
-        found = checkpoint.load(path)
+        result = checkpoint.load(path)
         for use in (
             lambda run: fedlas.fit(Run(run).recipe, out=run, resume=True, progress=False),
             lambda run: predict_with(run, "digits", out=run / "p.safetensors", progress=False),
@@ -647,7 +651,7 @@ def readers() -> dict[str, Callable[[Path], Any]]:
                 shutil.copyfile(trained / name, run / name)
             shutil.copyfile(path, run / "checkpoint.pt")
             use(run)
-        return found
+        return result
 
     def logged(path: Path) -> Any:
         """Read a log, and resume a copy of the valid run with it."""
@@ -658,9 +662,9 @@ def readers() -> dict[str, Callable[[Path], Any]]:
             path.rename(run / "log.jsonl")
         else:
             shutil.copyfile(path, run / "log.jsonl")
-        found = Run(run).log
+        result = Run(run).log
         fedlas.fit(Run(run).recipe, out=run, resume=True, progress=False)
-        return found
+        return result
 
     def kept(path: Path) -> Any:
         line = _ledger_line(fedlas.Recipe(data="digits", model="small_cnn", loss="ce"))
@@ -680,8 +684,8 @@ def readers() -> dict[str, Callable[[Path], Any]]:
         )
 
     seen = Transform(size=8, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
-    found: dict[str, Callable[[Path], Any]] = {f"predictions{ending}": fedlas.read_predictions for ending in READERS}
-    return found | {
+    result: dict[str, Callable[[Path], Any]] = {f"predictions{ending}": fedlas.read_predictions for ending in READERS}
+    return result | {
         "calibrator": fedlas.load_calibrator, "checkpoint": stood, "weights": read_weights,
         "official": read_official, "report": Report.load, "recipe": recipe,
         "log": logged, "ledger": lambda path: Ledger(path.parent).lines, "idx": read_idx, "archive.tar.gz": archive,
@@ -711,7 +715,7 @@ def open_all(cases: list[list[str]], canary: Path, own: Path) -> None:
 
     torch.set_num_threads(1)
     known = readers()
-    for kind, path in ((kind, path) for kind, what, path in cases if what == "sound"):
+    for kind, path in ((kind, path) for kind, subject, path in cases if subject == "sound"):
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             known[kind](Path(path))  # import lazily loaded modules before measuring
@@ -735,7 +739,7 @@ def open_all(cases: list[list[str]], canary: Path, own: Path) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, resource.getrlimit(resource.RLIMIT_AS)[1]))
     signal.signal(signal.SIGALRM, _too_long)
     signal.signal(signal.SIGPROF, _too_long)
-    for kind, what, name in cases:
+    for kind, subject, name in cases:
         path, start = Path(name), time.process_time()
         here["folder"] = path.parent.resolve()
         seen.clear()
@@ -743,12 +747,12 @@ def open_all(cases: list[list[str]], canary: Path, own: Path) -> None:
         signal.alarm(WAIT)
         faulthandler.dump_traceback_later(WAIT + PATIENCE, exit=True)  # also works if Python signal handlers cannot run
         signal.setitimer(signal.ITIMER_PROF, PATIENCE)
-        record: dict[str, Any] = {"kind": kind, "what": what}
+        record: dict[str, Any] = {"kind": kind, "what": subject}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                found = known[kind](path)
-                record |= {"outcome": "read", "message": str(found)[:80]}
+                result = known[kind](path)
+                record |= {"outcome": "read", "message": str(result)[:80]}
             except TimeoutError as error:
                 record |= {"outcome": "BAD", "message": f"{error}"}
             except CLEAR as error:
@@ -761,7 +765,7 @@ def open_all(cases: list[list[str]], canary: Path, own: Path) -> None:
                 signal.alarm(0)
                 faulthandler.cancel_dump_traceback_later()
                 signal.setitimer(signal.ITIMER_PROF, 0)
-        found = None
+        result = None
         record |= {"seconds": time.process_time() - start, "mib": (peak() - before) / 2**20, "events": [*seen]}
         if canary.exists():
             record |= {"outcome": "BAD", "message": "the payload ran"}
@@ -787,17 +791,17 @@ def campaign(folder: Path, copies: int, big: int = BIG, many: int = MANY) -> lis
         cases += damaged(kind, path, folder / "damaged", copies)
     before, mine = set(folder.parent.iterdir()), _content(folder / "victims")
     listed = folder / "cases.json"
-    listed.write_text(json.dumps([[kind, what, str(path)] for kind, what, path in cases]))
+    listed.write_text(json.dumps([[kind, subject, str(path)] for kind, subject, path in cases]))
     command = [sys.executable, __file__, "--open", str(listed)]
     about = os.environ | {"FEDLAS_COMMIT": "none"}  # avoids calls of git
     ran = subprocess.run(command, capture_output=True, text=True, check=False, env=about)
     records = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     if len(records) < len(cases):
-        kind, what, _ = cases[len(records)]
+        kind, subject, _ = cases[len(records)]
         died = f"the process died: {ran.stderr[-500:]}"
-        records.append({"kind": kind, "what": what, "outcome": "BAD", "message": died, "seconds": 0.0, "mib": 0.0})
-    for one in records:
-        one.update(check_record(one))
+        records.append({"kind": kind, "what": subject, "outcome": "BAD", "message": died, "seconds": 0.0, "mib": 0.0})
+    for record in records:
+        record.update(check_record(record))
     strays = [str(path) for path in folder.parent.iterdir() if path not in before]
     strays += [str(path) for path in folder.rglob("climbed*")] + [str(path) for path in Path("/tmp").glob("climbed*")]
     strays += [str(path) for path, _ in mine ^ _content(folder / "victims")]
@@ -827,10 +831,10 @@ def _content(folder: Path) -> set[tuple[Path, bytes]]:
 def table(records: list[dict[str, Any]]) -> str:
     """Return a Markdown table of the results with a row for each kind of file."""
     rows = ["| kind | files | refused | read | bad | slowest, s | most memory, MiB |", "|---|--:|--:|--:|--:|--:|--:|"]
-    for kind in sorted({one["kind"] for one in records}):
-        own = [one for one in records if one["kind"] == kind and one["what"] != "sound"]
-        count = {name: sum(one["outcome"] == name for one in own) for name in ("refused", "read", "BAD")}
-        slow, much = max((one["seconds"] for one in own), default=0), max((one["mib"] for one in own), default=0)
+    for kind in sorted({item["kind"] for item in records}):
+        own = [item for item in records if item["kind"] == kind and item["what"] != "sound"]
+        count = {name: sum(item["outcome"] == name for item in own) for name in ("refused", "read", "BAD")}
+        slow, much = max((item["seconds"] for item in own), default=0), max((item["mib"] for item in own), default=0)
         rows.append(
             f"| {kind} | {len(own)} | {count['refused']} | {count['read']} | {count['BAD']} | {slow:.1f} | {much:.0f} |"
         )
@@ -847,8 +851,8 @@ def main() -> int:
         folder = given.open.parent
         open_all(json.loads(given.open.read_text()), folder / "the-payload-ran", folder)
         return 0
-    with tempfile.TemporaryDirectory() as place:
-        records = campaign(Path(place) / "campaign", given.copies)
+    with tempfile.TemporaryDirectory() as temporary:
+        records = campaign(Path(temporary) / "campaign", given.copies)
     for one in records:
         if one["outcome"] == "BAD":
             print(one)

@@ -52,8 +52,8 @@ class Shown:
     def put(self, place: int, value: int) -> None:
         """Write one number; different threads of a child write different ones."""
         offset = struct.calcsize("<bbqq"[: place + 1])
-        one = struct.Struct("<" + "bbqq"[place])
-        self._memory[offset : offset + one.size] = one.pack(value)
+        item = struct.Struct("<" + "bbqq"[place])
+        self._memory[offset : offset + item.size] = item.pack(value)
 
     def add(self, place: int) -> None:
         self.put(place, self._read()[place] + 1)

@@ -32,8 +32,8 @@ def fitted(name: str, classes: int = 3) -> AbstractCalibrator:
 def linear(classes: int = 3) -> nn.Module:
     """A network whose logits are large enough for calibrators to matter."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(8, 6), nn.ReLU(), nn.Dropout(), nn.Linear(6, classes))
-    for one in (net[1], net[4]):
-        nn.init.normal_(one.weight)
+    for item in (net[1], net[4]):
+        nn.init.normal_(item.weight)
     return net
 
 
@@ -45,7 +45,7 @@ def session_of(path):
 
 def by_onnxruntime(path, *inputs: torch.Tensor) -> torch.Tensor:
     session = session_of(path)
-    names = [one.name for one in session.get_inputs()]
+    names = [get_input.name for get_input in session.get_inputs()]
     return torch.from_numpy(session.run(None, dict(zip(names, map(np.asarray, inputs), strict=True)))[0])
 
 
@@ -65,8 +65,8 @@ def test_onnx_outputs_equal_torch_outputs(name, tmp_path):
     words = json.loads(session.get_modelmeta().custom_metadata_map["fedlas"])
     assert words["class_names"] == list("abc"[:classes])
     assert (words["calibrator"]["name"], words["calibrator"]["fitted"]["split"]) == (name, "val")
-    assert [one.name for one in session.get_inputs()] == ["input"]
-    assert [one.name for one in session.get_outputs()] == [words["output"]] == ["probs"]
+    assert [item.name for item in session.get_inputs()] == ["input"]
+    assert [item.name for item in session.get_outputs()] == [words["output"]] == ["probs"]
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
@@ -114,8 +114,8 @@ def test_catalogue_networks_are_exported_to_onnx(name, shape, tmp_path):
     with torch.no_grad():
         wanted = model.eval()(images)
     for count in (1, 7):
-        said = by_onnxruntime(tmp_path / "model.onnx", images[:count])
-        torch.testing.assert_close(said, wanted[:count], atol=CLOSE, rtol=0)
+        outputs = by_onnxruntime(tmp_path / "model.onnx", images[:count])
+        torch.testing.assert_close(outputs, wanted[:count], atol=CLOSE, rtol=0)
 
 
 @pytest.mark.parametrize("onnx", [False, pytest.param(True, marks=pytest.mark.campaign)])
@@ -154,8 +154,8 @@ def test_several_inputs_and_a_one_logit_head(tmp_path):
     save_onnx(CalibratedModel(net, calibrator), parts, tmp_path / "model.onnx")
     with torch.no_grad():
         of_class_1 = calibrator.transform(net(*parts)).sigmoid()[:, 0]
-    said = by_onnxruntime(tmp_path / "model.onnx", *parts)
-    torch.testing.assert_close(said, torch.stack([1 - of_class_1, of_class_1], dim=1), atol=CLOSE, rtol=0)
+    outputs = by_onnxruntime(tmp_path / "model.onnx", *parts)
+    torch.testing.assert_close(outputs, torch.stack([1 - of_class_1, of_class_1], dim=1), atol=CLOSE, rtol=0)
 
 
 def one_logit():

@@ -227,9 +227,9 @@ def test_token_metrics_ignore_unlabelled_tokens():
     random = np.random.default_rng(0)
     logits, labels = random.normal(size=(30, LENGTH, CLASSES)), random.integers(0, CLASSES, (30, LENGTH))
     labels[:, ::2] = -100
-    found = calibration.compute_metrics(EvalPrediction(predictions=logits, label_ids=labels))
+    result = calibration.compute_metrics(EvalPrediction(predictions=logits, label_ids=labels))
     probs = torch.as_tensor(logits).softmax(-1)[:, 1::2].reshape(-1, CLASSES)
-    assert found["ece"] == metrics.ece(probs, torch.as_tensor(labels)[:, 1::2].reshape(-1))
+    assert result["ece"] == metrics.ece(probs, torch.as_tensor(labels)[:, 1::2].reshape(-1))
 
 
 def test_remove_restores_the_model():

@@ -184,9 +184,9 @@ def test_testing_logs_and_does_not_change_the_loss(finished, tmp_path):
     module, *_ = finished
     before = {name: value.clone() for name, value in module.loss.state_dict().items()}
     module.seen.clear()
-    found = trainer(tmp_path, calibration_callback(bins=10), logger=False).test(module, loaders()[1], verbose=False)[0]
+    result = trainer(tmp_path, calibration_callback(bins=10), logger=False).test(module, loaders()[1], verbose=False)[0]
     logits, labels = (torch.cat(parts) for parts in zip(*module.seen, strict=True))
-    assert found["test_ece"] == pytest.approx(metrics.ece(logits.softmax(1), labels, 10), rel=1e-6)
+    assert result["test_ece"] == pytest.approx(metrics.ece(logits.softmax(1), labels, 10), rel=1e-6)
     for name, value in module.loss.state_dict().items():
         assert torch.equal(value, before[name])
     assert not module.loss._forward_hooks
@@ -203,9 +203,9 @@ class Several(Steps):
     """Notes which loader the samples came from."""
 
     def validation_step(self, batch: Any, number: int, dataloader_idx: int = 0) -> dict[str, Tensor] | None:
-        said = super().validation_step(batch, number)
+        output = super().validation_step(batch, number)
         self.seen[-1] = (dataloader_idx, *self.seen[-1])
-        return said
+        return output
 
     def test_step(self, batch: Any, number: int, dataloader_idx: int = 0) -> dict[str, Tensor] | None:
         return self.validation_step(batch, number, dataloader_idx)
@@ -231,19 +231,19 @@ def test_each_of_several_loaders_has_its_own_numbers(loss, tmp_path, monkeypatch
     made.fit(module, train, [validation, shifted, DataLoader(Stream(), 150)])
     assert "val_ece" not in made.callback_metrics
     assert of_loader(module, 0)["ece"] != pytest.approx(of_loader(module, 1)["ece"], rel=1e-3)
-    for place in range(3):
-        for name, value in of_loader(module, place).items():
-            found = made.callback_metrics[f"val_{name}/dataloader_idx_{place}"]
-            assert float(found) == pytest.approx(value, rel=1e-5, abs=1e-7), (name, place)
+    for number in range(3):
+        for name, value in of_loader(module, number).items():
+            result = made.callback_metrics[f"val_{name}/dataloader_idx_{number}"]
+            assert float(result) == pytest.approx(value, rel=1e-5, abs=1e-7), (name, number)
     if loss == "adafocal":  # it learns from the first
-        wanted = torch.cat([logits for place, logits, _ in module.seen if place == 0])
+        wanted = torch.cat([logits for number, logits, _ in module.seen if number == 0])
         assert torch.equal(ended[0].logits, wanted)
     module.seen.clear()
     answers = made.test(module, [validation, shifted], verbose=False)
-    for place in range(2):
-        own = {name for name in answers[place] if name.startswith("test_")}
-        assert own == {f"test_{name}/dataloader_idx_{place}" for name in of_loader(module, place)}
-        assert answers[place][f"test_ece/dataloader_idx_{place}"] == pytest.approx(of_loader(module, place)["ece"])
+    for number in range(2):
+        own = {name for name in answers[number] if name.startswith("test_")}
+        assert own == {f"test_{name}/dataloader_idx_{number}" for name in of_loader(module, number)}
+        assert answers[number][f"test_ece/dataloader_idx_{number}"] == pytest.approx(of_loader(module, number)["ece"])
 
 
 @pytest.mark.parametrize(("loss", "options"), [("adafocal", {}), ("crl", {"num_samples": digit_batches.TRAINING})])

@@ -51,9 +51,9 @@ def test_a_cifar_network_reproduces_the_official_logits(prefix, wrapped, tmp_pat
     net = fedlas.build_model("resnet18_cifar", 10).eval()
     images = torch.randn(IMAGES)
     assert not torch.allclose(net(images), theirs(images))
-    found = load_official(path, fedlas.WithFeatures(net) if wrapped else net)
+    result = load_official(path, fedlas.WithFeatures(net) if wrapped else net)
     assert torch.equal(net(images), theirs(images))
-    assert (found.epoch, found.accuracy) == (283, 0.9566)
+    assert (result.epoch, result.accuracy) == (283, 0.9566)
 
 
 def test_tiny_network_loads_official_weights(tmp_path):
@@ -100,9 +100,9 @@ def test_bare_and_nested_state_dicts_are_read(tmp_path):
     torch.save(weights, tmp_path / "bare.pth")
     torch.save({"state_dict": {"state_dict": weights}}, tmp_path / "nested.pth")
     for name in ("bare.pth", "nested.pth"):
-        found = read_official(tmp_path / name)
-        assert list(found.weights) == list(net.state_dict())
-        assert (found.epoch, found.accuracy) == (None, None)
+        result = read_official(tmp_path / name)
+        assert list(result.weights) == list(net.state_dict())
+        assert (result.epoch, result.accuracy) == (None, None)
 
 
 @pytest.mark.parametrize("kind", [np.float64, np.float32])
@@ -113,7 +113,7 @@ def test_score_written_by_any_numpy_version_is_read(kind, home, tmp_path):
     with zipfile.ZipFile(path) as file:
         parts = {name: file.read(name) for name in file.namelist()}
     pickled = next(name for name in parts if name.endswith("data.pkl"))
-    now = next(word for word in (b"numpy._core.multiarray", b"numpy.core.multiarray") if word in parts[pickled])
+    now = next(text for text in (b"numpy._core.multiarray", b"numpy.core.multiarray") if text in parts[pickled])
     parts[pickled] = parts[pickled].replace(now, home.encode())
     with zipfile.ZipFile(path, "w") as file:
         for name, content in parts.items():

@@ -46,9 +46,9 @@ def sampled(classes: int = 3, n: int = 240):
 )
 def test_calibrated_classifier_passes_the_sklearn_estimator_checks(response_method):
     tried = CalibratedClassifier(LinearDiscriminantAnalysis(), response_method=response_method, cv=3)
-    found = check_estimator(tried, on_skip=None, on_fail=None)
-    assert len(found) > 40
-    failed = {one["check_name"]: one["exception"] for one in found if one["status"] != "passed"}
+    result = check_estimator(tried, on_skip=None, on_fail=None)
+    assert len(result) > 40
+    failed = {item["check_name"]: item["exception"] for item in result if item["status"] != "passed"}
     failed.pop("check_array_api_input", None)  # wants a variable of the environment before anything is imported
     assert not failed
 
@@ -121,8 +121,8 @@ def test_decision_function_values_are_used_as_logits(classes):
     features, labels = sampled(classes)
     svm = LinearSVC().fit(features, labels)
     model = CalibratedClassifier(svm, response_method="decision_function", cv="prefit").fit(features, labels)
-    said = svm.decision_function(features)
-    logits = np.stack([np.zeros(len(said)), said], axis=1) if classes == 2 else said
+    scores = svm.decision_function(features)
+    logits = np.stack([np.zeros(len(scores)), scores], axis=1) if classes == 2 else scores
     np.testing.assert_allclose(
         model.predict_proba(features), softmax(logits / model.calibrator_.temperature), atol=1e-9
     )

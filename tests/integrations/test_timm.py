@@ -217,14 +217,14 @@ def test_two_processes_equal_one(tmp_path):
     mean = (torch.stack(first["values"]) + torch.stack(second["values"])) / 2
     torch.testing.assert_close(mean, torch.stack(values), rtol=1e-4, atol=1e-5)
     state = alone.get_checkpoint_state()
-    for one, other, whole in (
+    for item, other, whole in (
         (first["state_dict"], second["state_dict"], state["state_dict"]),
         (first["task_state"]["loss"], second["task_state"]["loss"], state["task_state"]["loss"]),
     ):
-        assert one.keys() == whole.keys()
+        assert item.keys() == whole.keys()
         for name, value in whole.items():
-            assert torch.equal(one[name], other[name]), name
-            torch.testing.assert_close(one[name], value, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+            assert torch.equal(item[name], other[name]), name
+            torch.testing.assert_close(item[name], value, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
     assert not torch.equal(
         start["smoothing.bcg.fc_in.weight"], first["task_state"]["loss"]["smoothing.bcg.fc_in.weight"]
     )

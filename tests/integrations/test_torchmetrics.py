@@ -140,9 +140,9 @@ def test_metrics_with_other_rules_do_not_share_sums(other):
     collection.update(logits[labels < 4], labels[labels < 4])
     collection.update(logits[labels == 4], labels[labels == 4])
     probs = logits.softmax(1)
-    found = collection.compute()
-    assert float(found["plain"]) == pytest.approx(metrics.ece(probs, labels), abs=1e-12)
-    assert float(found["other"]) == pytest.approx(metrics.ece(probs, labels, **other), abs=1e-12)
+    result = collection.compute()
+    assert float(result["plain"]) == pytest.approx(metrics.ece(probs, labels), abs=1e-12)
+    assert float(result["other"]) == pytest.approx(metrics.ece(probs, labels, **other), abs=1e-12)
 
 
 def test_the_type_of_updates_is_required(monkeypatch):
@@ -193,7 +193,7 @@ def test_two_processes_equal_one(tmp_path: Path):
     for metric in whole.values():
         metric.update(*samples())
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
-    for found, again in (first, second):
-        assert found == again
+    for result, again in (first, second):
+        assert result == again
         for name, metric in whole.items():
-            assert float(found[name]) == pytest.approx(float(metric.compute()), abs=1e-12), name
+            assert float(result[name]) == pytest.approx(float(metric.compute()), abs=1e-12), name

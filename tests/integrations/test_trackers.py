@@ -53,13 +53,13 @@ def send(tracker: AbstractTracker, run, report) -> None:
 
 
 def test_logged_results_have_slash_separated_names(run, report):
-    found = numbers_of(report)
-    assert found["test/ece"] == report["ece"]
-    assert found["test/ece_low"] == report["ece"].interval.low
-    assert found["test/temperature/ece"] == report.after["temperature"]["ece"]
-    assert found["test/temperature/temperature"] == report.after["temperature"].parameters["temperature"]
-    assert found["test/ood/noise/entropy/auroc"] == report.before.detection["noise"]["entropy"].auroc
-    assert set(numbers_of(report, "mine")) == {name.replace("test/", "mine/", 1) for name in found}
+    result = numbers_of(report)
+    assert result["test/ece"] == report["ece"]
+    assert result["test/ece_low"] == report["ece"].interval.low
+    assert result["test/temperature/ece"] == report.after["temperature"]["ece"]
+    assert result["test/temperature/temperature"] == report.after["temperature"].parameters["temperature"]
+    assert result["test/ood/noise/entropy/auroc"] == report.before.detection["noise"]["entropy"].auroc
+    assert set(numbers_of(report, "mine")) == {name.replace("test/", "mine/", 1) for name in result}
     line = numbers_in(run.log[0])
     assert line["val/ece"] == run.log[0]["val"]["ece"]
     assert line["epoch"] == 1
@@ -113,17 +113,17 @@ def offline_records(folder):
     from wandb.sdk.internal.datastore import DataStore
 
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    store, found = DataStore(), []
+    store, result = DataStore(), []
     store.open_for_scan(str(path))
     with closing(store._fp), suppress(AssertionError):  # its complaint about half a record
         while (content := store.scan_data()) is not None:
-            found.append(Record())
-            found[-1].ParseFromString(content)
-    return found if any(one.WhichOneof("record_type") == "exit" for one in found) else []
+            result.append(Record())
+            result[-1].ParseFromString(content)
+    return result if any(item.WhichOneof("record_type") == "exit" for item in result) else []
 
 
 def items(entries):
-    return {"/".join(one.nested_key) or one.key: json.loads(one.value_json) for one in entries}
+    return {"/".join(entry.nested_key) or entry.key: json.loads(entry.value_json) for entry in entries}
 
 
 def test_wandb_logs_the_run(run, report, tmp_path, monkeypatch):
@@ -131,25 +131,25 @@ def test_wandb_logs_the_run(run, report, tmp_path, monkeypatch):
     tracker = WeightsAndBiases(project="fedlas", dir=str(tmp_path), mode="offline")
     send(tracker, run, report)
     written = until(lambda: offline_records(tmp_path))  # a process of wandb's own writes, also after the end
-    history = [items(one.history.item) for one in written if one.WhichOneof("record_type") == "history"]
+    history = [items(item.history.item) for item in written if item.WhichOneof("record_type") == "history"]
     for record in run.log:
-        (line,) = [one for one in history if one.get("epoch") == record["epoch"] and "val/ece" in one]
+        (line,) = [item for item in history if item.get("epoch") == record["epoch"] and "val/ece" in item]
         assert {name: line[name] for name in numbers_in(record)} == pytest.approx(numbers_in(record))
-    gamma = [one for one in history if "gate/gamma/values" in one]
+    gamma = [item for item in history if "gate/gamma/values" in item]
     counts = [record["gate"]["gamma_histogram"]["counts"] for record in run.log]
-    assert [one["gate/gamma/values"] for one in gamma] == counts
+    assert [item["gate/gamma/values"] for item in gamma] == counts
     assert len(gamma[0]["gate/gamma/bins"]) == len(counts[0]) + 1
-    (image,) = [one for one in history if "reliability/_type" in one]
+    (image,) = [item for item in history if "reliability/_type" in item]
     assert ((image["reliability/width"], image["reliability/height"]), image["epoch"]) == (pixels(report), 2)
     summary: dict = {}
-    for one in written:
-        summary |= items(one.summary.update)
+    for item in written:
+        summary |= items(item.summary.update)
     assert {name: summary[name] for name in numbers_of(report)} == pytest.approx(numbers_of(report))
     config: dict = {}
-    for one in written:
-        config |= items(one.config.update)
+    for item in written:
+        config |= items(item.config.update)
     assert config["loss"] == "fedlas_ls"
-    (ended,) = [one.exit for one in written if one.WhichOneof("record_type") == "exit"]
+    (ended,) = [item.exit for item in written if item.WhichOneof("record_type") == "exit"]
     assert ended.exit_code == 0
 
 
@@ -195,22 +195,22 @@ def test_mlflow_logs_the_run(run, report, store):
     tracker = MLflow(store, experiment="digits", run_name="first")
     send(tracker, run, report)
     client = MlflowClient(tracking_uri=store)
-    found = client.get_run(tracker.run_id)
-    assert (found.info.run_name, found.info.status) == ("first", "FINISHED")
-    assert found.data.params["loss"] == "fedlas_ls"
-    assert found.data.params["splits"] == '["test"]'
+    result = client.get_run(tracker.run_id)
+    assert (result.info.run_name, result.info.status) == ("first", "FINISHED")
+    assert result.data.params["loss"] == "fedlas_ls"
+    assert result.data.params["splits"] == '["test"]'
     for name in numbers_in(run.log[0]):
-        history = {one.step: one.value for one in client.get_metric_history(tracker.run_id, name)}
+        history = {item.step: item.value for item in client.get_metric_history(tracker.run_id, name)}
         assert history == {
             record["epoch"]: numbers_in(record)[name] for record in run.log if name in numbers_in(record)
         }
-    metrics = found.data.metrics
+    metrics = result.data.metrics
     assert {name: metrics[name] for name in numbers_of(report)} == pytest.approx(numbers_of(report))
-    assert [one.path for one in client.list_artifacts(tracker.run_id, "figures")] == ["figures/reliability-2.png"]
+    assert [item.path for item in client.list_artifacts(tracker.run_id, "figures")] == ["figures/reliability-2.png"]
     with pytest.raises(ZeroDivisionError), MLflow(store, experiment="digits") as failing:
         failing.numbers({"a (b)": 1 / 0})
     assert client.get_run(failing.run_id).info.status == "FAILED"
-    assert client.get_run(failing.run_id).info.experiment_id == found.info.experiment_id
+    assert client.get_run(failing.run_id).info.experiment_id == result.info.experiment_id
     with MLflow(store, run_id=failing.run_id) as again:
         again.numbers({"a (b)": 1.0})
     assert client.get_run(failing.run_id).data.metrics == {"a _b_": 1.0}

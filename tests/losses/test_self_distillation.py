@@ -160,7 +160,7 @@ def test_a_bfloat16_table_has_normalised_targets(name: str) -> None:
     options = {"epochs": 4, "schedule": "constant"} if name == "pskd" else {}
     loss, exact = build(name, table_dtype="bfloat16", **options), build(name, **options)
     for tolerance in (1e-7, 2e-3):  # a uniform row is exact in any type once it is normalised
-        value, expected = (one(logits_of(0), LABELS, index=INDEX) for one in (loss, exact))
+        value, expected = (item(logits_of(0), LABELS, index=INDEX) for item in (loss, exact))
         torch.testing.assert_close(value, expected, rtol=tolerance, atol=0)
 
 
@@ -309,9 +309,9 @@ def test_recorded_strengths_replace_feedback() -> None:
         torch.testing.assert_close(loss.edges, torch.tensor(replay[n]["edges"], dtype=torch.float64))
         again = build("closed_loop", bins=2, replay=replay)
         again.load_state_dict(loss.state_dict())
-        for one in (loss, again):
-            one(logits_of(n), LABELS, index=INDEX)
-            one.end_epoch()
+        for item in (loss, again):
+            item(logits_of(n), LABELS, index=INDEX)
+            item.end_epoch()
         assert again.alphas.tolist() == loss.alphas.tolist()
     assert "3 epochs" in repr(loss)
     for wrong in ([], [{"strengths": [0.1], "edges": [0.0, 1.0]}], [{"strengths": [0.1, 0.2]}]):

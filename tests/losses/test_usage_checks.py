@@ -1,5 +1,6 @@
 """Incomplete training loops warn once; correct loops never warn."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ GATED = ["fedlas_ls", "fedlas_mbls"]
 def build(name: str) -> Any:
     sizes = {"num_classes": CLASSES, "num_samples": SAMPLES, "epochs": 5}
     known = {record.name: record.keywords for record in fedlas.list_losses()}[name]
-    return fedlas.build_loss(name, **{word: size for word, size in sizes.items() if word in known})
+    return fedlas.build_loss(name, **{option: size for option, size in sizes.items() if option in known})
 
 
 def network() -> fedlas.WithFeatures:
@@ -179,6 +180,21 @@ def test_evaluations_without_the_end_of_an_epoch_warn():
     for _ in range(usage_checks.EVALUATIONS_WITHOUT_END - 1):
         epoch()
     with pytest.warns(UserWarning, match=r"adafocal.*30 evaluations.*validation="):
+        epoch()
+
+
+@pytest.mark.parametrize(("steps", "warns"), [(10, True), (2, False)])
+def test_a_smaller_last_batch_shows_the_end_of_an_epoch(steps, warns):
+    """Without indices and evaluations; alternating sizes are the parts of a batch."""
+    loss = build("adafocal")
+
+    def epoch() -> None:
+        for rows in [4] * (steps - 1) + [3]:
+            loss(torch.randn(rows, CLASSES).requires_grad_(), torch.arange(rows) % CLASSES).backward()
+
+    for _ in range(2):
+        epoch()
+    with pytest.warns(UserWarning, match=r"adafocal.*10 steps.*validation=") if warns else nullcontext():
         epoch()
 
 

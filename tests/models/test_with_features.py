@@ -572,9 +572,9 @@ def test_a_copy_sees_its_own_features(copied):
 
 def test_two_wrappers_of_one_model_work_side_by_side():
     model = Classifier()
-    one, two = WithFeatures(model), WithFeatures(model, head="fc")
+    first, second = WithFeatures(model), WithFeatures(model, head="fc")
     x = images()
-    for net in (one, two, one):
+    for net in (first, second, first):
         torch.testing.assert_close(net(x).features, model.body(x), rtol=0, atol=0)
 
 

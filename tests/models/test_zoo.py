@@ -136,7 +136,7 @@ def timm_family(name):
 
 
 def smallness(name):
-    return next((n for n, word in enumerate(SMALL) if word in name), len(SMALL))
+    return next((n for n, text in enumerate(SMALL) if text in name), len(SMALL))
 
 
 PLAIN = [name for name in TIMM if "distilled" not in name and not name.endswith("_enc")]
@@ -320,7 +320,7 @@ HUGGING_FACE = {name for names in NAMES for each in names for name in ([each] if
 
 @pytest.mark.campaign
 def test_head_is_found_in_all_hugging_face_classifiers():
-    found, refused, unbuilt = set(), set(), set()
+    result, refused, unbuilt = set(), set(), set()
     for name in sorted(
         HUGGING_FACE - {"ShieldGemma2ForImageClassification"}
     ):  # its logits are two words of a language model
@@ -337,7 +337,7 @@ def test_head_is_found_in_all_hugging_face_classifiers():
             refused.add(name)
         else:
             assert model.get_submodule(net.head_name).out_features == CLASSES, name
-            found.add(name)
+            result.add(name)
     two_heads = ("DeiTForImageClassificationWithTeacher", "LevitForImageClassificationWithTeacher", "SwiftFormer")
     assert all(name.startswith(two_heads) for name in refused)
-    assert len(found) > 10 * len(unbuilt)
+    assert len(result) > 10 * len(unbuilt)

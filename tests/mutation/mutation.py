@@ -126,8 +126,8 @@ def choose_mutants(seed: int, count: int) -> list[dict[str, Any]]:
     for number, (stratum, places) in enumerate(STRATA.items()):
         paths = sorted(
             p
-            for place in places
-            for p in ([SOURCE / place] if place.endswith(".py") else (SOURCE / place).rglob("*.py"))
+            for position in places
+            for p in ([SOURCE / position] if position.endswith(".py") else (SOURCE / position).rglob("*.py"))
         )
         kinds: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for path in paths:

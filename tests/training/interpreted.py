@@ -22,8 +22,8 @@ def found_by(case: str, folders: pytest.TempPathFactory) -> dict[str, Any]:
         if not line:
             line = _last_line_of(case)
             file.write(line)
-    found: dict[str, Any] = json.loads(line)
-    return found
+    result: dict[str, Any] = json.loads(line)
+    return result
 
 
 def _last_line_of(case: str) -> str:

@@ -117,7 +117,7 @@ def numbers(session: Session) -> dict[str, list[torch.Tensor]]:
     optimizer = session.step.optimizer
     return {
         "weights": list(parameters_of(optimizer)),
-        "memory": [value for one in optimizer_state(optimizer) for value in one.values()],
+        "memory": [value for item in optimizer_state(optimizer) for value in item.values()],
         "sums": [session.step.metrics.sums[name] for name in sorted(session.step.metrics.sums)],
         "gate": [session.step.gate.sums, session.step.gate.history.now],
         "rates": [session.step.rates.now],
@@ -139,11 +139,11 @@ def flags(session: Session) -> dict[str, Any]:
 def distance(found: list[torch.Tensor], right: list[torch.Tensor]) -> float:
     """Return the largest relative difference of any tensor; NaN has to be at the same places."""
     worst = 0.0
-    for one, two in zip(found, right, strict=True):
-        if not torch.equal(one.isnan(), two.isnan()):
+    for first, second in zip(found, right, strict=True):
+        if not torch.equal(first.isnan(), second.isnan()):
             return math.inf
-        apart = (one.double() - two.double()).nan_to_num().norm()
-        worst = max(worst, (apart / two.double().nan_to_num().norm().clamp_min(1e-12)).item())
+        apart = (first.double() - second.double()).nan_to_num().norm()
+        worst = max(worst, (apart / second.double().nan_to_num().norm().clamp_min(1e-12)).item())
     return worst
 
 
@@ -174,7 +174,7 @@ def answers(device: str) -> list[list[bool]]:
     awkward = torch.tensor(rows * 3, device=device, dtype=torch.float32)
     places = torch.arange(3, device=device).repeat_interleave(len(rows))
     random = torch.randn(301, 37, device=device).round()
-    found = []
+    result = []
     for logits, labels in (
         (awkward, places),
         (random, random.argmax(1)),
@@ -195,21 +195,21 @@ def answers(device: str) -> list[list[bool]]:
                 value = torch.tensor(0.7, device=device)
                 meter.add_batch(value, {"one": value / 3, "two": value / 7}, logits, labels)
         same = [ours.sums[name].item() == value.item() for name, value in torchs.sums.items()]
-        found.append([used == [logits.shape[1] <= MAX_CLASSES] * 2, *same])
-    return found
+        result.append([used == [logits.shape[1] <= MAX_CLASSES] * 2, *same])
+    return result
 
 
 def watched(device: str) -> list[list[bool]]:
     """Return for batches of several sizes, with ignored samples, whether the gate statistics equal those of torch."""
-    found = []
+    result = []
     for rows in (1, 5, SAMPLES_PER_TILE, 2 * SAMPLES_PER_TILE + 3):
         torch.manual_seed(rows)
         psi, gamma = torch.randn(rows).sign(), 3 * torch.randn(rows)
         gamma[:4] = torch.tensor([0.0, 0.5, 1e6, -1e6])[:rows]  # an edge, and far beyond all of them
         psi[1:2] = 0
         state = GateState(psi.to(device), gamma.to(device), torch.rand(rows).to(device), 0.05)
-        for one in state[:3]:
-            one[3::7] = math.nan
+        for item in state[:3]:
+            item[3::7] = math.nan
         loss: Any = SimpleNamespace(gate_state=partial(tuple, state))
         places = torch.randperm(3 * rows)[: 2 * rows]
         kernels: Any = metric_sums
@@ -220,8 +220,8 @@ def watched(device: str) -> list[list[bool]]:
         counts = [0, *range(2, len(ours.sums))]
         same = torch.equal(ours.sums[counts], torchs.sums[counts])
         near = math.isclose(ours.sums[1].item(), torchs.sums[1].item(), rel_tol=1e-6)
-        found.append([same, near, bool(ours.sums[0] > 0), torch.equal(ours.history.now, torchs.history.now)])
-    return found
+        result.append([same, near, bool(ours.sums[0] > 0), torch.equal(ours.history.now, torchs.history.now)])
+    return result
 
 
 if __name__ == "__main__":

@@ -154,9 +154,9 @@ def far_from_zero(device: str) -> dict[str, float]:
     y = 300 + torch.randn(4, 64, 5, 5, device=device).to(memory_format=torch.channels_last)
     weight, bias, mean, var = torch.ones(64), torch.zeros(64), torch.zeros(64), torch.ones(64)
     norm = batch_norm.Affine(*(value.to(device) for value in (weight, bias, mean, var)), eps=1e-5, momentum=0.1)
-    found = batch_norm.statistics(y, norm, torch.zeros(1, dtype=torch.int32, device=device))
+    result = batch_norm.statistics(y, norm, torch.zeros(1, dtype=torch.int32, device=device))
     right = y.double().var((0, 2, 3), unbiased=False).add(1e-5).rsqrt()
-    return {"rstd": ((found.rstd.double() - right) / right).abs().max().item()}
+    return {"rstd": ((result.rstd.double() - right) / right).abs().max().item()}
 
 
 def one_value(device: str) -> str:
@@ -183,16 +183,18 @@ def narrowed(device: str) -> dict[str, bool]:
     even, odd = WeightCast(kept), WeightCast(wide)
 
     def alike(narrowing: WeightCast, tensors: list[torch.Tensor]) -> bool:
-        found = [(dtype, narrowing.copies(tensors, dtype)) for dtype in (torch.bfloat16, torch.float16)]
-        pairs = [(one, two.to(dtype)) for dtype, copies in found for one, two in zip(copies, tensors, strict=True)]
+        result = [(dtype, narrowing.copies(tensors, dtype)) for dtype in (torch.bfloat16, torch.float16)]
+        pairs = [
+            (item, second.to(dtype)) for dtype, copies in result for item, second in zip(copies, tensors, strict=True)
+        ]
         same = all(torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in pairs)
-        return same and all(one.stride() == two.stride() for one, two in pairs)
+        return same and all(item.stride() == second.stride() for item, second in pairs)
 
     first, again = (even.copies(kept, torch.bfloat16) for _ in range(2))
     return {
         "even": even.fits and alike(even, kept),
         "odd": not odd.fits and alike(odd, wide),
-        "apart": all(one.data_ptr() != two.data_ptr() for one, two in zip(first, again, strict=True)),
+        "apart": all(item.data_ptr() != second.data_ptr() for item, second in zip(first, again, strict=True)),
         "stay": even.holds(kept),
         "moved": not even.holds([*kept[:-1], kept[-1].clone()]),
     }

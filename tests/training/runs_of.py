@@ -32,10 +32,10 @@ def natural_images(folder: Path, count: int = 30, seed: int = 0) -> Path:
     image, random = pytest.importorskip("PIL.Image"), np.random.default_rng(seed)
     for number, name in enumerate(("cat", "dog", "owl")):
         (folder / name).mkdir(parents=True)
-        for place in range(count):
+        for position in range(count):
             pixels = random.integers(0, 200, (20, 20, 3)).astype(np.uint8)
             pixels[..., number] += 55
-            image.fromarray(pixels).save(folder / name / f"{place}.png")
+            image.fromarray(pixels).save(folder / name / f"{position}.png")
     return folder
 
 

@@ -121,8 +121,8 @@ def used(device: str) -> dict[str, bool]:
         model.conv1.weight.requires_grad_(False)
 
     def all_frozen(model: Any) -> None:
-        for one in model.parameters():
-            one.requires_grad_(one.dim() != 4)
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.dim() != 4)
 
     def with_pooling(model: Any) -> None:
         model.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
@@ -178,7 +178,7 @@ def step(device: str, dtype: torch.dtype) -> dict[str, list[float]]:
         ours = outcome(copy.deepcopy(plain), images, labels)
         with patch.object(stem, "fits", lambda *_: False):
             usual = outcome(plain, images, labels)
-    return {part: [distance(found[part], right[part]) for found in (ours, usual)] for part in right}
+    return {part: [distance(result[part], right[part]) for result in (ours, usual)] for part in right}
 
 
 if __name__ == "__main__":

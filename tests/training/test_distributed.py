@@ -148,9 +148,9 @@ def made(tmp_path_factory: pytest.TempPathFactory, capture: CaptureManager) -> t
     images, script = natural_images(base / "images"), base / "runs.py"
     script.write_text(RUNS)
     changes = [f"{name}={value}" for name, value in OPTIONS.items()]
-    folder, said, error = torchrun(base, capture, lambda folder: [script, HERE, folder, images, *changes])
+    folder, text, error = torchrun(base, capture, lambda folder: [script, HERE, folder, images, *changes])
     assert "Grad strides" not in error
-    return folder, said, images
+    return folder, text, images
 
 
 @pytest.fixture(scope="module")
@@ -225,17 +225,17 @@ def test_two_torchrun_processes_equal_one(made, one):
 @pytest.mark.campaign
 def test_two_processes_stop_resume_bit_for_bit_and_read_images(made):
     """The sums of the epoch used to be those of one rank, restored on both; and a second signal used to kill."""
-    folder, said, images = made
+    folder, text, images = made
     # Both agree on the highest. A thread that lives on and asks for Python while Python ends aborts the process.
-    assert said.count("while it trains more threads") == 2
-    assert said.count("stopped by 15 and 0 threads are left") == 2
-    assert said.count("in the end 0 threads are left") == 2
+    assert text.count("while it trains more threads") == 2
+    assert text.count("stopped by 15 and 0 threads are left") == 2
+    assert text.count("in the end 0 threads are left") == 2
     stopped, unbroken = Run(folder / "stopped"), Run(folder / "unbroken")
     assert stopped.log[1]["machine"]["continued_at_step"] == 3
     assert log_without_times(stopped) == log_without_times(unbroken)
     assert prediction_bytes(stopped) == prediction_bytes(unbroken)
     for words in ("sync_batchnorm", "lr: ", "Not a directory"):
-        assert said.count(words) == 2  # errors reach both
+        assert text.count(words) == 2  # errors reach both
     assert_predictions_of_one_network(Run(folder / "norms"))
     recipe = large(images, model_options={"in_channels": 3, "norm": "group", "width": 8}, workers=0)
     two, one = Run(folder / "natural_images"), fit(recipe, out=folder / "one")
@@ -248,15 +248,15 @@ def test_two_processes_stop_resume_bit_for_bit_and_read_images(made):
 
 
 def test_gradients_of_an_accumulated_step_are_reduced_once(made):
-    _, said, _ = made
+    _, text, _ = made
     for parts in (1, 2):
-        assert said.count(f"{parts} parts: 1 reductions in a step") == 2, said
+        assert text.count(f"{parts} parts: 1 reductions in a step") == 2, text
 
 
 def test_every_rank_raises_if_rank_zero_fails(made):
-    _, said, _ = made
-    assert "rank 0: KeyError('missing')" in said
-    assert "rank 1: RuntimeError" in said
+    _, text, _ = made
+    assert "rank 0: KeyError('missing')" in text
+    assert "rank 1: RuntimeError" in text
 
 
 def test_batch_norm_statistics_can_be_synchronised():

@@ -188,7 +188,7 @@ def test_the_environment_of_earlier_epochs_is_kept(tmp_path, monkeypatch):
         monkeypatch.setenv("FEDLAS_COMMIT", commit)
         fit(short("ce", epochs=1), out=tmp_path, resume=True)
     assert run.environment["commit"] == "second"
-    assert [one["commit"] for one in run.environment["earlier"]] == ["first"]
+    assert [item["commit"] for item in run.environment["earlier"]] == ["first"]
     assert set(run.environment["data"]) == {"train", "val", "test"}
 
 

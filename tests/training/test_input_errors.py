@@ -190,10 +190,10 @@ def test_fp16_on_a_cpu_warns(tmp_path):
 def test_bf16_on_a_cpu_without_bf16_instructions_warns(tmp_path, monkeypatch, processor, slow):
     """The paper's protocol takes bfloat16 for residual networks: twelve times slower with AVX2 alone."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: processor)
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(short("ce", epochs=1, precision="bf16", data_options={"train_samples": 50}), out=tmp_path / "run")
-    assert any("precision=fp32" in str(warning.message) for warning in found) == slow
+    assert any("precision=fp32" in str(warning.message) for warning in caught) == slow
 
 
 def test_a_broken_image_is_named_in_one_line(tmp_path):
@@ -315,11 +315,11 @@ FILES = ("recipe.json", "environment.json", "log.jsonl", "checkpoint.pt", "check
 def test_symbolic_links_in_a_run_folder_raise(finished, tmp_path, name):
     """Regression: the target of the link was overwritten."""
     run = Run(shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
-    recipe, place, victim = run.recipe, run.folder / name, tmp_path / "mine"
-    place.parent.mkdir(exist_ok=True)
-    place.unlink(missing_ok=True)
+    recipe, path, victim = run.recipe, run.folder / name, tmp_path / "mine"
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
     victim.write_text("mine")
-    place.symlink_to(victim)
+    path.symlink_to(victim)
     with pytest.raises(RunError, match=f"{name}.*link"):
         fit(recipe, out=run.folder, resume=True, progress=False)
     assert victim.read_text() == "mine"

@@ -33,12 +33,12 @@ def found(tmp_path_factory):
 @pytest.mark.campaign
 @pytest.mark.parametrize("case", CASES)
 def test_steps_equal_those_of_torch(found, case):
-    one = found[case]
-    assert one["taken"]
-    assert one["flags"] == one["torch's flags"]
-    assert max(one["distance"].values()) < 5e-6, one["distance"]
-    assert one["distance"]["rates"] == 0
-    assert (one["flags"]["first bad"] == 2) == case.startswith(("bad", "too large"))
+    item = found[case]
+    assert item["taken"]
+    assert item["flags"] == item["torch's flags"]
+    assert max(item["distance"].values()) < 5e-6, item["distance"]
+    assert item["distance"]["rates"] == 0
+    assert (item["flags"]["first bad"] == 2) == case.startswith(("bad", "too large"))
 
 
 @pytest.mark.campaign
@@ -51,7 +51,7 @@ def test_a_step_without_all_gradients_uses_torch(found):
 def test_correct_counts_equal_those_of_torch(found):
     """The first of equal logits, and NaN before all others."""
     assert len(found["answers"]) == 5
-    assert all(all(one) and len(one) == 6 for one in found["answers"])  # the kernel was used, and five sums
+    assert all(all(item) and len(item) == 6 for item in found["answers"])  # the kernel was used, and five sums
 
 
 @pytest.mark.campaign
@@ -71,18 +71,18 @@ def made(net: nn.Module, loss: nn.Module | None = None, **changes) -> optimizer_
 def test_gradient_slots_are_contiguous_with_the_strides_of_the_parameters():
     net = nn.Sequential(nn.Conv2d(5, 7, 3), nn.Linear(100, 90, bias=False))
     net.to(memory_format=torch.channels_last)
-    one = made(net, nn.Linear(3, 1))
-    assert one.net == 4 * TILE  # the second layer has two of its own
-    assert len(one.flat) == 6 * TILE
-    places = torch.zeros(len(one.flat))
-    for parameter, slot in one.slots.items():
+    item = made(net, nn.Linear(3, 1))
+    assert item.net == 4 * TILE  # the second layer has two of its own
+    assert len(item.flat) == 6 * TILE
+    places = torch.zeros(len(item.flat))
+    for parameter, slot in item.slots.items():
         assert slot.shape == parameter.shape
         assert slot.stride() == parameter.stride()
         places[slot.storage_offset() :][: slot.numel()] += 1
         assert slot.storage_offset() % TILE == 0
         slot.fill_(1)
-    assert torch.equal(places, one.flat)  # none lies over another, and all have room
-    assert int(one.blocks[:, 1].clamp_max(BLOCK).sum()) == sum(slot.numel() for slot in one.slots.values())
+    assert torch.equal(places, item.flat)  # none lies over another, and all have room
+    assert int(item.blocks[:, 1].clamp_max(BLOCK).sum()) == sum(slot.numel() for slot in item.slots.values())
 
 
 def backward_through_casts(weights: list[nn.Parameter], slots: list[torch.Tensor | None], images: torch.Tensor) -> None:
@@ -95,9 +95,9 @@ def test_gradients_of_cast_weights_are_written_to_their_slots():
     layers = nn.ModuleList([nn.Conv2d(4, 6, 3, bias=False), nn.Conv2d(4, 5, 1, bias=False), nn.Conv2d(4, 3, 2)])
     layers.to(memory_format=torch.channels_last)
     weights = [layer.weight for layer in layers]
-    one = made(layers)
+    item = made(layers)
     images = torch.randn(2, 4, 5, 5).to(memory_format=torch.channels_last)
-    slots = [one.slots[weight] for weight in weights]
+    slots = [item.slots[weight] for weight in weights]
     backward_through_casts(weights, [*slots[:2], None], images)
     here = [weight.grad.data_ptr() == slot.data_ptr() for weight, slot in zip(weights, slots, strict=True)]
     assert here == [True, True, False]
@@ -110,13 +110,13 @@ def test_gradients_of_cast_weights_are_written_to_their_slots():
 
 def test_not_ready_if_a_momentum_buffer_moved():
     net = nn.Linear(8, 4)
-    one = made(net, momentum=0.9)
+    item = made(net, momentum=0.9)
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
-    assert one.ready
-    state = one.optimizer.state[net.weight]
+    assert item.ready
+    state = item.optimizer.state[net.weight]
     state["momentum_buffer"] = state["momentum_buffer"].clone()
-    assert not one.ready
+    assert not item.ready
 
 
 def test_weight_casts_are_bound_to_shapes():
@@ -130,15 +130,15 @@ def test_weight_casts_are_bound_to_shapes():
 
 def test_only_gradients_outside_their_slots_are_copied():
     net = nn.Linear(30, 20)
-    one = made(net)
-    assert not one.ready
-    for parameter, slot in one.slots.items():
+    item = made(net)
+    assert not item.ready
+    for parameter, slot in item.slots.items():
         parameter.grad = torch.full_like(parameter, 2.0) if parameter.ndim > 1 else slot.fill_(3.0).view_as(slot)
-    assert one.ready
-    one._copy_to_slots()
-    assert [slot.unique().tolist() for slot in one.slots.values()] == [[2.0], [3.0]]
+    assert item.ready
+    item._copy_to_slots()
+    assert [slot.unique().tolist() for slot in item.slots.values()] == [[2.0], [3.0]]
     net.weight.data = net.weight.data.clone()
-    assert not one.ready  # its address is another one
+    assert not item.ready  # its address is another one
 
 
 def in_float64(net: nn.Module) -> nn.Module:

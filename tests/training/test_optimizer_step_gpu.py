@@ -32,9 +32,9 @@ def uncompiled(monkeypatch):
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("case", CASES)
 def test_steps_equal_those_of_torch(case):
-    one, four = compared(case, "cuda", 1), compared(case, "cuda", 4)
-    assert one["taken"]
-    assert max(one["distance"].values()) < 1e-6, one["distance"]
+    item, four = compared(case, "cuda", 1), compared(case, "cuda", 4)
+    assert item["taken"]
+    assert max(item["distance"].values()) < 1e-6, item["distance"]
     assert four["distance"]["rates"] == 0
     assert four["distance"]["weights"] < 1e-3
     assert four["distance"].get("memory", 0) < 1e-2
@@ -130,8 +130,8 @@ def test_the_first_step_of_a_resnet_equals_that_of_torch(accumulate):
     mine, theirs = (tensors(session) for session in sessions)
     for name, value in theirs.items():
         torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-7, msg=name)
-    found, right = (session.step.metrics.read() for session in sessions)
-    assert found == pytest.approx(right, rel=1e-6)
+    result, right = (session.step.metrics.read() for session in sessions)
+    assert result == pytest.approx(right, rel=1e-6)
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -158,9 +158,9 @@ def test_after_precompilation_a_step_compiles_few_kernels(model, monkeypatch):
         session.net.train()
         inputs = next(iter(session.batches(0)))
         for module in modules:
-            for name, one in vars(module).items():
+            for name, item in vars(module).items():
                 if name.endswith("_kernel"):
-                    one.device_caches.clear()
+                    item.device_caches.clear()
         trace, ended = compilation.trace, []
         monkeypatch.setattr(compilation, "trace", lambda step, inputs, trace=trace: ended.append(trace(step, inputs)))
         with compilation.precompiled(session.step, inputs, session.runner.precompile):
@@ -168,6 +168,6 @@ def test_after_precompilation_a_step_compiles_few_kernels(model, monkeypatch):
         assert len(ended) == 1  # nothing went wrong, and nothing warned
         precompiled = compiled(*modules)
         assert len(precompiled) >= 10
-        assert all(one.module is not None for one in precompiled)  # loaded: it can start at once
+        assert all(item.module is not None for item in precompiled)  # loaded: it can start at once
         session.runner.run(*inputs)
         assert len(compiled(*modules)) <= len(precompiled) + 4

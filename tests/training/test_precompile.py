@@ -199,7 +199,7 @@ def test_trials_in_a_precompilation_are_repeated_afterwards():
 
 def state(session: Session) -> dict[str, torch.Tensor]:
     everything = session.state_dict()
-    memory = {f"{n} {name}": value for n, one in enumerate(everything["optimizer"]) for name, value in one.items()}
+    memory = {f"{n} {name}": value for n, item in enumerate(everything["optimizer"]) for name, value in item.items()}
     sums = {f"sum {name}": value for name, value in session.step.metrics.sums.items()}
     return everything["model"] | {f"loss {k}": v for k, v in everything["loss"].items()} | memory | sums
 
@@ -216,7 +216,7 @@ def state(session: Session) -> dict[str, torch.Tensor]:
 )
 def test_pre_compilation_does_not_change_the_step(loss, changes, monkeypatch):
     """This pre-compilation computes, which a real one does not; its effects are undone all the same."""
-    traced, found = [], []
+    traced, result = [], []
     computing = nullcontext(SimpleNamespace(active=nullcontext))
 
     def watched(step, inputs, trace=compilation.trace):
@@ -232,11 +232,11 @@ def test_pre_compilation_does_not_change_the_step(loss, changes, monkeypatch):
         for number, inputs in enumerate(session.batches(0)):
             if number < 2:
                 session.runner.run(*inputs)
-        found.append(state(session))
+        result.append(state(session))
     assert traced == [True]  # to its end, through network and loss
-    assert found[0].keys() == found[1].keys()
-    for name, value in found[1].items():
-        assert torch.equal(value, found[0][name]), name
+    assert result[0].keys() == result[1].keys()
+    for name, value in result[1].items():
+        assert torch.equal(value, result[0][name]), name
 
 
 def test_a_failed_pre_compilation_is_a_warning():

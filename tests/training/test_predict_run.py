@@ -77,10 +77,10 @@ def test_changed_images_raise(tmp_path):
     recipe = large(home, "ce", workers=0)
 
     def swap() -> None:
-        for place in range(10):  # names of all files stay; of those that cats and dogs have, ten are the others'
-            (home / "cat" / f"{place}.png").rename(home / "kept.png")
-            (home / "dog" / f"{place}.png").rename(home / "cat" / f"{place}.png")
-            (home / "kept.png").rename(home / "dog" / f"{place}.png")
+        for position in range(10):  # names of all files stay; of those that cats and dogs have, ten are the others'
+            (home / "cat" / f"{position}.png").rename(home / "kept.png")
+            (home / "dog" / f"{position}.png").rename(home / "cat" / f"{position}.png")
+            (home / "kept.png").rename(home / "dog" / f"{position}.png")
 
     with pytest.raises(StoppedError):
         fit(recipe, out=out, callbacks=[SignalAt(12, signal.SIGTERM)])
@@ -154,7 +154,7 @@ def test_predictions_without_checksums_compare_equal(digits, tmp_path):
     now = made.read_bytes()
     tensors = load_file(made)
     with safe_open(made, "pt") as file:
-        words = {name: word for name, word in file.metadata().items() if name != CHECKSUM}
+        words = {name: text for name, text in file.metadata().items() if name != CHECKSUM}
     save_file(tensors, made, metadata=words)
     assert CHECKSUM.encode() not in made.read_bytes()
     assert predict_with(digits.folder, "digits", out=made).read_bytes() == now

@@ -28,8 +28,8 @@ def test_execution_fields_are_not_part_of_the_key():
     assert SMALL.replace(checkpoint_every=5, workers=3, tensorboard=True, capture=False).key == SMALL.key
     assert SMALL.replace(seed=2).key != SMALL.key
     assert SMALL.replace(lr=1).key == SMALL.replace(lr=1.0).key
-    one, other = {"ignore_index": 1, "sync": False}, {"sync": False, "ignore_index": 1}
-    assert SMALL.replace(loss_options=one).key == SMALL.replace(loss_options=other).key
+    first, other = {"ignore_index": 1, "sync": False}, {"sync": False, "ignore_index": 1}
+    assert SMALL.replace(loss_options=first).key == SMALL.replace(loss_options=other).key
 
 
 def test_a_recipe_survives_a_json_round_trip():
@@ -125,8 +125,8 @@ def test_values_of_another_type_raise():
 
 def test_differences_are_named():
     assert differences(SMALL, SMALL.replace(checkpoint_every=3)) == []
-    (found,) = differences(SMALL, SMALL.replace(lr=0.2))
-    assert re.search(r"lr.*0\.1.*0\.2", found)
+    (result,) = differences(SMALL, SMALL.replace(lr=0.2))
+    assert re.search(r"lr.*0\.1.*0\.2", result)
 
 
 def test_every_predefined_recipe_can_be_built():
@@ -140,7 +140,7 @@ def test_every_predefined_recipe_can_be_built():
     assert len(published) == 10
     for _, recipe in recipes:
         words = keywords(LOSSES.find(recipe.loss))
-        options = {word: 10 for word in ("num_samples", "epochs") if word in words}
+        options = {name: 10 for name in ("num_samples", "epochs") if name in words}
         fedlas.build_loss(recipe.loss, num_classes=7, **recipe.loss_options, **options)
 
 
@@ -234,7 +234,7 @@ def test_suggested_protocols_are_usable(data, model):
     except ValueError as error:
         advised = str(error).partition("use one of: ")[2].split(", ")
         assert len(advised) == sum(not protocol.paper_data_only for protocol in PROTOCOLS)
-        for name, _, more in (word.partition(" ") for word in advised):
+        for name, _, more in (text.partition(" ") for text in advised):
             assert recipe_for(data, "small_cnn" if more == "(with --model)" else model, protocol=name).data == data
             if more:
                 with pytest.raises(ValueError, match=f"{name}.*{data}"):

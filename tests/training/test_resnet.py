@@ -31,12 +31,12 @@ def found(tmp_path_factory):
 @pytest.mark.campaign
 @pytest.mark.parametrize("case", ["basic", "bottleneck"])
 def test_outputs_gradients_and_running_statistics_are_as_exact_as_torchs(found, case):
-    one = found[case]
-    assert one["taken"]
+    item = found[case]
+    assert item["taken"]
     for part, bound in {"logits": 1e-5, "gradients": 1e-4, "buffers": 1e-5}.items():
-        assert one["fused"][part] < max(bound, 3 * one["torch"][part]), (part, one)
-    assert one["evaluates alike"]
-    assert one["same parameters"]
+        assert item["fused"][part] < max(bound, 3 * item["torch"][part]), (part, item)
+    assert item["evaluates alike"]
+    assert item["same parameters"]
 
 
 @pytest.mark.campaign
@@ -276,10 +276,10 @@ def test_a_strided_convolution_stores_a_strided_gradient(stride, size):
 
 
 def test_other_convolutions_have_gradients_at_every_pixel():
-    one, three = torch.zeros(8, 8, 1, 1), torch.zeros(8, 8, 3, 3)
-    assert _stride_of_1x1(((2, 2), (0, 0), (1, 1), 1), one) == 2
+    first, three = torch.zeros(8, 8, 1, 1), torch.zeros(8, 8, 3, 3)
+    assert _stride_of_1x1(((2, 2), (0, 0), (1, 1), 1), first) == 2
     others = [(2, 1), (0, 0), (1, 1), 1], [(2, 2), (1, 1), (1, 1), 1], [(2, 2), (0, 0), (1, 1), 2]
-    assert [_stride_of_1x1(tuple(about), one) for about in others] == [1, 1, 1]
+    assert [_stride_of_1x1(tuple(about), first) for about in others] == [1, 1, 1]
     assert _stride_of_1x1(((2, 2), (0, 0), (1, 1), 1), three) == 1
 
 

@@ -32,16 +32,16 @@ def exact_products():
 
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 def test_fused_resnet_is_as_exact_as_torch_layers(kind):
-    one = compared(kind, "cuda")
-    assert one["taken"]
+    item = compared(kind, "cuda")
+    assert item["taken"]
     for part, bound in {"logits": 1e-5, "gradients": 1e-4, "buffers": 1e-5}.items():
-        assert one["fused"][part] < max(bound, 3 * one["torch"][part]), (part, one)
-    assert one["evaluates alike"]
+        assert item["fused"][part] < max(bound, 3 * item["torch"][part]), (part, item)
+    assert item["evaluates alike"]
 
 
 def test_low_precision_copies_equal_those_of_torch():
-    found = narrowed("cuda")
-    assert all(found.values()), found
+    result = narrowed("cuda")
+    assert all(result.values()), result
 
 
 def images_of(count: int) -> torch.Tensor:
@@ -74,8 +74,8 @@ def test_fused_resnet_in_bf16_is_as_exact_as_torch_layers(name, count):
 
 def test_fused_resnet_works_without_cudnn():
     with torch.backends.cudnn.flags(enabled=False):
-        one = compared("basic", "cuda")
-    assert one["fused"]["gradients"] < 1e-4
+        item = compared("basic", "cuda")
+    assert item["fused"]["gradients"] < 1e-4
 
 
 def test_equal_inputs_give_equal_bits():
@@ -121,8 +121,8 @@ def assert_as_exact_as_without(
     assert len(asked) == times
     for part in right:
         far, ours_far = (
-            sum((found[part][name] - value).norm().item() for name, value in right[part].items())
-            for found in (usual, ours)
+            sum((result[part][name] - value).norm().item() for name, value in right[part].items())
+            for result in (usual, ours)
         )
         assert ours_far < 1.3 * far, part
 
@@ -227,9 +227,9 @@ def test_moved_weights_are_cast_correctly():
     other.load_state_dict(model.state_dict())
     model.zero_grad(set_to_none=True)
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
-        found, right = in_bf16(model, images), in_bf16(other, images)
+        result, right = in_bf16(model, images), in_bf16(other, images)
     assert model.weight_cast is not before
-    assert all(torch.equal(one, right["gradients"][name]) for name, one in found["gradients"].items())
+    assert all(torch.equal(first, right["gradients"][name]) for name, first in result["gradients"].items())
 
 
 @pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"precision": "fp16"}])

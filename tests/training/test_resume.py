@@ -289,11 +289,11 @@ def test_every_flipped_bit_is_detected_or_changes_nothing(stopped):
     assert checkpoint.is_intact(content)
     end = len(content) - 64
     places = [*random.integers(0, len(content), 300).tolist(), *range(end - 9, len(content))]
-    for place in places:
+    for position in places:
         changed = bytearray(content)
-        changed[place] ^= 1 << int(random.integers(8))
+        changed[position] ^= 1 << int(random.integers(8))
         noticed = not checkpoint.is_intact(bytes(changed))
-        assert noticed != (end - 7 <= place < end), place
+        assert noticed != (end - 7 <= position < end), position
     for length in random.integers(0, len(content), 100).tolist():
         assert not checkpoint.is_intact(content[:length])
 
@@ -351,7 +351,7 @@ def test_without_hard_links_the_previous_checkpoint_is_a_copy(tmp_path, monkeypa
         fit(RECIPES["fedlas_ls"], out=tmp_path, callbacks=[SignalAt(7, signal.SIGTERM)])
     run = Run(tmp_path)
     stands = [checkpoint.load(file) for file in (run.checkpoint_before, run.checkpoint)]
-    assert [(one["epoch"], one["position"]) for one in stands] == [(0, 6), (0, 7)]
+    assert [(stand["epoch"], stand["position"]) for stand in stands] == [(0, 6), (0, 7)]
 
 
 def test_an_untrusted_checkpoint_is_not_unpickled(tmp_path):

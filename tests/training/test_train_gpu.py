@@ -50,7 +50,7 @@ def trained(recipe: Any, *, capture: bool, epochs: int = 3) -> Session:
 
 def tensors(session: Session) -> dict[str, Any]:
     state = session.state_dict()
-    memory = {f"{n} {name}": value for n, one in enumerate(state["optimizer"]) for name, value in one.items()}
+    memory = {f"{n} {name}": value for n, item in enumerate(state["optimizer"]) for name, value in item.items()}
     return state["model"] | {f"loss {k}": v for k, v in state["loss"].items()} | memory
 
 
@@ -137,14 +137,14 @@ class StopAt(AbstractCallback):
 
 def test_a_run_on_a_gpu_resumes_and_repeats_bit_for_bit(tmp_path):
     recipe = short("fedlas_ls", compile=False)
-    one, two = fit(recipe, out=tmp_path / "1"), fit(recipe.replace(capture=False), out=tmp_path / "2")
+    first, two = fit(recipe, out=tmp_path / "1"), fit(recipe.replace(capture=False), out=tmp_path / "2")
     with pytest.raises(StoppedError):
         fit(recipe, out=tmp_path / "3", callbacks=[StopAt(12)])
     three = fit(recipe, out=tmp_path / "3", resume=True)
     assert three.log[1]["machine"]["continued_at_step"] == 5
     for run in (two, three):
-        assert prediction_bytes(run) == prediction_bytes(one)
-        assert log_without_times(run) == log_without_times(one)
+        assert prediction_bytes(run) == prediction_bytes(first)
+        assert log_without_times(run) == log_without_times(first)
 
 
 def test_the_log_has_the_peak_memory_of_its_run(tmp_path):
@@ -164,9 +164,9 @@ def test_synchronised_batch_norm_over_two_gpus_equals_one_gpu(tmp_path):
     words += ["--set", "data_options.label_noise=0.1", "--out", str(tmp_path / "two")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fedlas"]
     subprocess.run([*command, "train", "--data", "digits", "--loss", "fedlas_ls", *words], check=True, timeout=300)
-    two, one = Run(tmp_path / "two"), fit(recipe, out=tmp_path / "one")
-    assert two.log[0]["train"] == pytest.approx(one.log[0]["train"], rel=1e-2)
-    torch.testing.assert_close(two.predictions().logits, one.predictions().logits, rtol=2e-2, atol=2e-2)
+    second, first = Run(tmp_path / "two"), fit(recipe, out=tmp_path / "one")
+    assert second.log[0]["train"] == pytest.approx(first.log[0]["train"], rel=1e-2)
+    torch.testing.assert_close(second.predictions().logits, first.predictions().logits, rtol=2e-2, atol=2e-2)
 
 
 def test_a_bad_gate_gradient_is_detected_in_a_captured_run():

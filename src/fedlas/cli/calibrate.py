@@ -8,7 +8,7 @@ import typer
 
 from fedlas.cli.errors import one_line_errors
 from fedlas.cli.options import parse_settings, with_columns
-from fedlas.cli.output_paths import Overwrite, check_not_input, check_overwrite, check_writable, read_file
+from fedlas.cli.output_paths import Overwrite, check_outputs, read_file
 from fedlas.cli.terminal import progress, show
 from fedlas.errors import UserError
 
@@ -39,9 +39,7 @@ def calibrate_fit(
 
         if out.suffix.lower() != ".safetensors":
             raise UserError(f"--out {out}: a calibrator needs a .safetensors file")
-        check_writable([out])
-        check_not_input([file], [out])
-        check_overwrite([out], overwrite=overwrite)
+        check_outputs([out], overwrite=overwrite, inputs=[file])
         options = {name: value_of(text) for name, text in parse_settings(settings).items()}
         calibrator = build_calibrator(posthoc, **options)
         with progress() as report:
@@ -86,9 +84,7 @@ def calibrate_apply(
         from fedlas.posthoc import load_calibrator
 
         check_suffix(out)
-        check_writable([out])
-        check_not_input([calibrator, file], [out])
-        check_overwrite([out], overwrite=overwrite)
+        check_outputs([out], overwrite=overwrite, inputs=[calibrator, file])
         with progress() as report:
             loaded = load_calibrator(calibrator)
             predictions = read_file(file, report, columns)

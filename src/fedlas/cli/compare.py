@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from fedlas.cli.errors import one_line_errors
-from fedlas.cli.options import LedgerFolder, Level, Seed, split_list, with_columns
-from fedlas.cli.output_paths import Overwrite, check_not_input, check_overwrite, check_writable, write_text
+from fedlas.cli.options import Json, LedgerFolder, Level, Seed, split_list, with_columns
+from fedlas.cli.output_paths import Overwrite, check_outputs, json_file, write_text
 from fedlas.cli.terminal import show, show_table
 
 COMPARE_FORMAT = "fedlas.compare/1"  # format of the file that `compare --json` writes
@@ -18,21 +18,20 @@ def compare_models(
     first: Annotated[
         str,
         typer.Argument(
-            metavar="FIRST", help="Run folder, file of predictions, or finished runs in --ledger: DATA/PROTOCOL/METHOD."
+            metavar="FIRST",
+            help="Run folder, file of predictions, or finished runs in the ledger, such as cifar10/fast/ce.",
         ),
     ],
-    second: Annotated[str, typer.Argument(metavar="SECOND", help="The same for the second model.")],
+    second: Annotated[str, typer.Argument(metavar="SECOND", help="Second model, given in the same way.")],
     metrics: Annotated[
         str | None,
-        typer.Option(help="Metrics, separated by commas; by default those of `fedlas evaluate`."),
+        typer.Option(help="Metrics, separated by commas, such as ece,nll; by default those of `fedlas evaluate`."),
     ] = None,
     level: Level = 0.95,
     resamples: Annotated[int | None, typer.Option(help="Number of bootstrap resamples; 2,000 by default.")] = None,
     seed: Seed = 0,
     ledger: LedgerFolder = Path("results"),
-    json: Annotated[
-        str | None, typer.Option(help="Write all results as JSON to this file; - is standard output.")
-    ] = None,
+    json: Json = None,
     overwrite: Overwrite = False,
     *,
     columns: Any,
@@ -45,10 +44,7 @@ def compare_models(
         from fedlas.experiments.ledger import Ledger
         from fedlas.experiments.ledger_lookup import find_runs
 
-        json_file = None if json in {None, "-"} else Path(str(json))
-        check_writable([json_file])
-        check_not_input([Path(first), Path(second)], [json_file])
-        check_overwrite([json_file], overwrite=overwrite)
+        check_outputs([json_file(json)], overwrite=overwrite, inputs=[Path(first), Path(second)])
         selected_metrics, finished_runs = split_list(metrics), Ledger(ledger)
         options: dict[str, Any] = {"level": level, "resamples": resamples, "seed": seed}
         runs = find_runs(first, finished_runs, **columns), find_runs(second, finished_runs, **columns)

@@ -8,14 +8,13 @@ from typing import Annotated, Any, Literal
 import typer
 
 from fedlas.cli.errors import ignore_closed_pipe, one_line_errors
-from fedlas.cli.options import Level, Seed, seed_option, split_list, with_columns
+from fedlas.cli.options import Json, Level, Seed, seed_option, split_list, with_columns
 from fedlas.cli.output_paths import (
     FIGURE_SUFFIXES,
     Overwrite,
-    check_not_input,
-    check_overwrite,
+    check_outputs,
     check_overwrite_in,
-    check_writable,
+    json_file,
     read_file,
     write_text,
 )
@@ -63,7 +62,9 @@ def evaluate_command(
         str,
         typer.Option(help="Calibrators to evaluate, separated by commas, '' for none; see: fedlas list calibrators"),
     ] = "temperature",
-    folds: Annotated[int, typer.Option(help="Number of folds for cross-fitting calibrators.")] = 5,
+    folds: Annotated[
+        int, typer.Option(help="Number of folds for cross-fitting calibrators, if --calibration is not given.")
+    ] = 5,
     bins: Annotated[int, typer.Option(help="Number of bins of the ECE and other binned metrics.")] = 15,
     level: Level = 0.95,
     resamples: Annotated[
@@ -109,12 +110,9 @@ def evaluate_command(
 
         calibrators = split_list(posthoc or None) or ()
         check_conditions(fail_if or (), calibrators)
-        outputs = [html, None if json in {None, "-"} else Path(str(json))]
-        check_writable(outputs, figures)
         written: list[Path] = []
         named = named_files(files)
-        check_not_input(named.values(), outputs)
-        check_overwrite(outputs, overwrite=overwrite)
+        check_outputs([html, json_file(json)], overwrite=overwrite, inputs=named.values(), folder=figures)
         check_overwrite_in(figures, NAMES, FIGURE_SUFFIXES, overwrite=overwrite)
         with progress() as report:
             inputs = {name: run_model(path, images, report) if path.is_dir() else path for name, path in named.items()}
@@ -166,9 +164,7 @@ def detect_ood(
     ] = Positive.OOD,
     level: Level = 0.95,
     seed: Seed = 0,
-    json: Annotated[
-        str | None, typer.Option(help="Write all results as JSON to this file; - is standard output.")
-    ] = None,
+    json: Json = None,
     overwrite: Overwrite = False,
     *,
     columns: Any,
@@ -180,10 +176,7 @@ def detect_ood(
         from fedlas.ood import detect
 
         named = parse_ood_files(ood)
-        json_file = None if json in {None, "-"} else Path(str(json))
-        check_writable([json_file])
-        check_not_input([predictions, *named.values()], [json_file])
-        check_overwrite([json_file], overwrite=overwrite)
+        check_outputs([json_file(json)], overwrite=overwrite, inputs=[predictions, *named.values()])
         with progress() as report:
             in_distribution = read_file(predictions, report, columns)
             without_labels = {

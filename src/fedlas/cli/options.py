@@ -34,6 +34,7 @@ Settings = Annotated[
 Root = Annotated[
     Path | None, typer.Option("--data-root", help="Data folder; by default $FEDLAS_DATA, or the user's cache.")
 ]
+Json = Annotated[str | None, typer.Option(help="Write all results as JSON to this file; - is standard output.")]
 Level = Annotated[float, typer.Option(help="Confidence level of intervals.")]
 Seed = Annotated[int, seed_option("Random seed for bootstrap intervals.")]
 ProtocolName = Annotated[
@@ -44,7 +45,7 @@ ProtocolName = Annotated[
         "set (see: fedlas list recipes).",
     ),
 ]
-LedgerFolder = Annotated[Path, typer.Option("--ledger", help="Folder of the results of finished runs.")]
+LedgerFolder = Annotated[Path, typer.Option("--ledger", help="Folder of the ledger, the results of finished runs.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU, if there is one.")]
 
 
@@ -110,7 +111,7 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "prediction_column": (Annotated[str | None, _column_option("Column of the predicted class.")], None),
     "correct_column": (Annotated[str | None, _column_option("Column of correctness: 0 or 1, true or false.")], None),
     "labels": (Annotated[Path | None, _column_option("File of the labels, such as labels.npy.")], None),
-    "logits": (Annotated[bool, _column_option("Read the scores as logits.", "--logits")], False),
+    "logits": (Annotated[bool, _column_option("The values are logits, not probabilities.", "--logits")], False),
     "no_header": (
         Annotated[bool, _column_option("Read text files without a header; columns are 0, 1, ...", "--no-header")],
         False,

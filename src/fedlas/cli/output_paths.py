@@ -39,21 +39,32 @@ def write_text(path: str, text: str) -> None:
         write_atomic(Path(path), text.encode())
 
 
-def check_not_input(inputs: Iterable[Path], outputs: Iterable[Path | None]) -> None:
-    """Raise if an output path is also an input path."""
+def json_file(json: str | None) -> Path | None:
+    """Return the file of the option `--json`, if it is set and not standard output."""
+    return None if json in {None, "-"} else Path(str(json))
+
+
+def check_outputs(
+    files: Sequence[Path | None], *, overwrite: bool, inputs: Iterable[Path] = (), folder: Path | None = None
+) -> None:
+    """Raise unless output files and folder can be written, are no inputs, and may be replaced if they exist.
+
+    Args:
+        files: output files; None for an option that is not set.
+        overwrite: value of the option `--overwrite`.
+        inputs: input files.
+        folder: output folder; None for an option that is not set.
+    """
+    check_writable(files, folder)
     resolved = {path.resolve() for path in inputs}
-    for path in filter(None, outputs):
+    for path in filter(None, files):
         if path.resolve() in resolved:
             raise UserError(f"{path} is an input file and cannot be the output as well; name another file")
+    check_overwrite(files, overwrite=overwrite)
 
 
 def check_overwrite(outputs: Iterable[Path | None], *, overwrite: bool) -> None:
-    """Raise if an output file exists and is not empty, unless it may be overwritten.
-
-    Args:
-        outputs: output files; None for an option that is not set.
-        overwrite: value of the option `--overwrite`.
-    """
+    """Raise if an output file exists and is not empty, unless it may be overwritten."""
     for path in filter(None, outputs):
         if not overwrite and path.is_file() and path.stat().st_size:
             raise UserError(f"{path} exists; give --overwrite to replace it, or name another file")

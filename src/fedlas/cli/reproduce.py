@@ -12,7 +12,7 @@ from fedlas.cli.output_paths import (
     FIGURE_SUFFIXES,
     TABLE_SUFFIXES,
     Overwrite,
-    check_overwrite,
+    check_outputs,
     check_overwrite_in,
     check_writable,
     is_own_folder,
@@ -46,10 +46,9 @@ def demo_run(
     with one_line_errors():
         from fedlas.experiments.demo import FIGURE, FIGURES, HEAD, PAGE, introduction, run_demo
 
-        check_writable([out / PAGE], out)
-        own = is_own_folder(out, "demo")
-        check_overwrite([out / PAGE], overwrite=overwrite or own)
-        check_overwrite_in(out / FIGURES, FIGURE, FIGURE_SUFFIXES, overwrite=overwrite or own)
+        replace = overwrite or is_own_folder(out, "demo")
+        check_outputs([out / PAGE], overwrite=replace, folder=out)
+        check_overwrite_in(out / FIGURES, FIGURE, FIGURE_SUFFIXES, overwrite=replace)
         mark_own_folder(out, "demo")
         show(f"{introduction()}\n")
         result = run_demo(out, progress=False if is_quiet() else None, command=command_line())
@@ -92,7 +91,10 @@ def reproduce_experiment(
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="FIELD=VALUE", rich_help_panel=WHAT, help="Set a field of all recipes; may be repeated."
+            "--set",
+            metavar="FIELD=VALUE",
+            rich_help_panel=WHAT,
+            help="Set a field of all recipes, such as epochs=10; may be repeated.",
         ),
     ] = None,
     only: Annotated[
@@ -106,17 +108,21 @@ def reproduce_experiment(
         ),
     ] = Detail.both,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", rich_help_panel=HOW, help="Print the plan and the table without training.")
+        bool,
+        typer.Option(
+            "--dry-run", rich_help_panel=HOW, help="Print the missing runs and the table so far, without training."
+        ),
     ] = False,
     limit_minutes: Annotated[
         float | None,
-        typer.Option(rich_help_panel=HOW, help="Stop after this many minutes; the same command continues."),
+        typer.Option(rich_help_panel=HOW, help="Stop after this many minutes; run the same command again to continue."),
     ] = None,
     executor: Annotated[
-        Executor, typer.Option(rich_help_panel=HOW, help="Where to train: on this machine or on a Ray cluster.")
+        Executor, typer.Option(rich_help_panel=HOW, help="Train on this machine (local) or on a Ray cluster (ray).")
     ] = Executor.local,
     address: Annotated[
-        str | None, typer.Option(rich_help_panel=HOW, help="Address of the Ray cluster, such as auto.")
+        str | None,
+        typer.Option(rich_help_panel=HOW, help="Address of the Ray cluster; auto for the cluster of this machine."),
     ] = None,
     workers: Annotated[
         int | None, typer.Option(rich_help_panel=HOW, help="Processes on this machine; one per GPU by default.")
@@ -128,10 +134,12 @@ def reproduce_experiment(
     device: Annotated[
         str | None, typer.Option(rich_help_panel=HOW, help="cpu or cuda; by default a GPU, if there is one.")
     ] = None,
-    runs: Annotated[Path, typer.Option(rich_help_panel=WHERE, help="Folder for the runs.")] = Path("runs"),
-    ledger: Annotated[Path, typer.Option(rich_help_panel=WHERE, help="Folder of the results of finished runs.")] = Path(
-        "results"
+    runs: Annotated[Path, typer.Option(rich_help_panel=WHERE, help="Folder of the run folders, one per run.")] = Path(
+        "runs"
     ),
+    ledger: Annotated[
+        Path, typer.Option(rich_help_panel=WHERE, help="Folder of the ledger, the results of finished runs.")
+    ] = Path("results"),
     out: Annotated[
         Path | None, typer.Option(rich_help_panel=WHERE, help="Write tables and figures to this folder.")
     ] = None,
@@ -174,6 +182,8 @@ def reproduce_experiment(
         show_progress = not is_quiet()
         if show_progress:
             show(f"{experiment}, {plan.protocols or protocol} protocol: {plan}", err=True)
+            if not ledger.is_dir():
+                show(f"the ledger {ledger} does not exist, so no run counts as finished; see --ledger", err=True)
         if dry_run and plan.missing:
             show_table(HEAD, plan.rows())
         if not dry_run:

@@ -55,9 +55,7 @@ def predict_run(
         list[str] | None,
         typer.Option("--set", metavar="KEYWORD=VALUE", help="Set an option of the data set; may be repeated."),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Output file (.safetensors); by default in the folder predictions of the run.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Output file (.safetensors); by default in RUN/predictions.")] = None,
     data_root: Root = None,
     device: Device = None,
 ) -> None:

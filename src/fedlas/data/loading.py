@@ -7,12 +7,10 @@ so both classes give the same images.
 
 import gc
 import os
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
@@ -196,14 +194,5 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _begin_worker(number: int) -> None:
-    """Initialise a worker process."""
+def _begin_worker(_: int) -> None:
     gc.freeze()  # never collect objects of the parent: its threads and devices do not exist here
-    _seed_worker(number)
-
-
-def _seed_worker(number: int) -> None:
-    """Seed the generators of Python and NumPy; torch has seeded its own."""
-    seed = torch.initial_seed() % (1 << 32)
-    random.seed(seed + number)
-    np.random.seed((seed + number) % (1 << 32))  # noqa: NPY002

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from fedlas.catalog import nearest
+from fedlas.catalog import nearest, one_of
 from fedlas.errors import UserError
 from fedlas.experiments.ledger import TEST, Ledger, Line
 from fedlas.report.tables import Table
@@ -55,8 +55,7 @@ class Choice:
     data_root: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.split not in TEST_SPLITS:
-            raise UserError(f"cannot evaluate on split {self.split!r}; {nearest(self.split, list(TEST_SPLITS))}")
+        one_of("split", self.split, TEST_SPLITS)
         for name, option in CELL_FIELDS.items():
             if name in self.changes:
                 raise UserError(f"--set cannot change {name}, which determines the table cell of a run; use {option}")

@@ -43,10 +43,10 @@ def find_runs(text: str, ledger: Ledger, **columns: Any) -> ModelRuns:
         return ModelRuns(text, {None: require_labels(read_predictions(path, **columns), path)})
     lines = [ledger.lines[text]] if text in ledger.lines else find_lines(text, ledger)
     if not lines:
-        known = ", ".join(_known(ledger)) or "it is empty, or not there: --ledger says where it lies"
+        known = ", ".join(_known(ledger)) or "none, because it is empty or missing; see --ledger"
         raise UserError(
-            f"{text!r} is neither a run folder nor a file nor in the ledger {ledger.folder}; rows of the ledger are"
-            f" written as data/method or data/protocol/method: {known}"
+            f"{text!r} is neither a run folder nor a file nor in the ledger {ledger.folder}; rows of the ledger "
+            f"(data/protocol/method): {known}"
         )
     predictions_of_seed: dict[int | None, AnyPredictions] = {}
     samples_of_seed: dict[int | None, Mapping[str, EachSample]] = {}

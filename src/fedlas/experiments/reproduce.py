@@ -46,13 +46,15 @@ def reproduce(
         options: further options of `train_recipes`.
     """
     check_limit(limit_minutes)
-    clock = _Clock(limit_minutes)
+    start, left = time.monotonic(), limit_minutes
     tried: set[str] = set()
     failed: dict[str, str] = {}
     while True:
         plan = make_plan(experiment, choice, ledger, only, runs if draws else None)
         new = [planned for planned in plan.missing if planned.recipe.name not in tried]
-        if not new or clock.over:
+        if limit_minutes is not None:
+            left = max(0.0, limit_minutes - (time.monotonic() - start) / 60)
+        if not new or left == 0:
             break
         if tried:  # the plan has new runs, which depend on results of earlier runs
             yield experiment.tables(ledger, choice)
@@ -60,7 +62,7 @@ def reproduce(
         by_name = {planned.recipe.name: planned for planned in new}
         recipes = [planned.recipe for planned in new]
         try:
-            trained = train_recipes(recipes, folder=runs, limit_minutes=clock.left, **options)
+            trained = train_recipes(recipes, folder=runs, limit_minutes=left, **options)
             for count, run in enumerate(trained, start=1):
                 planned = by_name[run.folder.name]
                 if planned.missing(ledger):  # not missing: trained again only for its figures
@@ -77,23 +79,6 @@ def check_limit(minutes: float | None) -> None:
     """Raise unless the time limit is positive or None."""
     if minutes is not None and not minutes > 0:
         raise UserError(f"limit_minutes must be a positive number, not {minutes:g}")
-
-
-class _Clock:
-    """A countdown of minutes."""
-
-    def __init__(self, minutes: float | None) -> None:
-        self._end = None if minutes is None else time.monotonic() + 60 * minutes
-
-    @property
-    def left(self) -> float | None:
-        """Remaining minutes; None without a limit."""
-        return None if self._end is None else max(0.0, self._end - time.monotonic()) / 60
-
-    @property
-    def over(self) -> bool:
-        """Whether the time is up."""
-        return self.left == 0.0
 
 
 def save_results(

@@ -248,7 +248,8 @@ class _Scheduler:
                     self._stopping = True
                     executor.shutdown(wait=False)
                 self._submit_jobs(executor)
-                runs = [self._handle(outcome) for outcome in executor.as_completed(self._poll_timeout())]
+                timeout = min(POLL_INTERVAL, max(0.0, self._deadline - time.monotonic()))
+                runs = [self._handle(outcome) for outcome in executor.as_completed(timeout)]
                 self._submit_jobs(executor)  # before yielding, because the caller may take long
                 yield from (run for run in runs if run is not None)
         finally:
@@ -256,9 +257,6 @@ class _Scheduler:
 
     def _time_is_up(self) -> bool:
         return time.monotonic() >= self._deadline
-
-    def _poll_timeout(self) -> float:
-        return min(POLL_INTERVAL, max(0.0, self._deadline - time.monotonic()))
 
     def _submit_jobs(self, executor: AbstractExecutor) -> None:
         if self._stopping or self._time_is_up():

@@ -13,7 +13,7 @@ from fedlas.losses.base import AbstractLoss, Batch, Common, at_least
 
 
 class MbLS(AbstractLoss):
-    """Cross-entropy plus a penalty on logits that are more than a margin below the largest one."""
+    """Margin-based label smoothing: a penalty on logits more than a margin below the largest one."""
 
     name = "mbls"
     citation = (

@@ -91,8 +91,9 @@ def fit(
                 write_board(run)
             return run
         check_parts(recipe)  # before a folder is created; every rank raises alike
-        decide_on_rank_zero(lambda: _enter_lock(stack, run))
-        if decide_on_rank_zero(lambda: _prepare(run, recipe, resume, chosen)) == "finished":
+        decide_on_rank_zero(lambda: stack.enter_context(locked(run.folder)))
+        prepare = partial(run.prepare, recipe, resume=resume, device=chosen.type, processes=ranks.count())
+        if decide_on_rank_zero(prepare) == "finished":
             return run
         if is_rank_zero():
             _warn_about_recipe(recipe, chosen)
@@ -167,14 +168,6 @@ def _warn_about_recipe(recipe: Recipe, device: torch.device) -> None:
         and torch.backends.cpu.get_cpu_capability() in CPUS_WITHOUT_BF16
     ):
         warnings.warn("bf16 may be ten times slower than fp32 on this CPU; use precision=fp32", stacklevel=4)
-
-
-def _enter_lock(stack: ExitStack, run: Run) -> None:
-    stack.enter_context(locked(run.folder))
-
-
-def _prepare(run: Run, recipe: Recipe, resume: bool, device: torch.device) -> str:
-    return run.prepare(recipe, resume=resume, device=device.type, processes=ranks.count())
 
 
 class _Training:

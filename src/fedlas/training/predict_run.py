@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from fedlas.catalog import keywords, nearest
+from fedlas.catalog import keywords, one_of
 from fedlas.data import AbstractDataset, MissingFileError, Split, build_data
-from fedlas.errors import UserError
 from fedlas.io import read_existing, read_predictions, same_predictions, write_predictions
 from fedlas.models import WithFeatures, build_model
 from fedlas.predictions import AnyPredictions, Predictions
@@ -61,8 +60,7 @@ def predict_with(
     """
     run = Run(Path(folder))
     recipe = run.recipe
-    if state not in STATES:
-        raise UserError(f"state is {state!r}; {nearest(state, list(STATES))}")
+    one_of("state", state, STATES)
     if out is not None and (Path(out).suffix != ".safetensors" or Path(out).is_dir()):
         raise RunError(f"predictions are written to a file that ends in .safetensors, not to {out}")
     existing = None if out is None else _existing_predictions(Path(out))

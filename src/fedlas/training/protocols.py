@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fedlas.catalog import keywords, nearest
+from fedlas.catalog import keywords, one_of
 from fedlas.data import CATALOG as DATA
 from fedlas.data import build_data
 from fedlas.errors import UserError
@@ -239,9 +239,7 @@ def compared_losses() -> dict[str, str]:
 def protocol_named(name: str) -> Protocol:
     """Return the protocol with a name."""
     by_name = {protocol.name: protocol for protocol in PROTOCOLS}
-    if name not in by_name:
-        raise UserError(f"there is no protocol {name!r}; {nearest(name, list(by_name))}")
-    return by_name[name]
+    return by_name[one_of("protocol", name, list(by_name))]
 
 
 def check_parts(recipe: Recipe) -> None:

@@ -1,5 +1,6 @@
 """Building blocks of data sets: base classes, file formats, downloads, transforms and counter-based random numbers."""
 
+from fedlas.catalog import one_of
 from fedlas.data.base.dataset import (
     AbstractDataset,
     Common,
@@ -15,7 +16,6 @@ from fedlas.data.base.dataset import (
     held_out,
     held_out_of_each_class,
     large_transform,
-    one_of,
     require_files,
     share_of_batch,
 )

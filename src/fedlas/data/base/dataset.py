@@ -23,7 +23,7 @@ from jaxtyping import Int, UInt8
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlas.catalog import nearest
+from fedlas.catalog import one_of
 from fedlas.data.base.fetching import DamagedFileError, Progress, Source, fetch, unpack
 from fedlas.data.base.images import HALF, IMAGENET, Transform, decoded, fitted
 from fedlas.errors import UserError
@@ -355,10 +355,3 @@ def as_images(array: NDArray[np.uint8]) -> UInt8[Tensor, "n channels height widt
 def as_labels(array: NDArray[Any] | Sequence[int]) -> Int[Tensor, " n"]:
     """Return a tensor of class numbers."""
     return torch.from_numpy(np.array(array, np.int64))
-
-
-def one_of(kind: str, name: str, known: Sequence[str]) -> str:
-    """Return the name; raise if it is not one of the known ones."""
-    if name not in known:
-        raise UserError(f"no {kind} is called {name!r}; {nearest(str(name), list(known))}")
-    return name

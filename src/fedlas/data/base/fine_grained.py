@@ -2,7 +2,8 @@
 
 from typing import Unpack, cast, get_args
 
-from fedlas.data.base.dataset import AbstractDataset, Common, Selection, large_transform, one_of
+from fedlas.catalog import one_of
+from fedlas.data.base.dataset import AbstractDataset, Common, Selection, large_transform
 
 
 class AbstractFineGrained(AbstractDataset):

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fedlas.catalog import one_of
 from fedlas.losses.base.batch import Batch
-from fedlas.losses.base.hyperparameters import one_of
 from fedlas.losses.base.loss import AbstractLoss
 
 TableType = Literal["float32", "bfloat16"]

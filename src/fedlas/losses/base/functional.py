@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedlas import ranks
+from fedlas.catalog import one_of
 from fedlas.errors import UserError
 from fedlas.losses.base.batch import IGNORE_INDEX, Batch, as_batch, full_precision
-from fedlas.losses.base.hyperparameters import one_of, within
+from fedlas.losses.base.hyperparameters import within
 from fedlas.losses.base.input_checks import check_tensors, is_eager_on_cpu
 
 Reduction = Literal["mean", "sum", "none"]

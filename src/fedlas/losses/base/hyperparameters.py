@@ -1,20 +1,8 @@
 """Checks of hyperparameters in the constructors of losses: each function returns a valid value and raises otherwise."""
 
 import math
-from collections.abc import Sequence
-from typing import TypeVar
 
-from fedlas.catalog import nearest
 from fedlas.errors import UserError, UserTypeError
-
-Word = TypeVar("Word", bound=str)
-
-
-def one_of(name: str, value: Word, known: Sequence[Word]) -> Word:
-    """Return a value; raise if it is not one of the known values."""
-    if value not in known:
-        raise UserError(f"{name} {value!r} is unknown; {nearest(str(value), list(known))}")
-    return value
 
 
 def at_least(name: str, value: float, lowest: float) -> float:

@@ -23,6 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedlas import ranks
+from fedlas.catalog import one_of
 from fedlas.errors import UserError, UserTypeError
 from fedlas.losses.base.batch import IGNORE_INDEX, Batch, as_batch, full_precision
 from fedlas.losses.base.functional import (
@@ -34,7 +35,7 @@ from fedlas.losses.base.functional import (
     smoothed,
     sum_of_terms,
 )
-from fedlas.losses.base.hyperparameters import one_of, whole
+from fedlas.losses.base.hyperparameters import whole
 from fedlas.losses.base.input_checks import check_tensors, checked_index
 from fedlas.losses.base.part import AbstractExact
 from fedlas.losses.base.usage_checks import EpochCheck, UpdateCheck
@@ -219,7 +220,7 @@ class AbstractLoss(AbstractExact):
                 return reduce(self.terms(batch), batch, self.weight, reduction)
             self._update_check.before_step(self.name, self)
             if self.learns_between_epochs:
-                self._epoch_check.before_step(self.name, self._end_epoch_call, index)
+                self._epoch_check.before_step(self.name, self._end_epoch_call, len(logits), index)
             reduced = reduce(self.terms(batch), batch, self.weight, reduction)
             self._update_check.after_step(self)
             return reduced

@@ -6,12 +6,14 @@ the end of an epoch only, because reading them synchronises the host. Compiled s
 
 import sys
 import warnings
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 STEPS_WITHOUT_UPDATE = 200  # more than the batches over which gradients are usually accumulated
 VISITS_WITHOUT_END = 3
+STEPS_OF_AN_EPOCH = 10  # fewer could be the parts of a batch
 EVALUATIONS_WITHOUT_END = 30  # more than the evaluations within one epoch
 TRACKED = 64  # samples whose visits are counted; when sampling with replacement, some of many are rarely drawn
 
@@ -89,12 +91,16 @@ class EpochCheck:
         self.finished = False
         self.trains = False  # whether the latest call was a training step
         self.evaluations = 0
+        self.steps = self.largest = 0
+        self.smaller: list[tuple[int, int]] = []  # step and size of the latest batches below the largest size
         self.samples: Tensor | None = None
         self.visits: Tensor | None = None
 
-    def before_step(self, name: str, call: str, index: Tensor | None) -> None:
-        """Count the visits of the first batch's samples; warn when all of them were visited often."""
+    def before_step(self, name: str, call: str, rows: int, index: Tensor | None) -> None:
+        """Count smaller last batches and the visits of the first batch's samples; warn after several epochs."""
         self.trains = True
+        if not self.finished:
+            self._count_last_batches(name, call, rows)
         if self.finished or index is None or index.ndim != 1 or not len(index) or _is_captured(index):
             return
         if self.samples is None or self.visits is None or self.samples.device != index.device:
@@ -104,6 +110,18 @@ class EpochCheck:
         self.visits = self.visits + (self.samples[:, None] == index.long()).any(1)
         if index.device.type == "cpu":
             self._warn_if_visited(name, call)
+
+    def _count_last_batches(self, name: str, call: str, rows: int) -> None:
+        """Warn after several batches of one smaller size at equal distances, such as the last one of each epoch."""
+        self.steps, self.largest = self.steps + 1, max(self.largest, rows)
+        if rows == self.largest:
+            return
+        self.smaller = [*self.smaller[1 - VISITS_WITHOUT_END :], (self.steps, rows)]
+        distances = {later - earlier for (earlier, _), (later, _) in pairwise(self.smaller)}
+        if len(self.smaller) == VISITS_WITHOUT_END and len(distances) == len({size for _, size in self.smaller}) == 1:
+            steps = distances.pop()
+            if steps >= STEPS_OF_AN_EPOCH:
+                self._warn(name, call, f"every {steps} steps a batch was smaller, as at the end of an epoch")
 
     def evaluated(self, name: str, call: str) -> None:
         """Count evaluations between training steps, and warn after many."""
