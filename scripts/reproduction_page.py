@@ -108,7 +108,7 @@ def _rows(name: str, ledger: Ledger, protocols: Sequence[str]) -> list[str]:
     for line in ledger.lines.values():
         if line.recipe.data in known and line.split in TEST_SPLITS:
             splits.setdefault(line.split, set()).add(line.recipe.data)
-    rows = []
+    rows: list[str] = []
     for protocol, (split, data) in product(protocols, splits.items()):
         choice = Choice(protocol=protocol, split=split, seeds=experiment.seeds)
         if split != TEST and isinstance(experiment, AbstractGrid):
