@@ -1,6 +1,6 @@
 """Measure how time and memory of losses, metrics, evaluation and report grow with samples, classes and feature width.
 
-    python benchmarks/growth.py                  measure, draw docs/pictures/growth_*.svg, print the table
+    python benchmarks/growth.py                  measure, draw build/growth_*.svg, print the table
     python benchmarks/growth.py --quick          small sizes, about a minute
     python benchmarks/growth.py --only stream
 
@@ -395,7 +395,7 @@ def main() -> int:
         print(f"training, epoch {first['epoch']}: {first}; epoch {last['epoch']}: {last}")
     if not arguments.quick:
         for kind, against in sorted({(point.kind, point.against) for point in points}):
-            draw(points, kind, against, ROOT / "docs" / "pictures" / f"growth_{kind}_{against}.svg")
+            draw(points, kind, against, arguments.out.parent / f"growth_{kind}_{against}.svg")
     messages = excesses(points)
     print(*messages, sep="\n", file=sys.stderr)
     return int(bool(messages))

@@ -1,8 +1,4 @@
-"""The page about reproduction, written from the ledger: what was measured, beside what the paper prints.
-
-Everything on it can be made again: tables from ledger lines, the list of runs that are missing, and the words, which
-are the same whatever the numbers say.
-"""
+"""The page about reproduction, written from the ledger: what has been run of each experiment, and what is missing."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,41 +7,49 @@ from itertools import product
 from fedlas.experiments.base import CHANGED, SUBSTITUTED, TEST_SPLITS, Choice
 from fedlas.experiments.grid import AbstractGrid
 from fedlas.experiments.ledger import TEST, Ledger
-from fedlas.experiments.planning import CATALOG, experiment_named, make_plan
-from fedlas.report.tables import RANKS, Detail, Table
+from fedlas.experiments.planning import CATALOG, Plan, experiment_named, make_plan
+from fedlas.report.tables import RANKS, Table
 from fedlas.training import protocol_named
 
 AS_PRINTED = ("paper", "official")  # protocols whose numbers can be compared with the paper's
 HEAD = """\
 # Reproduction
 
-This page is written by `scripts/pages` from the ledger in `results/`: no number on it comes from anywhere else but,
-where it says "paper", from the paper. A cell is empty until its runs are done. `fedlas reproduce NAME` trains what is
-missing and prints the table as it fills; it can be stopped at any time and goes on where it stopped. Every run writes
-two lines to the ledger, as trained and after temperature scaling (`fedlas compare cifar10/ls+temperature ...`); older
-runs without validation logits have the first alone.
+`fedlas reproduce NAME` trains the runs of an experiment that the ledger in `results/` lacks and prints its table. This
+page, written by `scripts/pages`, lists what has been run; the tables are in the
+[comparison with the paper](paper_comparison.md) and in the [results of the closed loop](closed_loop_results.md).
 
 ```sh
 fedlas list experiments
 fedlas reproduce sota --data cifar10 --protocol fast             # short: 20 epochs of ResNet-18
 fedlas reproduce sota --data cifar10 --model resnet50_cifar      # as in the paper: 350 epochs of ResNet-50
-fedlas reproduce sota --data cifar10 --protocol fast --dry-run   # the plan and the table, nothing is started
+fedlas reproduce sota --data cifar10 --protocol fast --dry-run   # the plan and the table; trains nothing
 fedlas compare cifar10/fast/fedlas_ls cifar10/fast/ls            # paired, on the same test samples, over seeds
 ```
 
-A value is the mean over seeds ± its standard deviation. An interval is the mean of the seeds' 95 % bootstrap intervals,
-which is what another test set of the same size would change. A difference from the paper is "inside" noise if the
-paper's number lies in the range of those intervals, or within two standard errors of the difference of two means, ours
-and one of three seeds with the same standard deviation.
+The command can be stopped at any time and continues where it stopped. Every run writes two lines to the ledger, as
+trained and after temperature scaling (`fedlas compare cifar10/ls+temperature ...`); older runs without validation
+logits have the first alone. In its tables a value is the mean over seeds ± its standard deviation, and an interval the
+mean of the seeds' 95 % bootstrap intervals. A difference from the paper is "inside" noise if the paper's number lies in
+the range of those intervals, or within two standard errors of the difference of two means, ours and one of three seeds
+with the same standard deviation.
+"""
+TABLE = """\
+| experiment | what it measures | protocol | runs | in the ledger | to train | estimated time |
+| --- | --- | --- | ---: | ---: | ---: | --- |
 """
 
 
 def reproduction_page(ledger: Ledger) -> str:
     """Write the page."""
-    done = {(line.protocol, line.recipe.data) for line in ledger.lines.values()}
+    protocols = sorted({line.protocol for line in ledger.lines.values()})
+    rows = {name: _rows(name, ledger, protocols) for name in CATALOG.entries}
     parts = [HEAD, _summary(ledger)]
-    for name in CATALOG.entries:
-        parts += _section(name, ledger, sorted({protocol for protocol, _ in done}))
+    if any(rows.values()):
+        parts.append(TABLE + "".join(line for lines in rows.values() for line in lines))
+    missing = [f"`{name}` ({_about(name)})" for name, lines in rows.items() if not lines and _needs_runs(name)]
+    if missing and ledger.lines:
+        parts.append(f"Not run yet: {', '.join(missing)}.")
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -96,14 +100,15 @@ def _summary(ledger: Ledger) -> str:
     return f"{len(lines)} trainings, {hours:.1f} hours on {', '.join(devices)}.\n"
 
 
-def _section(name: str, ledger: Ledger, protocols: Sequence[str]) -> list[str]:
+def _rows(name: str, ledger: Ledger, protocols: Sequence[str]) -> list[str]:
+    """Write a row for each protocol and test split of which something was run."""
     experiment = experiment_named(name)
     splits: dict[str, set[str]] = {TEST: set()}  # and the data that was evaluated on another one
     known = experiment.data_sets() if isinstance(experiment, AbstractGrid) else ()
     for line in ledger.lines.values():
         if line.recipe.data in known and line.split in TEST_SPLITS:
             splits.setdefault(line.split, set()).add(line.recipe.data)
-    written = []
+    rows: list[str] = []
     for protocol, (split, data) in product(protocols, splits.items()):
         choice = Choice(protocol=protocol, split=split, seeds=experiment.seeds)
         if split != TEST and isinstance(experiment, AbstractGrid):
@@ -117,11 +122,27 @@ def _section(name: str, ledger: Ledger, protocols: Sequence[str]) -> list[str]:
             continue
         if plan.protocols != protocol:  # it has a protocol of its own, whatever was asked for
             continue
-        detail: Detail = "full" if protocol in AS_PRINTED else "both"
-        evaluated = "" if split == TEST else f", {split}"
-        written += [f"### {protocol_named(protocol).name} protocol{evaluated}: {plan}\n"]
-        written += [table.markdown(detail) for table in experiment.tables(ledger, choice)]
-    about = (type(experiment).__doc__ or "").split("\n", 1)[0]
-    if experiment.needs_runs and not written:
-        written = ["Nothing of it has been run yet.\n"]
-    return [f"## {name}\n", f"{about}\n", *written]
+        evaluated = "" if split == TEST else f", `--split {split}`"
+        cells = [f"`{name}`", "" if rows else _about(name), protocol_named(protocol).name + evaluated, len(plan.runs)]
+        cells += [len(plan.runs) - len(plan.missing) + plan.again, len(plan.missing), _time(plan)]
+        rows.append(f"| {' | '.join(map(str, cells))} |\n")
+    return rows
+
+
+def _time(plan: Plan) -> str:
+    """Write how long the missing runs take, as far as similar runs of the ledger tell."""
+    if not plan.missing:
+        return ""
+    if plan.minutes is None:
+        return "unknown"
+    device = f" on {plan.device}" if plan.device else ""
+    known = f", for {len(plan.missing) - plan.unknown} of them" if plan.unknown else ""
+    return f"{plan.minutes:.0f} min{device}{known}"
+
+
+def _about(name: str) -> str:
+    return (type(experiment_named(name)).__doc__ or "").split("\n", 1)[0].rstrip(".")
+
+
+def _needs_runs(name: str) -> bool:
+    return experiment_named(name).needs_runs

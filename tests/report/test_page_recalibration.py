@@ -62,15 +62,28 @@ def test_recommended_code_fits_saves_and_loads_other_calibrators(tmp_path, monke
     assert names["calibrated_logits"].shape == given.logits.shape
 
 
-def test_recommendation_reports_calibrated_models_and_unreliable_fits():
+def test_recalibration_that_does_not_help_is_not_recommended():
     calibrated = pages.model(2_000, scale=1.0)
     [action] = recommendations(evaluated(calibrated), calibrated)
     assert action.verdict.startswith(CALIBRATED)
+    assert "not needed" in action.title
+    assert action.code == ()
     report = evaluated(pages.model(600))
     state = report.after["temperature"]
     doubted = dataclasses.replace(state, fits=tuple(dataclasses.replace(fit, doubt="x") for fit in state.fits))
     [action] = recommendations(dataclasses.replace(report, after={"temperature": doubted}))
     assert action.verdict.startswith(UNRELIABLE)
+    assert action.title.startswith("Do not use")
+    assert action.code == ()
+
+
+def test_recalibration_without_significant_effect_is_optional(monkeypatch):
+    given = pages.model(600)
+    monkeypatch.setattr("fedlas.report.recalibration.effect", lambda _: "unchanged")
+    [action] = recommendations(evaluated(given), given)
+    assert action.title.startswith("Temperature scaling (T = ")
+    assert action.title.endswith(") is optional")
+    assert dict(action.code).keys() == {"PyTorch", "NumPy"}
 
 
 def test_recommended_code_quotes_calibrator_names():

@@ -17,11 +17,11 @@ VERDICTS = {
     "most": "On these samples this removes most of the miscalibration.",
     "part": "On these samples this removes part of the miscalibration.",
     "unchanged": "On these samples this does not change the ECE significantly.",
-    "worse": "Not recommended: it makes the ECE significantly worse.",
-    "harm": "Not recommended: it makes accuracy or NLL significantly worse.",
+    "worse": "It makes the ECE significantly worse.",
+    "harm": "It makes accuracy or NLL significantly worse.",
     "untested": "Its effect was not tested for significance.",
 }
-UNRELIABLE = "Not recommended: its fit is unreliable."
+UNRELIABLE = "Its fit is unreliable."
 CALIBRATED = "No miscalibration is detectable, so recalibration is not needed."
 
 
@@ -32,7 +32,7 @@ class Recommendation:
     Args:
         title: the action in one line.
         verdict: its effect on the evaluated samples.
-        code: lines of code to copy, by language.
+        code: lines of code to copy, by language; empty if it is not recommended.
     """
 
     title: str
@@ -53,18 +53,30 @@ def recommendations(report: "Report", predictions: AnyPredictions | None = None)
 
 def _recommend(state: "State", is_calibrated: bool, of_probs: bool) -> Recommendation:
     name = re.sub(r" \d+$", "", state.name)  # remove the number of calibrators with equal names
-    if any(fit.doubt for fit in state.fits):
-        verdict = UNRELIABLE
-    else:
-        change = effect(state)
-        verdict = CALIBRATED if is_calibrated and change not in {"worse", "harm"} else VERDICTS[change]
-    if name == "temperature" and "temperature" in state.parameters and "log_floor" not in state.parameters:
+    is_temperature = name == "temperature" and "temperature" in state.parameters and "log_floor" not in state.parameters
+    if is_temperature:
         temperature = significant(state.parameters["temperature"])
         inputs = "logarithms of the probabilities" if of_probs else "logits"
+        action = f"Divide the {inputs} by {temperature} (temperature scaling)"
+        method = f"temperature scaling (T = {temperature})"
         note = f" T is the mean of {len(state.fits)} cross-fitted temperatures." if len(state.fits) > 1 else ""
-        title = f"Divide the {inputs} by {temperature} (temperature scaling)"
-        return Recommendation(title, verdict + note, _temperature_code(temperature, of_probs))
-    return Recommendation(f"Fit and apply the calibrator {state.name}", verdict, _calibrator_code(name))
+        code = _temperature_code(temperature, of_probs)
+    else:
+        action, method, note = f"Fit and apply the calibrator {state.name}", f"the calibrator {state.name}", ""
+        code = _calibrator_code(name)
+    change = effect(state)
+    if any(fit.doubt for fit in state.fits):
+        return Recommendation(f"Do not use {method}", UNRELIABLE + note, ())
+    if change in {"worse", "harm"}:
+        return Recommendation(f"Do not use {method}", VERDICTS[change] + note, ())
+    if is_calibrated:
+        return Recommendation(f"{_capitalized(method)} is not needed", CALIBRATED + note, ())
+    title = f"{_capitalized(method)} is optional" if change == "unchanged" else action
+    return Recommendation(title, VERDICTS[change] + note, code)
+
+
+def _capitalized(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def _temperature_code(temperature: str, of_probs: bool) -> tuple[tuple[str, str], ...]:

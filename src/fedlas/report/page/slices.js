@@ -24,7 +24,7 @@ function sliceTable(rows) {
   return element(
     "table",
     {},
-    element("caption", {}, `Slices by decreasing harm, with ${formatLevel(data.level)} intervals of the ECE`),
+    element("caption", {}, `By decreasing harm, with ${formatLevel(data.level)} intervals`),
     element("thead", {}, element("tr", {}, ...head.map(([text, kind]) => element("th", { scope: "col", class: kind }, text)))),
     element("tbody", {}, ...rows.map(sliceRow)),
   );
