@@ -363,6 +363,14 @@ def test_soft_labels_and_top_label_predictions_have_supported_metrics():
     assert float(top["ece"]) == pytest.approx(float(metrics.ece(given)), abs=1e-6)
 
 
+def test_accuracy_below_guessing_warns():
+    """Labels that are numbered from 1, without the last class, are valid numbers."""
+    logits = predictions(classes=4).logits
+    labels = logits[:, :3].argmax(1) + 1
+    with pytest.warns(UserWarning, match=r"below the 25\.0% .* numbered from 1"):
+        evaluate(logits, labels, logits=True, intervals=False)
+
+
 def test_probabilities_are_not_renormalised():
     given = predictions()
     probs = given.probs.round(decimals=2)

@@ -17,6 +17,7 @@ import base64
 import html
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -403,6 +404,8 @@ def evaluate(
         states[run.name] = run.state(how, detection)
         steps.done()
     before = states.pop(UNCALIBRATED)
+    if not calibrators:  # a fitted temperature explains such an accuracy itself
+        _warn_if_worse_than_guessing(float(before["accuracy"]), len(predictions), predictions.num_classes)
     for run in runs[1:]:
         if how is not None:
             state = states[run.name]
@@ -410,6 +413,18 @@ def evaluate(
             states[run.name] = replace(state, comparisons=tests)
         steps.done()
     return Report(before, states, len(predictions), predictions.num_classes, predictions.split)
+
+
+def _warn_if_worse_than_guessing(accuracy: float, n: int, classes: int) -> None:
+    """Warn if the accuracy is four standard errors below that of guessing, which hints at exchanged classes or rows."""
+    guessing = 1 / max(classes, 1)
+    if classes > 1 and accuracy < guessing - 4 * math.sqrt(guessing * (1 - guessing) / n):
+        warnings.warn(
+            f"the accuracy of {accuracy:.1%} is below the {guessing:.1%} of guessing one of {classes:,} classes: are "
+            "labels numbered from 1 instead of 0, or classes or rows in another order than the labels?",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def calibrate(

@@ -215,6 +215,13 @@ def test_a_model_against_itself(golden):
         assert found.p_value > 0.9
 
 
+def test_differences_by_rounding_alone_are_not_significant(golden):
+    rounded = Predictions(golden.logits.double() * (1 + 1e-8), golden.labels)
+    test = paired_bootstrap(nll, golden, rounded)
+    assert float(test.first) != float(test.second)
+    assert (test.p_value, test.better) == (1.0, None)
+
+
 def test_comparing_different_samples_raises(golden, cooled):
     shifted = Predictions(golden.logits, (golden.labels + 1) % 5)
     with pytest.raises(ValueError, match=r"labels.*row 0"):

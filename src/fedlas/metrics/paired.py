@@ -38,6 +38,7 @@ from fedlas.predictions.arrays import Array
 
 RESAMPLES = 2_000
 METHOD = "paired bootstrap"
+ROUNDING = 1e-6  # largest relative difference of a value that is computed from probabilities and from logits in float32
 
 
 def paired_bootstrap(
@@ -151,6 +152,9 @@ class PairedMeans(AbstractPairedMethod):
         level, resamples, rng = how.level, how.resamples or RESAMPLES, how.rng()
         (first_mean, first_values), (second_mean, second_values) = first, second
         difference = (first_values - second_values).cpu().numpy()
+        # The same model stored as probabilities and as logits differs by rounding only, always in the same direction.
+        if bool((np.abs(difference) <= ROUNDING * (1 + first_values.abs().cpu().numpy())).all()):
+            difference = np.zeros_like(difference)
         low, high = mean_interval(difference, level, resamples, rng)
         noise, observed = mean_deviations(difference, resamples, rng), float(difference.mean())
         # Add one to the count and to the number of resamples, so that the p-value is never zero.

@@ -178,6 +178,12 @@ class AbstractCalibrator(ABC):
 
     def doubt(self, samples: Samples) -> str:
         """Return the reason why a fit on these samples is unreliable; empty if it is reliable."""
+        absent = (samples.label_probs.sum(0) == 0).nonzero().flatten().tolist() if self.by_class else []
+        if absent:
+            return (
+                f"{len(absent):,} of {samples.logits.shape[1]:,} classes have no sample in the calibration data, the "
+                f"first is class {absent[0]}: {self.name} is not fitted to them. Add samples, or use temperature."
+            )
         if samples.zeros is None:
             return ""
         labels = float((samples.label_probs * samples.zeros).sum())
