@@ -11,7 +11,7 @@ from fedlas.experiments.planning import CATALOG, Plan, experiment_named, make_pl
 from fedlas.report.tables import RANKS, Table
 from fedlas.training import protocol_named
 
-AS_PRINTED = ("paper", "official")  # protocols whose numbers can be compared with the paper's
+PAPER_PROTOCOLS = ("paper", "official")  # protocols whose numbers can be compared with the paper's
 HEAD = """\
 # Reproduction
 
@@ -30,9 +30,9 @@ fedlas compare cifar10/fast/fedlas_ls cifar10/fast/ls            # paired, on th
 The command can be stopped at any time and continues where it stopped. Every run writes two lines to the ledger, as
 trained and after temperature scaling (`fedlas compare cifar10/ls+temperature ...`); older runs without validation
 logits have the first alone. In its tables a value is the mean over seeds ± its standard deviation, and an interval the
-mean of the seeds' 95 % bootstrap intervals. A difference from the paper is "inside" noise if the paper's number lies in
-the range of those intervals, or within two standard errors of the difference of two means, ours and one of three seeds
-with the same standard deviation.
+mean of the seeds' 95 % bootstrap intervals. A difference from the paper is "inside" the noise of several seeds if the
+paper's number lies in the range of those intervals, or within two standard errors of the difference of two means, ours
+and one of three seeds with the same standard deviation.
 """
 TABLE = """\
 | experiment | what it measures | protocol | runs | in the ledger | to train | estimated time |
@@ -66,7 +66,9 @@ def results_tables(ledger: Ledger, like: Choice | None = None, name: str = "sota
     named = experiment.data_sets() if isinstance(experiment, AbstractGrid) else None
     if like is not None and like.data is not None:
         named = like.data
-    for protocol, data, model in sorted(benchmarks, key=lambda benchmark: (benchmark[0] not in AS_PRINTED, benchmark)):
+    for protocol, data, model in sorted(
+        benchmarks, key=lambda benchmark: (benchmark[0] not in PAPER_PROTOCOLS, benchmark)
+    ):
         if named is not None and data not in named:
             continue
         choice = replace(like or Choice(), protocol=protocol, data=(data,), models=(model,))

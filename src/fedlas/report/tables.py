@@ -1,7 +1,7 @@
 """Tables of measured numbers and the paper's numbers, as text, Markdown, LaTeX, CSV and HTML.
 
-A number p of the paper is inside the noise of n seeds with mean m and standard deviation s if it lies between the ends
-of their bootstrap intervals, or if
+A number p of the paper is inside the noise of n > 1 seeds with mean m and standard deviation s if it lies between the
+ends of their bootstrap intervals, or if
 
     |m - p| <= 2 sqrt(s^2 (1/n + 1/3))
 
@@ -104,14 +104,14 @@ class Cell:
 
     @property
     def inside_noise(self) -> bool | None:
-        """Whether the paper's number is within the noise of our seeds; None if that is unknown."""
+        """Whether the paper's number is within the noise of our seeds; None if that is unknown, as with one seed."""
         gap, spread = self.difference, self.spread
-        if gap is None or self.paper is None or not math.isfinite(gap) or (spread is None and not self.intervals):
+        if gap is None or self.paper is None or not math.isfinite(gap) or spread is None:
             return None
         if self.intervals and min(self.intervals)[0] <= self.paper <= max(high for _, high in self.intervals):
             return True
         # With identical seeds the deviation is 0, and the mean may differ from the paper's number by a rounding error.
-        return spread is not None and abs(gap) <= 2 * spread * math.sqrt(1 / len(self.values) + 1 / PAPER_SEEDS) + 1e-12
+        return abs(gap) <= 2 * spread * math.sqrt(1 / len(self.values) + 1 / PAPER_SEEDS) + 1e-12
 
 
 @dataclass(frozen=True)
@@ -414,8 +414,9 @@ class Table:
             f"{around}: standard deviation over seeds.": any(cell.spread is not None for cell in cells),
             "(n/m): n of m planned seeds were run.": any(0 < len(cell.values) < cell.planned for cell in cells),
             "interval: mean of the seeds' bootstrap intervals.": full and any(cell.intervals for cell in cells),
-            "difference: ours minus the paper's; inside: the paper's value is within the seeds' intervals or two "
-            "standard errors; outside: it is not.": full and any(cell.inside_noise is not None for cell in compared),
+            "difference: ours minus the paper's.": full and any(cell.difference is not None for cell in compared),
+            "inside: the paper's value is within the seeds' intervals or two standard errors; outside: it is not; with "
+            "one seed there is no verdict.": full and any(cell.inside_noise is not None for cell in compared),
         }
         return [sentence for sentence, occurs in sentences.items() if occurs]
 
