@@ -276,6 +276,22 @@ def test_ood_predictions_with_other_classes_raise():
             evaluate(test, ood={"svhn": Predictions.from_probs(PROBS, class_names=names)}, **QUICK)
 
 
+def test_ood_tables_are_read_like_the_evaluated_table(tmp_path):
+    """Regression: the columns of a frame were other classes than those of the evaluated frame, and a file an array."""
+    pd = pytest.importorskip("pandas")
+    table = pd.DataFrame({"prob_cat": PROBS[:, 0].double(), "prob_dog": PROBS[:, 1].double()})
+    svhn = table.iloc[::-1]
+    svhn.assign(name="x").to_csv(tmp_path / "svhn.csv", index=False)
+    evaluated = table.assign(species=np.array(["cat", "dog"])[TRUTH])
+    expected = evaluate(evaluated, ood={"svhn": svhn.to_numpy()}, label_column="species", **QUICK).to_dict()
+    for data in (svhn, svhn.assign(name="x"), dict(svhn), tmp_path / "svhn.csv", Predictions.from_probs(svhn)):
+        found = evaluate(evaluated, ood={"svhn": data}, label_column="species", **QUICK)
+        assert found.to_dict() == expected
+    bare = svhn.rename(columns=lambda name: name.removeprefix("prob_"))
+    found = evaluate(bare.iloc[::-1], np.array(["cat", "dog"])[TRUTH], ood={"svhn": bare}, **QUICK)
+    assert found.to_dict() == expected
+
+
 def test_an_ood_array_of_probabilities_beside_calibrated_predictions_raises():
     """Regression: it was read as logits, because calibrated predictions hold logits."""
     test = calibrate(Predictions.from_probs(PROBS, TRUTH))
