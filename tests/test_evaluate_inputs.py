@@ -47,6 +47,7 @@ def ways_to_give(tmp_path) -> dict[str, Any]:
         "frame with an option": ((frame.rename(columns={"y_true": "species"}),), {"label_column": "species"}),
         "PredictionOutput": ((single,), {}),
         "tuple of outputs": ((several,), {}),
+        "names of labels": ((PROBS.tolist(), np.array(["cat", "dog"])[TRUTH]), {"class_names": ["cat", "dog"]}),
         "normalized": ((2 * PROBS, TRUTH), {"normalize": True}),
         "Arrow": (
             (pa.table({"prob_0": PROBS[:, 0].numpy(), "prob_1": PROBS[:, 1].numpy(), "y": TRUTH.numpy()}).to_pandas(),),

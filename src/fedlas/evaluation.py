@@ -454,7 +454,7 @@ def calibrate(
 
 def _read_ood(name: str, data: Any, columns: ColumnOptions, *, logits: bool, declared: bool) -> Any:
     """Return the predictions in a file or table of OOD data, which has no labels; return other data unchanged."""
-    options: Any = {option: value for option, value in columns.items() if option != "label_column"}
+    options: Any = {option: value for option, value in columns.items() if option not in {"label_column", "class_names"}}
     if not isinstance(data, AnyPredictions) and hasattr(data, "columns"):
         # A table without known columns has one for each class; beside `Predictions` it may hold logits.
         if not declared or not find_roles(frame_columns(data), options, name).has_scores:

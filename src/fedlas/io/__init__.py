@@ -176,10 +176,11 @@ def _holds_floats(values: NDArray[Any]) -> bool:
     return values.dtype.kind == "f" or (values.dtype.kind == "O" and all(isinstance(value, float) for value in values))
 
 
-def _from_array(source: Any, labels: Any, logits: bool, columns: ColumnOptions) -> Predictions:
+def _from_array(source: Any, labels: Any, logits: bool, columns: ColumnOptions) -> AnyPredictions:
     """Return predictions of an array or of a `PredictionOutput`."""
     is_output = hasattr(source, "predictions") and hasattr(source, "label_ids")
-    used = [name for name, value in columns.items() if value]
+    class_names = columns.get("class_names")
+    used = [name for name, value in columns.items() if name != "class_names" and value]
     if set(used) - ({"normalize"} if not logits and not is_output else set()):
         kind = "a PredictionOutput of logits" if is_output else "an array of logits" if logits else "an array"
         raise UserTypeError(f"{', '.join(used)} cannot be used with {kind}")
@@ -187,6 +188,9 @@ def _from_array(source: Any, labels: Any, logits: bool, columns: ColumnOptions) 
         labels = source.label_ids if labels is None else labels
         outputs, logits = source.predictions, True
         source = outputs[0] if isinstance(outputs, tuple | list) else outputs  # hidden states follow the logits
+    if class_names is not None:
+        scores = {"logits" if logits else "probs": source}
+        return as_predictions(scores, labels, labelled=False, **columns)
     if isinstance(labels, str | Path):
         labels = read_labels(labels, {}).for_samples(len(source), str(labels))
     if logits:

@@ -62,6 +62,7 @@ class ColumnOptions(TypedDict, total=False):
         correct_column: column of the correctness of the prediction: 0 or 1, true or false.
         header: whether a text file begins with a header.
         normalize: divide every row of probabilities by its sum.
+        class_names: names of the classes of an array; the columns of a table name them.
     """
 
     label_column: str | None
@@ -71,6 +72,7 @@ class ColumnOptions(TypedDict, total=False):
     correct_column: str | None
     header: bool
     normalize: bool
+    class_names: Sequence[str] | None
 
 
 class ReadOptions(ColumnOptions, total=False):
