@@ -122,6 +122,8 @@ def test_invalid_inputs_raise_with_the_argument_to_use():
         evaluate(PROBS)
     with pytest.raises(TypeError, match="label_column"):
         evaluate(PROBS, TRUTH, label_column="y")
+    with pytest.raises(ValueError, match="posthoc="):
+        evaluate(PROBS, TRUTH, calibration=(PROBS, TRUTH))
     with pytest.raises(TypeError, match="predictions are None; give an array"):
         evaluate(None, TRUTH)
     with pytest.raises(ValueError, match="sums to") as error:

@@ -363,9 +363,11 @@ def evaluate(
     predictions = as_predictions(predictions, labels, logits=logits, **columns)
     predictions.correct  # noqa: B018 - an error where there are no labels, before anything is fitted
     warn_about_repeated_samples(predictions)
+    calibrators = _as_calibrators([posthoc] if isinstance(posthoc, str | AbstractCalibrator) else posthoc or ())
+    if calibration is not None and not calibrators:
+        raise UserError('calibration is used to fit calibrators: add posthoc=["temperature"], or leave it out')
     if calibration is not None and not isinstance(calibration, AnyPredictions):
         calibration = as_predictions(calibration, logits=logits, **columns)
-    calibrators = _as_calibrators([posthoc] if isinstance(posthoc, str | AbstractCalibrator) else posthoc or ())
     if ood is not None and not isinstance(ood, Mapping):
         raise UserTypeError('ood is a mapping from names to predictions or arrays, such as {"svhn": probs}')
     normalize = columns.get("normalize", False)

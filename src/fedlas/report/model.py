@@ -45,5 +45,6 @@ class Model:
 
     def evaluate_options(self) -> dict[str, Any]:
         """Return the arguments of `evaluate` other than the predictions."""
-        names = ("posthoc", "calibration", "train_features", "folds")
-        return {"ood": self.ood or None} | {name: getattr(self, name) for name in names}
+        names = ("posthoc", "train_features", "folds")
+        data = {"ood": self.ood or None, "calibration": self.calibration if self.posthoc else None}
+        return data | {name: getattr(self, name) for name in names}
