@@ -97,6 +97,19 @@ def test_columns_of_a_frame_are_class_names():
             assert (found.class_names, found.labels.tolist()) == (("cat", "dog"), TRUTH.tolist())
 
 
+def test_labels_with_another_index_than_the_frame_raise():
+    """Regression: they were paired by position."""
+    pd = pytest.importorskip("pandas")
+    frame, labels = pd.DataFrame(PROBS.numpy(), columns=["cat", "dog"]), pd.Series(TRUTH.numpy())
+    for given in (labels.sample(frac=1, random_state=0), labels.set_axis(range(1, 41))):
+        with pytest.raises(ValueError, match=r"labels\.loc\[frame\.index\]"):
+            evaluate(frame, given, **QUICK)
+    expected = evaluate(frame, labels, **QUICK).to_dict()
+    shuffled = labels.sample(frac=1, random_state=0)
+    assert evaluate(frame, shuffled.loc[frame.index], **QUICK).to_dict() == expected
+    assert evaluate(PROBS, shuffled.loc[frame.index], **QUICK).classes == 2  # an array has no index
+
+
 @pytest.mark.parametrize("options", [{"logits": True}, {"normalize": True}])
 @pytest.mark.parametrize("column", [{"age": [31, 45] * 20}, {"id": np.arange(40.0)}, {"target": np.zeros(40)}])
 def test_columns_of_a_frame_that_may_be_no_class_raise(column, options):

@@ -134,6 +134,7 @@ def as_predictions(
         raise UserTypeError("logits is True or False; an array of logits is the first argument, with logits=True")
     if source is None:
         raise UserTypeError("predictions are None; give an array (a row per sample), a file, a table or Predictions")
+    _check_row_names(source, labels)
     if isinstance(source, AnyPredictions):
         if labels is not None or logits or columns:
             raise UserTypeError("Predictions have their own labels and columns; give nothing else with them")
@@ -154,6 +155,22 @@ def as_predictions(
             options["prob_columns"] = _classes_of_frame(table, name)
         predictions = build_predictions(Table(table), name, options)
     return require_labels(predictions, name) if labelled else predictions
+
+
+def _check_row_names(source: Any, labels: Any) -> None:
+    """Raise if scores and labels of pandas have different row names: they would be paired by position."""
+    ours, theirs = (getattr(values, "index", None) for values in (source, labels))
+    if not all(hasattr(names, "equals") for names in (ours, theirs)) or ours.equals(
+        theirs
+    ):  # a list has a method index
+        return
+    if not all(
+        type(names).__name__ == "RangeIndex" and names.start == 0 and names.step == 1 for names in (ours, theirs)
+    ):
+        raise UserError(
+            "the labels have another index than the predictions; use labels.loc[frame.index], or, if the rows already "
+            "belong together, reset_index(drop=True) on both"
+        )
 
 
 def _classes_of_frame(columns: Mapping[str, Any], name: str) -> list[str]:
