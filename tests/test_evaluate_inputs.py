@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedlas.comparison import compare
 from fedlas.evaluation import calibrate, evaluate
 from fedlas.io import as_predictions, read_predictions
 from fedlas.predictions import Predictions
@@ -188,6 +189,9 @@ def test_unknown_keyword_raises(tmp_path):
     for word in ("bin", "label_colum", "calibrate_on"):
         with pytest.raises(TypeError, match=repr(word)):
             evaluate(tmp_path / "p.csv", **{word: "label"})
+    for function in (evaluate, compare):
+        with pytest.raises(TypeError, match="unknown keyword 'resample'; did you mean 'resamples'"):
+            function(PROBS, TRUTH, resample=10)
 
 
 def test_calibration_data_may_be_a_file_with_its_own_label_column(tmp_path):

@@ -32,7 +32,7 @@ from fedlas.errors import UserError, UserTypeError
 from fedlas.extras import optional_module
 from fedlas.io import as_predictions, frame_columns
 from fedlas.io.atomic import write_atomic
-from fedlas.io.columns import ColumnOptions, find_roles
+from fedlas.io.columns import ColumnOptions, check_options, find_roles
 from fedlas.io.untrusted import file_errors
 from fedlas.metrics.base import Resampling
 from fedlas.metrics.bin_sums import Bins
@@ -359,6 +359,7 @@ def evaluate(
         columns: roles of the columns of a file or table, as in `read_predictions`; `normalize=True` divides rows of
             probabilities by their sums.
     """
+    check_options(columns, evaluate)
     declared = not isinstance(predictions, AnyPredictions)
     predictions = as_predictions(predictions, labels, logits=logits, **columns)
     predictions.correct  # noqa: B018 - an error where there are no labels, before anything is fitted
@@ -444,6 +445,7 @@ def calibrate(
         seed: random seed of the assignment of samples to folds.
         columns: roles of the columns of a file or table, as in `read_predictions`.
     """
+    check_options(columns, calibrate)
     calibrators = _as_calibrators([posthoc])
     check_folds(folds, seed)
     labelled = calibration is None and calibrators[0].fitted is None

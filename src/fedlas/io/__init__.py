@@ -139,11 +139,11 @@ def as_predictions(
         if labels is not None or logits or columns:
             raise UserTypeError("Predictions have their own labels and columns; give nothing else with them")
         return source
+    check_options(columns)
     is_frame = hasattr(source, "columns")
     if not is_frame and not isinstance(source, str | Path | Mapping):
         return _from_array(source, labels, logits, columns)
     options: Any = dict(columns, labels=labels, logits=logits)
-    check_options(options)
     if isinstance(source, str | Path):
         name = str(source)
         predictions = read_predictions(source, **options)
