@@ -118,8 +118,8 @@ def test_rounded_probabilities_are_accepted_in_binary_files_as_in_csv(tmp_path, 
     for name, probs in {"rounded": rounded, "finer": finer, "no number": rounded * np.nan}.items():
         np.savez(tmp_path / f"{name}.npz", probs=probs, labels=[0, 1])
     assert read_predictions(tmp_path / "rounded.npz").probs.tolist() == rounded.tolist()
-    for name in ("finer", "no number"):
-        with pytest.raises(ValueError, match="distribution"):
+    for name, message in {"finer": "distribution", "no number": "row 0 holds NaN"}.items():
+        with pytest.raises(ValueError, match=message):
             read_predictions(tmp_path / f"{name}.npz")
     assert Predictions.from_probs(rounded, [0, 1]).probs.tolist() == rounded.tolist()
 

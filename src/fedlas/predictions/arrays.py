@@ -160,6 +160,8 @@ def check_probs(
         good |= ignored
     if bool(good.all()) and good.numel():
         return
+    if ignored is None:
+        check_finite(probs, name)
     position = tuple(int(i) for i in (~good).nonzero()[0]) if good.numel() else ()
     total = float(sums[position]) if position else 1.0
     advice = ""
