@@ -138,6 +138,9 @@ def test_invalid_inputs_raise_with_the_argument_to_use():
         evaluate(PROBS, TRUTH, label_column="y")
     with pytest.raises(ValueError, match="posthoc="):
         evaluate(PROBS, TRUTH, calibration=(PROBS, TRUTH))
+    for given in ((PROBS, TRUTH), PROBS):
+        with pytest.raises(TypeError, match=r"Predictions\.from_probs\(probs, labels\)"):
+            evaluate(PROBS, TRUTH, calibration=given, posthoc="temperature")
     with pytest.raises(TypeError, match="predictions are None; give an array"):
         evaluate(None, TRUTH)
     with pytest.raises(ValueError, match="sums to") as error:

@@ -367,8 +367,8 @@ def evaluate(
     calibrators = _as_calibrators([posthoc] if isinstance(posthoc, str | AbstractCalibrator) else posthoc or ())
     if calibration is not None and not calibrators:
         raise UserError('calibration is used to fit calibrators: add posthoc=["temperature"], or leave it out')
-    if calibration is not None and not isinstance(calibration, AnyPredictions):
-        calibration = as_predictions(calibration, logits=logits, **columns)
+    if calibration is not None:
+        calibration = _read_calibration(calibration, columns, logits=logits)
     if ood is not None and not isinstance(ood, Mapping):
         raise UserTypeError('ood is a mapping from names to predictions or arrays, such as {"svhn": probs}')
     normalize = columns.get("normalize", False)
@@ -450,10 +450,22 @@ def calibrate(
     check_folds(folds, seed)
     labelled = calibration is None and calibrators[0].fitted is None
     predictions = as_predictions(predictions, labels, logits=logits, labelled=labelled, **columns)
-    if calibration is not None and not isinstance(calibration, AnyPredictions):
-        calibration = as_predictions(calibration, logits=logits, **columns)
+    if calibration is not None:
+        calibration = _read_calibration(calibration, columns, logits=logits)
     (fitted,) = _fit(calibrators, predictions, calibration, folds, seed)
     return fitted.transform(predictions, slice(0, len(predictions)))
+
+
+def _read_calibration(calibration: Any, columns: ColumnOptions, *, logits: bool) -> AnyPredictions:
+    """Return calibration data, which has labels."""
+    if isinstance(calibration, AnyPredictions):
+        return calibration
+    if isinstance(calibration, tuple | list | np.ndarray | Tensor) and not hasattr(calibration, "label_ids"):
+        raise UserTypeError(
+            "calibration needs predictions with labels: pass Predictions.from_probs(probs, labels) or "
+            f"Predictions(logits, labels), not {type(calibration).__name__}"
+        )
+    return as_predictions(calibration, logits=logits, **columns)
 
 
 def _read_ood(name: str, data: Any, columns: ColumnOptions, *, logits: bool, declared: bool) -> Any:
