@@ -332,6 +332,8 @@ def test_duplicate_column_names_raise(tmp_path):
 def test_one_probability_column_is_a_binary_classifier(tmp_path):
     found = read_predictions(table(tmp_path, "prob_cat,label\n0.25,cat\n0.75,not cat\n"))
     assert found.class_names == ("not cat", "cat")
+    with pytest.raises(ValueError, match=r"'dog'.*add a column for 'dog', or write 'not cat'"):
+        read_predictions(table(tmp_path, "prob_cat,label\n0.25,cat\n0.75,dog\n"))
     assert found.labels.tolist() == [1, 0]
     assert found.probs.tolist() == [[0.75, 0.25], [0.25, 0.75]]
 
