@@ -193,7 +193,6 @@ def compare(
         seed: random seed of the bootstrap.
         columns: roles of the columns of a file or table, as in `read_predictions`.
     """
-
     check_options(columns, compare)
 
     def read(name: str, model: Any) -> ModelRuns:

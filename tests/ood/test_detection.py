@@ -1,8 +1,8 @@
 """OOD detection: agreement with scikit-learn, exact counts, coverage of intervals, several data sets in one call."""
 
+import inspect
 import itertools
 import json
-import inspect
 import math
 import re
 import time

@@ -159,14 +159,10 @@ def as_predictions(
 
 def _check_row_names(source: Any, labels: Any) -> None:
     """Raise if scores and labels of pandas have different row names: they would be paired by position."""
-    ours, theirs = (getattr(values, "index", None) for values in (source, labels))
-    if not all(hasattr(names, "equals") for names in (ours, theirs)) or ours.equals(
-        theirs
-    ):  # a list has a method index
-        return
-    if not all(
-        type(names).__name__ == "RangeIndex" and names.start == 0 and names.step == 1 for names in (ours, theirs)
-    ):
+    indexes: list[Any] = [getattr(values, "index", None) for values in (source, labels)]
+    if not all(hasattr(index, "equals") for index in indexes) or indexes[0].equals(indexes[1]):
+        return  # a list has a method `index`
+    if not all(type(index).__name__ == "RangeIndex" and (index.start, index.step) == (0, 1) for index in indexes):
         raise UserError(
             "the labels have another index than the predictions; use labels.loc[frame.index], or, if the rows already "
             "belong together, reset_index(drop=True) on both"

@@ -468,7 +468,7 @@ def replace_fields(made: AnyOne, **values: Any) -> AnyOne:
 
 
 def _frame_names(scores: Array) -> OptionalFields:
-    """Return the column names of a DataFrame as class names, without `prob_` or `logit_`, if there are several texts."""
+    """Return the column names of a DataFrame without `prob_` or `logit_` as class names, if there are several texts."""
     names = list(getattr(scores, "columns", ()))
     if len(names) < 2 or not all(isinstance(name, str) for name in names):
         return {}
