@@ -113,3 +113,9 @@ def test_pairing_different_splits_without_ids_raises():
         assert len(align_samples(of(first, ids=rows), of(second, ids=rows))) == len(rows)
     with pytest.raises(ValueError, match="split 'folder-all-9d7cc918'"):
         align_samples(of("folder-all-9d7cc918"), of("folder-all-ef0f4e8f"))
+
+
+def test_different_sample_ids_raise_with_an_example_of_each():
+    first, second = (unnamed(predictions(3), ids=ids) for ids in (["0", "1", "2"], ["0.0", "1.0", "2.0"]))
+    with pytest.raises(ValueError, match=r"3 \(such as '0'\) .* 3 \(such as '0\.0'\)"):
+        align_samples(first, second)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedlas.comparison import compare
 from fedlas.evaluation import calibrate, evaluate
 from fedlas.io import as_predictions, read_predictions
 from fedlas.predictions import Predictions
@@ -47,6 +48,7 @@ def ways_to_give(tmp_path) -> dict[str, Any]:
         "frame with an option": ((frame.rename(columns={"y_true": "species"}),), {"label_column": "species"}),
         "PredictionOutput": ((single,), {}),
         "tuple of outputs": ((several,), {}),
+        "names of labels": ((PROBS.tolist(), np.array(["cat", "dog"])[TRUTH]), {"class_names": ["cat", "dog"]}),
         "normalized": ((2 * PROBS, TRUTH), {"normalize": True}),
         "Arrow": (
             (pa.table({"prob_0": PROBS[:, 0].numpy(), "prob_1": PROBS[:, 1].numpy(), "y": TRUTH.numpy()}).to_pandas(),),
@@ -96,6 +98,19 @@ def test_columns_of_a_frame_are_class_names():
             assert (found.class_names, found.labels.tolist()) == (("cat", "dog"), TRUTH.tolist())
 
 
+def test_labels_with_another_index_than_the_frame_raise():
+    """Regression: they were paired by position."""
+    pd = pytest.importorskip("pandas")
+    frame, labels = pd.DataFrame(PROBS.numpy(), columns=["cat", "dog"]), pd.Series(TRUTH.numpy())
+    for given in (labels.sample(frac=1, random_state=0), labels.set_axis(range(1, 41))):
+        with pytest.raises(ValueError, match=r"labels\.loc\[frame\.index\]"):
+            evaluate(frame, given, **QUICK)
+    expected = evaluate(frame, labels, **QUICK).to_dict()
+    shuffled = labels.sample(frac=1, random_state=0)
+    assert evaluate(frame, shuffled.loc[frame.index], **QUICK).to_dict() == expected
+    assert evaluate(PROBS, shuffled.loc[frame.index], **QUICK).classes == 2  # an array has no index
+
+
 @pytest.mark.parametrize("options", [{"logits": True}, {"normalize": True}])
 @pytest.mark.parametrize("column", [{"age": [31, 45] * 20}, {"id": np.arange(40.0)}, {"target": np.zeros(40)}])
 def test_columns_of_a_frame_that_may_be_no_class_raise(column, options):
@@ -121,6 +136,11 @@ def test_invalid_inputs_raise_with_the_argument_to_use():
         evaluate(PROBS)
     with pytest.raises(TypeError, match="label_column"):
         evaluate(PROBS, TRUTH, label_column="y")
+    with pytest.raises(ValueError, match="posthoc="):
+        evaluate(PROBS, TRUTH, calibration=(PROBS, TRUTH))
+    for given in ((PROBS, TRUTH), PROBS):
+        with pytest.raises(TypeError, match=r"Predictions\.from_probs\(probs, labels\)"):
+            evaluate(PROBS, TRUTH, calibration=given, posthoc="temperature")
     with pytest.raises(TypeError, match="predictions are None; give an array"):
         evaluate(None, TRUTH)
     with pytest.raises(ValueError, match="sums to") as error:
@@ -172,6 +192,9 @@ def test_unknown_keyword_raises(tmp_path):
     for word in ("bin", "label_colum", "calibrate_on"):
         with pytest.raises(TypeError, match=repr(word)):
             evaluate(tmp_path / "p.csv", **{word: "label"})
+    for function in (evaluate, compare):
+        with pytest.raises(TypeError, match="unknown keyword 'resample'; did you mean 'resamples'"):
+            function(PROBS, TRUTH, resample=10)
 
 
 def test_calibration_data_may_be_a_file_with_its_own_label_column(tmp_path):
@@ -274,6 +297,22 @@ def test_ood_predictions_with_other_classes_raise():
     for names in (["dog", "cat"], ["cat", "eel"]):
         with pytest.raises(ValueError, match="svhn names other classes, or in another order"):
             evaluate(test, ood={"svhn": Predictions.from_probs(PROBS, class_names=names)}, **QUICK)
+
+
+def test_ood_tables_are_read_like_the_evaluated_table(tmp_path):
+    """Regression: the columns of a frame were other classes than those of the evaluated frame, and a file an array."""
+    pd = pytest.importorskip("pandas")
+    table = pd.DataFrame({"prob_cat": PROBS[:, 0].double(), "prob_dog": PROBS[:, 1].double()})
+    svhn = table.iloc[::-1]
+    svhn.assign(name="x").to_csv(tmp_path / "svhn.csv", index=False)
+    evaluated = table.assign(species=np.array(["cat", "dog"])[TRUTH])
+    expected = evaluate(evaluated, ood={"svhn": svhn.to_numpy()}, label_column="species", **QUICK).to_dict()
+    for data in (svhn, svhn.assign(name="x"), dict(svhn), tmp_path / "svhn.csv", Predictions.from_probs(svhn)):
+        found = evaluate(evaluated, ood={"svhn": data}, label_column="species", **QUICK)
+        assert found.to_dict() == expected
+    bare = svhn.rename(columns=lambda name: name.removeprefix("prob_"))
+    found = evaluate(bare.iloc[::-1], np.array(["cat", "dog"])[TRUTH], ood={"svhn": bare}, **QUICK)
+    assert found.to_dict() == expected
 
 
 def test_an_ood_array_of_probabilities_beside_calibrated_predictions_raises():

@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "extras": set(),
     "lazy_imports": set(),
     "predictions": set(),
-    "io": {"extras", "predictions"},
+    "io": {"extras", "predictions", "catalog"},
     "alignment": {"predictions"},
     "catalog": set(),
     "ranks": set(),

@@ -70,11 +70,12 @@ def _reorder(first: AnyPredictions, second: AnyPredictions, field: str) -> AnyPr
         name, count = Counter(names).most_common(1)[0]
         if count > 1:
             raise UserError(f"samples differ in order, and {field} of the {which} model has {name!r} {count} times")
-    extra = len(set(ours) - set(theirs)), len(set(theirs) - set(ours))
+    extra = set(ours) - set(theirs), set(theirs) - set(ours)
     if any(extra):
+        counts = [f"{len(names):,}{f' (such as {min(names)!r})' if names else ''}" for names in extra]
         raise UserError(
-            f"the models were evaluated on different samples: by their {field}, {extra[0]:,} occur only in the first "
-            f"and {extra[1]:,} only in the second"
+            f"the models were evaluated on different samples: by their {field}, {counts[0]} occur only in the first "
+            f"and {counts[1]} only in the second"
         )
     rows = {name: row for row, name in enumerate(theirs)}
     return second[[rows[name] for name in ours]]

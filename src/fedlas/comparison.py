@@ -19,7 +19,7 @@ from fedlas import formatting
 from fedlas.alignment import SAMPLE_NAMES, align_samples, check_same_samples
 from fedlas.errors import UserError, UserTypeError
 from fedlas.io import as_predictions
-from fedlas.io.columns import ColumnOptions
+from fedlas.io.columns import ColumnOptions, check_options
 from fedlas.metrics.base import AbstractMetric, Resampling
 from fedlas.metrics.calibration_error import ece
 from fedlas.metrics.paired import RESAMPLES, EachSample, check_draws, of_each_sample, paired_bootstrap, paired_method
@@ -193,6 +193,7 @@ def compare(
         seed: random seed of the bootstrap.
         columns: roles of the columns of a file or table, as in `read_predictions`.
     """
+    check_options(columns, compare)
 
     def read(name: str, model: Any) -> ModelRuns:
         own_labels = isinstance(model, AnyPredictions)

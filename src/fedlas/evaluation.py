@@ -31,9 +31,9 @@ from fedlas.alignment import samples_in_both, warn_about_repeated_samples
 from fedlas.catalog import nearest
 from fedlas.errors import UserError, UserTypeError
 from fedlas.extras import optional_module
-from fedlas.io import as_predictions
+from fedlas.io import as_predictions, frame_columns
 from fedlas.io.atomic import write_atomic
-from fedlas.io.columns import ColumnOptions
+from fedlas.io.columns import ColumnOptions, check_options, find_roles
 from fedlas.io.untrusted import file_errors
 from fedlas.metrics.base import Resampling
 from fedlas.metrics.bin_sums import Bins
@@ -323,7 +323,7 @@ def evaluate(
     labels: Array | str | Path | None = None,
     *,
     logits: bool = False,
-    ood: Mapping[str, AnyPredictions | Array] | None = None,
+    ood: Mapping[str, Any] | None = None,
     posthoc: str | AbstractCalibrator | Iterable[str | AbstractCalibrator] | None = (),
     calibration: Any = None,
     train_features: Array | None = None,
@@ -344,8 +344,8 @@ def evaluate(
             `Predictions`.
         labels: class numbers, or soft labels; a file may hold them, too. Not for what has its own labels.
         logits: whether arrays hold logits.
-        ood: predictions on OOD data, by the name of the data set; an array holds what `predictions` were built from,
-            logits or probabilities.
+        ood: predictions on OOD data, by the name of the data set: files and tables as `predictions`; an array holds
+            what `predictions` were built from, logits or probabilities.
         posthoc: names of calibrators, or built ones; fitted ones are used as they are.
         calibration: predictions of the same model on other samples, on which calibrators are fitted; without it,
             they are cross-fitted.
@@ -360,18 +360,27 @@ def evaluate(
         columns: roles of the columns of a file or table, as in `read_predictions`; `normalize=True` divides rows of
             probabilities by their sums.
     """
+    check_options(columns, evaluate)
     declared = not isinstance(predictions, AnyPredictions)
     predictions = as_predictions(predictions, labels, logits=logits, **columns)
     predictions.correct  # noqa: B018 - an error where there are no labels, before anything is fitted
     warn_about_repeated_samples(predictions)
-    if calibration is not None and not isinstance(calibration, AnyPredictions):
-        calibration = as_predictions(calibration, logits=logits, **columns)
     calibrators = _as_calibrators([posthoc] if isinstance(posthoc, str | AbstractCalibrator) else posthoc or ())
+    if calibration is not None and not calibrators:
+        raise UserError('calibration is used to fit calibrators: add posthoc=["temperature"], or leave it out')
+    if calibration is not None:
+        calibration = _read_calibration(calibration, columns, logits=logits)
     if ood is not None and not isinstance(ood, Mapping):
         raise UserTypeError('ood is a mapping from names to predictions or arrays, such as {"svhn": probs}')
     normalize = columns.get("normalize", False)
     ood_data = {
-        name: as_ood_predictions(name, data, predictions, declared=declared, normalize=normalize)
+        name: as_ood_predictions(
+            name,
+            _read_ood(name, data, columns, logits=logits, declared=declared),
+            predictions,
+            declared=declared,
+            normalize=normalize,
+        )
         for name, data in (ood or {}).items()
     }
     if not 1 <= bins <= MOST_BINS:
@@ -451,14 +460,39 @@ def calibrate(
         seed: random seed of the assignment of samples to folds.
         columns: roles of the columns of a file or table, as in `read_predictions`.
     """
+    check_options(columns, calibrate)
     calibrators = _as_calibrators([posthoc])
     check_folds(folds, seed)
     labelled = calibration is None and calibrators[0].fitted is None
     predictions = as_predictions(predictions, labels, logits=logits, labelled=labelled, **columns)
-    if calibration is not None and not isinstance(calibration, AnyPredictions):
-        calibration = as_predictions(calibration, logits=logits, **columns)
+    if calibration is not None:
+        calibration = _read_calibration(calibration, columns, logits=logits)
     (fitted,) = _fit(calibrators, predictions, calibration, folds, seed)
     return fitted.transform(predictions, slice(0, len(predictions)))
+
+
+def _read_calibration(calibration: Any, columns: ColumnOptions, *, logits: bool) -> AnyPredictions:
+    """Return calibration data, which has labels."""
+    if isinstance(calibration, AnyPredictions):
+        return calibration
+    if isinstance(calibration, tuple | list | np.ndarray | Tensor) and not hasattr(calibration, "label_ids"):
+        raise UserTypeError(
+            "calibration needs predictions with labels: pass Predictions.from_probs(probs, labels) or "
+            f"Predictions(logits, labels), not {type(calibration).__name__}"
+        )
+    return as_predictions(calibration, logits=logits, **columns)
+
+
+def _read_ood(name: str, data: Any, columns: ColumnOptions, *, logits: bool, declared: bool) -> Any:
+    """Return the predictions in a file or table of OOD data, which has no labels; return other data unchanged."""
+    options: Any = {option: value for option, value in columns.items() if option not in {"label_column", "class_names"}}
+    if not isinstance(data, AnyPredictions) and hasattr(data, "columns"):
+        # A table without known columns has one for each class; beside `Predictions` it may hold logits.
+        if not declared or not find_roles(frame_columns(data), options, name).has_scores:
+            return data
+    elif not isinstance(data, str | Path | Mapping):
+        return data
+    return as_predictions(data, logits=logits, labelled=False, **options)
 
 
 def _as_calibrators(posthoc: Iterable[Any]) -> list[AbstractCalibrator]:

@@ -118,8 +118,8 @@ def test_rounded_probabilities_are_accepted_in_binary_files_as_in_csv(tmp_path, 
     for name, probs in {"rounded": rounded, "finer": finer, "no number": rounded * np.nan}.items():
         np.savez(tmp_path / f"{name}.npz", probs=probs, labels=[0, 1])
     assert read_predictions(tmp_path / "rounded.npz").probs.tolist() == rounded.tolist()
-    for name in ("finer", "no number"):
-        with pytest.raises(ValueError, match="distribution"):
+    for name, message in {"finer": "distribution", "no number": "row 0 holds NaN"}.items():
+        with pytest.raises(ValueError, match=message):
             read_predictions(tmp_path / f"{name}.npz")
     assert Predictions.from_probs(rounded, [0, 1]).probs.tolist() == rounded.tolist()
 
@@ -332,6 +332,8 @@ def test_duplicate_column_names_raise(tmp_path):
 def test_one_probability_column_is_a_binary_classifier(tmp_path):
     found = read_predictions(table(tmp_path, "prob_cat,label\n0.25,cat\n0.75,not cat\n"))
     assert found.class_names == ("not cat", "cat")
+    with pytest.raises(ValueError, match=r"'dog'.*add a column for 'dog', or write 'not cat'"):
+        read_predictions(table(tmp_path, "prob_cat,label\n0.25,cat\n0.75,dog\n"))
     assert found.labels.tolist() == [1, 0]
     assert found.probs.tolist() == [[0.75, 0.25], [0.25, 0.75]]
 

@@ -1,5 +1,6 @@
 """OOD detection: agreement with scikit-learn, exact counts, coverage of intervals, several data sets in one call."""
 
+import inspect
 import itertools
 import json
 import math
@@ -412,6 +413,7 @@ def test_detect_scores_matches_the_single_metrics():
         (lambda p: ood.detect(p, {}), ValueError, "data ?set"),
         (lambda p: ood.detect(p, {"a": p}, []), ValueError, "score"),
         (lambda p: ood.detect(p, {"a": p}, "entropy"), TypeError, "scores.*entropy"),
+        (lambda p: inspect.unwrap(ood.detect)(p.logits, {"a": p}), TypeError, r"Predictions\(logits\)"),
         (lambda p: ood.detect(p, {"a": p}, ["odin"]), ValueError, "'odin'"),
         (lambda p: ood.detect(p, {"a": p}, ["knn"]), ValueError, "knn.*train_features"),
         (lambda p: ood.detect(p, {"a": torch.rand(4, 3)}), ValueError, r"\ba\b.*3.*5"),

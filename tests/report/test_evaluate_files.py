@@ -25,7 +25,7 @@ from fedlas.metrics.paired import paired_bootstrap
 from fedlas.predictions import Predictions
 from fedlas.report.evaluation_result import Condition, evaluate_files
 from fedlas.report.figures import reliability_data, reliability_figure, save_figures
-from fedlas.report.html import report_of
+from fedlas.report.html import report_of, save_page
 from fedlas.report.model import Model
 
 N, CLASSES = 600, 4
@@ -179,6 +179,18 @@ def test_invalid_files_and_options_raise(sure, given, options, message):
     options = {name: placed(value) if isinstance(value, list) else value for name, value in options.items()}
     with pytest.raises(ValueError, match=message):
         evaluate_files(placed(given), **options)
+
+
+def test_arrays_raise_with_the_form_to_use():
+    probs, labels = torch.full((4, 2), 0.5), torch.zeros(4).long()
+    save, files = inspect.unwrap(save_page), inspect.unwrap(evaluate_files)
+    with pytest.raises(TypeError, match=r"Predictions\.from_probs\(probs, labels\)"):
+        save(probs, labels)
+    for given in ({"a": probs}, probs):
+        with pytest.raises(TypeError, match=r"Tensor; fedlas\.evaluate"):
+            files(given)
+    with pytest.raises(TypeError, match="predictions"):  # the shape checks of the tests come first
+        Model(predictions=probs)
 
 
 def test_single_values_are_accepted_instead_of_lists(sure, tmp_path):

@@ -49,7 +49,10 @@ def compare_models(
         options: dict[str, Any] = {"level": level, "resamples": resamples, "seed": seed}
         runs = find_runs(first, finished_runs, **columns), find_runs(second, finished_runs, **columns)
         comparisons = compare_runs(*runs, selected_metrics, **options)
-        show_table(TABLE_HEAD, [row for comparison in comparisons for row in comparison.rows()], err=json == "-")
+        table = [list(TABLE_HEAD), *(row for comparison in comparisons for row in comparison.rows())]
+        if not any(row[1] for row in table[1:]):  # files have no seeds
+            table = [[row[0], *row[2:]] for row in table]
+        show_table(table[0], table[1:], err=json == "-")
         seeds = any(comparison.standard_error is not None for comparison in comparisons)
         over = "; ±: standard error over seeds; interval and p of a mean: over seeds and test samples" if seeds else ""
         show(f"Difference: first minus second{over}.", err=json == "-")

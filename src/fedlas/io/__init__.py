@@ -134,15 +134,16 @@ def as_predictions(
         raise UserTypeError("logits is True or False; an array of logits is the first argument, with logits=True")
     if source is None:
         raise UserTypeError("predictions are None; give an array (a row per sample), a file, a table or Predictions")
+    _check_row_names(source, labels)
     if isinstance(source, AnyPredictions):
         if labels is not None or logits or columns:
             raise UserTypeError("Predictions have their own labels and columns; give nothing else with them")
         return source
+    check_options(columns)
     is_frame = hasattr(source, "columns")
     if not is_frame and not isinstance(source, str | Path | Mapping):
         return _from_array(source, labels, logits, columns)
     options: Any = dict(columns, labels=labels, logits=logits)
-    check_options(options)
     if isinstance(source, str | Path):
         name = str(source)
         predictions = read_predictions(source, **options)
@@ -154,6 +155,18 @@ def as_predictions(
             options["prob_columns"] = _classes_of_frame(table, name)
         predictions = build_predictions(Table(table), name, options)
     return require_labels(predictions, name) if labelled else predictions
+
+
+def _check_row_names(source: Any, labels: Any) -> None:
+    """Raise if scores and labels of pandas have different row names: they would be paired by position."""
+    indexes: list[Any] = [getattr(values, "index", None) for values in (source, labels)]
+    if not all(hasattr(index, "equals") for index in indexes) or indexes[0].equals(indexes[1]):
+        return  # a list has a method `index`
+    if not all(type(index).__name__ == "RangeIndex" and (index.start, index.step) == (0, 1) for index in indexes):
+        raise UserError(
+            "the labels have another index than the predictions; use labels.loc[frame.index], or, if the rows already "
+            "belong together, reset_index(drop=True) on both"
+        )
 
 
 def _classes_of_frame(columns: Mapping[str, Any], name: str) -> list[str]:
@@ -176,10 +189,11 @@ def _holds_floats(values: NDArray[Any]) -> bool:
     return values.dtype.kind == "f" or (values.dtype.kind == "O" and all(isinstance(value, float) for value in values))
 
 
-def _from_array(source: Any, labels: Any, logits: bool, columns: ColumnOptions) -> Predictions:
+def _from_array(source: Any, labels: Any, logits: bool, columns: ColumnOptions) -> AnyPredictions:
     """Return predictions of an array or of a `PredictionOutput`."""
     is_output = hasattr(source, "predictions") and hasattr(source, "label_ids")
-    used = [name for name, value in columns.items() if value]
+    class_names = columns.get("class_names")
+    used = [name for name, value in columns.items() if name != "class_names" and value]
     if set(used) - ({"normalize"} if not logits and not is_output else set()):
         kind = "a PredictionOutput of logits" if is_output else "an array of logits" if logits else "an array"
         raise UserTypeError(f"{', '.join(used)} cannot be used with {kind}")
@@ -187,6 +201,9 @@ def _from_array(source: Any, labels: Any, logits: bool, columns: ColumnOptions) 
         labels = source.label_ids if labels is None else labels
         outputs, logits = source.predictions, True
         source = outputs[0] if isinstance(outputs, tuple | list) else outputs  # hidden states follow the logits
+    if class_names is not None:
+        scores = {"logits" if logits else "probs": source}
+        return as_predictions(scores, labels, labelled=False, **columns)
     if isinstance(labels, str | Path):
         labels = read_labels(labels, {}).for_samples(len(source), str(labels))
     if logits:

@@ -14,6 +14,7 @@ Whether scores are probabilities or logits is never guessed from values. Scores 
 logits. `predictions` with `label_ids` are logits: a `PredictionOutput` of Hugging Face.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
 
+from fedlas.catalog import nearest
 from fedlas.errors import UserError, UserTypeError, short_list
 from fedlas.io.labels import LabelFile, is_number_text
 from fedlas.predictions import SCORE_ROLES, ColumnRoles
@@ -62,6 +64,7 @@ class ColumnOptions(TypedDict, total=False):
         correct_column: column of the correctness of the prediction: 0 or 1, true or false.
         header: whether a text file begins with a header.
         normalize: divide every row of probabilities by its sum.
+        class_names: names of the classes of an array; the columns of a table name them.
     """
 
     label_column: str | None
@@ -71,6 +74,7 @@ class ColumnOptions(TypedDict, total=False):
     correct_column: str | None
     header: bool
     normalize: bool
+    class_names: Sequence[str] | None
 
 
 class ReadOptions(ColumnOptions, total=False):
@@ -85,12 +89,13 @@ class ReadOptions(ColumnOptions, total=False):
     labels: Any
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise if a keyword does not exist."""
+def check_options(options: Mapping[str, Any], function: Callable[..., Any] | None = None) -> None:
+    """Raise if a keyword is neither about columns nor one of the function that was called."""
     for name in options.keys() - ReadOptions.__annotations__.keys():
-        raise UserTypeError(
-            f"unknown keyword {name!r}; those about columns are {', '.join(ReadOptions.__annotations__)}"
-        )
+        own = () if function is None else inspect.signature(function).parameters.values()
+        known = [parameter.name for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
+        hint = nearest(name, list(dict.fromkeys([*known, *ReadOptions.__annotations__])))
+        raise UserTypeError(f"unknown keyword {name!r}; {hint}")
 
 
 class ScoreColumns(NamedTuple):

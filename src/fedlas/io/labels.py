@@ -103,6 +103,8 @@ def _expected_label(label: str, names: Sequence[str], named: bool) -> str:
     if not names:
         return "a whole number"
     known = short_list(names)
+    if len(names) == 2 and names[0] == f"not {names[1]}":
+        known += f" (add a column for {label[:80]!r}, or write {names[0]!r})"
     words = f"one of the classes {known}" if named else f"a class name or a whole number; the classes are {known}"
     meant = next((name for name in names if _spelling(name) == _spelling(label)), None)
     return words if meant is None else f"{words}; did you mean {meant!r}?"

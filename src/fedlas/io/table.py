@@ -107,6 +107,11 @@ def build_predictions(table: Table, path: str | Path, options: ReadOptions, spli
         if not roles.has_scores:
             raise _no_scores(table.columns, roles, options, path)
         columns = _rename_columns(table.columns, roles)
+        class_names = options.get("class_names")
+        if class_names is not None:
+            if not columns.keys() & {"logits", "probs"}:
+                raise UserError("class_names are those of an array; the columns of a table name its classes")
+            columns["class_names"] = list(class_names)
         if "confidence" in columns and labels is None and not columns.keys() & {*LABELS, "correct"}:
             raise no_labels(roles, path)
         if isinstance(labels, LabelFile):

@@ -312,6 +312,11 @@ def detect(
         level: confidence level of the intervals.
         seed: random seed of the intervals of the false-positive rate.
     """
+    if not isinstance(predictions, AnyPredictions):
+        raise UserTypeError(
+            f"detect takes Predictions, not {type(predictions).__name__}: pass Predictions.from_probs(probs) or "
+            "Predictions(logits)"
+        )
     ood_sets = {name: as_ood_predictions(name, given, predictions) for name, given in ood.items()}
     if isinstance(scores, str):
         raise UserTypeError(f"scores is {scores!r}; a sequence of names is expected")

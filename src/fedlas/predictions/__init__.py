@@ -468,9 +468,12 @@ def replace_fields(made: AnyOne, **values: Any) -> AnyOne:
 
 
 def _frame_names(scores: Array) -> OptionalFields:
-    """Return the column names of a DataFrame as class names, if they are texts and there are several."""
+    """Return the column names of a DataFrame without `prob_` or `logit_` as class names, if there are several texts."""
     names = list(getattr(scores, "columns", ()))
-    return {"class_names": names} if len(names) > 1 and all(isinstance(name, str) for name in names) else {}
+    if len(names) < 2 or not all(isinstance(name, str) for name in names):
+        return {}
+    prefix = next((prefix for prefix in ("prob_", "logit_") if all(name.startswith(prefix) for name in names)), "")
+    return {"class_names": [name.removeprefix(prefix) for name in names]}
 
 
 def check_class_names(names: Sequence[str] | None) -> tuple[str, ...] | None:

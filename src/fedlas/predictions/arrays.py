@@ -88,7 +88,7 @@ def as_tensor(values: Array, name: str) -> Tensor:
         array = array.astype(np.float64)
     if array.dtype.kind not in "fiub":
         names = "; number the classes, [class_names.index(label) for label in labels], or call "
-        names += 'fedlas.evaluate({"probs": probs, "labels": labels, "class_names": [...]})'
+        names += "fedlas.evaluate(probs, labels, class_names=[...])"
         raise UserTypeError(f"{name} holds {array.dtype}, not numbers{names if name == 'labels' else ''}")
     plain = array.dtype.isnative and all(stride >= 0 for stride in array.strides)  # torch can share it
     # Not ascontiguousarray: one number with a negative stride counts as contiguous and would stay as it is.
@@ -160,6 +160,8 @@ def check_probs(
         good |= ignored
     if bool(good.all()) and good.numel():
         return
+    if ignored is None:
+        check_finite(probs, name)
     position = tuple(int(i) for i in (~good).nonzero()[0]) if good.numel() else ()
     total = float(sums[position]) if position else 1.0
     advice = ""

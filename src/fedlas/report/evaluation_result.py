@@ -16,11 +16,12 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any, Unpack
 
 from fedlas.comparison import PairedTest, compare_models, correction_note
-from fedlas.errors import UserError
+from fedlas.errors import UserError, UserTypeError
 from fedlas.evaluation import FOLDS, UNCALIBRATED, Report, State, evaluate
 from fedlas.io import read_predictions, require_labels
 from fedlas.io.columns import ReadOptions
@@ -280,6 +281,13 @@ def evaluate_files(
         progress: called with the name of the current step and the fraction of it that is done.
         columns: roles of the columns of the files, as in `read_predictions`.
     """
+    entries = files.values() if isinstance(files, Mapping) else files if isinstance(files, Sequence) else [files]
+    for entry in entries:
+        if not isinstance(entry, str | PathLike | Model):
+            raise UserTypeError(
+                f"evaluate_files takes names of files and Model objects, not {type(entry).__name__}; fedlas.evaluate "
+                "takes tables and arrays"
+            )
     named = files if isinstance(files, Mapping) else named_files([files] if isinstance(files, str | Path) else files)
     if not named:
         raise UserError("no file of predictions is given")

@@ -221,6 +221,11 @@ def _samples(
 
 def save_page(models: Models, path: str | Path, **options: Any) -> Path:
     """Write a page to a file, atomically; options are those of `report_page`."""
+    if not isinstance(path, str | os.PathLike):
+        raise UserTypeError(
+            f"path is {type(path).__name__}; the name of a file is expected, and labels are given with the "
+            "predictions: Predictions.from_probs(probs, labels)"
+        )
     path = Path(path)
     write_atomic(path, report_page(models, **options).encode())
     return path
@@ -255,7 +260,10 @@ def named_models(models: Models) -> dict[str, Model]:
         elif isinstance(model, Model):
             models_by_name[str(name)] = model
         else:
-            raise UserTypeError(f"{name} is {type(model).__name__}; Predictions, a Report or a Model is expected")
+            raise UserTypeError(
+                f"{name} is {type(model).__name__}; Predictions, a Report or a Model is expected, such as "
+                "Predictions.from_probs(probs, labels)"
+            )
         if models_by_name[str(name)].predictions is None and models_by_name[str(name)].report is None:
             raise UserError(f"{name} has neither predictions nor a report")
     return models_by_name

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedlas.errors import UserTypeError
 from fedlas.evaluation import FOLDS, Report
 from fedlas.predictions import AnyPredictions
 from fedlas.predictions.arrays import Array
@@ -43,7 +44,17 @@ class Model:
     source: Path | None = None
     image_folders: Sequence[Path] | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("predictions", "calibration"):
+            data = getattr(self, name)
+            if data is not None and not isinstance(data, AnyPredictions):
+                raise UserTypeError(
+                    f"{name} of a Model is {type(data).__name__}; pass Predictions.from_probs(probs, labels), "
+                    "Predictions(logits, labels) or read_predictions(file)"
+                )
+
     def evaluate_options(self) -> dict[str, Any]:
         """Return the arguments of `evaluate` other than the predictions."""
-        names = ("posthoc", "calibration", "train_features", "folds")
-        return {"ood": self.ood or None} | {name: getattr(self, name) for name in names}
+        names = ("posthoc", "train_features", "folds")
+        data = {"ood": self.ood or None, "calibration": self.calibration if self.posthoc else None}
+        return data | {name: getattr(self, name) for name in names}
