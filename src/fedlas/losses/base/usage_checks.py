@@ -4,11 +4,10 @@ Such misuse is visible only over many steps. Steps are counted in Python. Tensor
 the end of an epoch only, because reading them synchronises the host. Compiled steps are not observed.
 """
 
-import sys
-import warnings
-
 import torch
 from torch import Tensor, nn
+
+from fedlas.errors import warn_caller
 
 STEPS_WITHOUT_UPDATE = 200  # more than the batches over which gradients are usually accumulated
 VISITS_WITHOUT_END = 3
@@ -71,7 +70,7 @@ class UpdateCheck:
             return
         values = _smallest(trained).detach()
         if torch.equal(values, self.first_values.to(values)):
-            _warn(
+            warn_caller(
                 f"no optimizer updates the parameters of the loss {name!r}; build the optimizer with "
                 "fedlas.parameters(net, loss), or freeze them with loss.requires_grad_(False)"
             )
@@ -132,17 +131,9 @@ class EpochCheck:
 
     def _warn(self, name: str, call: str, reason: str) -> None:
         self.finish()
-        _warn(
+        warn_caller(
             f"the loss {name!r} learns between epochs: {reason}, but end_epoch was not called; call {call} after each"
         )
-
-
-def _warn(text: str) -> None:
-    """Warn with the stack level of the line outside of fedlas and torch that called the loss."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in {"fedlas", "torch"}:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, UserWarning, stacklevel=level)
 
 
 def _trained(loss: nn.Module) -> list[nn.Parameter]:
