@@ -1,5 +1,7 @@
-"""Errors that a user can do something about; the command line shows them as one line."""
+"""Errors and warnings that a user can do something about; the command line shows them as one line."""
 
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 
@@ -46,6 +48,14 @@ def short_list(names: Iterable[str], most: int = 20) -> str:
     if len(listed) <= most:
         return ", ".join(listed)
     return f"{', '.join(listed[: most - 1])}, ..., {listed[-1]} ({len(listed):,} in all)"
+
+
+def warn_caller(text: str) -> None:
+    """Warn with the stack level of the line outside of fedlas and torch that led to the warning."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in {"fedlas", "torch"}:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, UserWarning, stacklevel=level)
 
 
 def choose_advice(in_python: str, in_file: str) -> str:

@@ -217,6 +217,14 @@ def test_samples_counted_more_often_than_there_were_epochs_warn():
         loss.end_epoch()
 
 
+def test_probabilities_given_as_logits_warn_in_the_first_step():
+    loss, logits, labels = build("focal"), torch.randn(40, CLASSES), torch.arange(40) % CLASSES
+    with pytest.warns(UserWarning, match="softmax"):
+        loss(logits.softmax(1), labels)
+    loss(logits.softmax(1), labels)
+    build("focal")(logits, labels)
+
+
 # What a loss declares
 
 

@@ -734,3 +734,34 @@ def test_a_network_that_returns_probabilities_warns(last):
         return
     with pytest.warns(UserWarning, match=r"'3'.*softmax"):
         WithFeatures(model)
+
+
+@pytest.mark.parametrize(
+    ("last", "warns"),
+    [
+        (lambda logits: logits.softmax(1), True),
+        (lambda logits: torch.softmax(logits, 1), True),
+        (lambda logits: nn.functional.softmax(logits, dim=1), True),
+        (lambda logits: 30 * torch.tanh(logits / 30), False),
+        (lambda logits: logits.double() * 2, False),
+        (lambda logits: logits * logits.softmax(1).amax(), False),
+    ],
+)
+def test_a_forward_that_ends_in_a_softmax_warns_once(last, warns):
+    """Regression: only a final module nn.Softmax was noticed."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return last(self.fc(x))
+
+    net, x = WithFeatures(Net()), torch.randn(5, 4)
+    if warns:
+        with pytest.warns(UserWarning, match="softmax"):
+            net(x)
+    net(x)
+    with torch.no_grad():
+        net.eval()(x)

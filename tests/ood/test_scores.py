@@ -22,6 +22,14 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return shifted / shifted.sum(1, keepdims=True)
 
 
+@pytest.mark.parametrize("score", OF_LOGITS)
+def test_probabilities_given_as_logits_warn(score):
+    probs = torch.randn(200, 4).softmax(1)
+    with pytest.warns(UserWarning, match="every row of the logits lies between 0 and 1"):
+        score(probs)
+    ood.score_of(Predictions.from_probs(probs), "entropy")
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_scores_match_their_formulas(dtype):
     logits = (3 * torch.randn(50, 7)).to(dtype)

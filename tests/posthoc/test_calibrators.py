@@ -301,5 +301,11 @@ def test_a_flipped_bit_in_the_metadata_of_a_file_raises(tmp_path, word):
 
 def test_probabilities_given_as_logits_warn():
     logits = torch.randn(200, 4)
+    labels = torch.multinomial(logits.softmax(1), 1)[:, 0]
     with pytest.warns(UserWarning, match="every row of the logits lies between 0 and 1"):
-        Temperature().fit(logits.softmax(1), torch.multinomial(logits.softmax(1), 1)[:, 0])
+        Temperature().fit(logits.softmax(1), labels)
+    fitted = Temperature().fit(logits, labels)
+    with pytest.warns(UserWarning, match="every row of the logits lies between 0 and 1"):
+        fitted.transform(logits.softmax(1).numpy())
+    fitted.transform(logits[:1].softmax(1))  # too few rows
+    fitted.transform(Predictions.from_probs(logits.softmax(1), labels))

@@ -15,6 +15,9 @@ In the notation of the paper, for a sample with features z and logits s, sg the 
 The network is trained through CE, E and R alone: features and logits are detached in alpha_i. The gate is trained
 through alpha_i alone.
 
+The gate is an MLP C -> width -> 2 with width * (C + 3) + 2 parameters, where `gate_width` is C // 2 by default: 67 for
+10 classes, 501,502 for 1,000, but 238 million for 21,841. With many thousand classes, set it: `gate_width=64`.
+
 Paper, official code and this file differ in a few details, which `preset` selects; explicit keywords override the
 preset, and docs/decisions.md gives the reasons:
 
@@ -225,7 +228,7 @@ class BCG(AbstractPart):
         num_classes: number of classes C; the gate is an MLP C -> width -> 2.
         kind: `learned`; for ablation `soft` (no sign), `shuffled` (learned, then shuffled across the batch),
             or a fixed `positive` or `negative`, which has no parameters.
-        width: hidden units, C // 2 by default and at least 1.
+        width: hidden units, C // 2 by default and at least 1; the gate has width * (C + 3) + 2 parameters.
         zero: psi where both outputs are equal.
         positive_index: index of the output for psi = +1.
 

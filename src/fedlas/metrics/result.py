@@ -56,7 +56,7 @@ class Definition:
         norm: how the gaps of the bins are combined.
         scope: which confidences are used: of the top label, of every class, of the positive class, ...
         n: number of samples.
-        dtype: type of the inputs.
+        dtype: type of the probabilities; those of logits are computed in float32 or better.
         split: split of the samples.
         compat: package or code whose rules are followed, such as "torchmetrics".
         unit: "fraction" is shown as percent, anything else unchanged.

@@ -7,7 +7,8 @@ layers; if several layers are possible, it raises. A hook on the head records it
 mode, active only during the call, records operations around the head: features are taken before a dropout (module or
 function) that precedes the head; if the network selects rows of the output of the head (the last token of a decoder),
 the same rows of the features are selected; if it resizes the output (segmentation), the features are resized too. The
-first eager call with gradients checks that the logits come from the head.
+first eager call with gradients checks that the logits come from the head. If the network returns the result of a
+softmax, the first eager call warns.
 
 The networks of this package are plain modules that return logits. Each catalogue entry derives from `AbstractNetwork`
 and builds one network.
@@ -27,7 +28,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fedlas.catalog import nearest
-from fedlas.errors import UserError, UserTypeError
+from fedlas.errors import UserError, UserTypeError, warn_caller
 from fedlas.models.pretrained import Source, load_weights, misfit, read_weights
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
 _HEAD_WORDS = {"fc", "head", "heads", "classifier", "score", "logits"}
 _AUXILIARY = {"aux", "auxiliary"}  # an additional classifier for training only
 _DROPOUTS = (torch.dropout, *(f for name, f in vars(functional).items() if "dropout" in name))
+_SOFTMAXES = (torch.softmax, torch.special.softmax, Tensor.softmax, functional.softmax)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CONVOLVE = (functional.conv1d, functional.conv2d, functional.conv3d)
 
@@ -77,7 +79,7 @@ class WithFeatures(nn.Module):
         self.output = output
         self.head_name = _find_head(model) if head is None else _check_head(model, head)
         layer = model.get_submodule(self.head_name)
-        _warn_of_softmax(model)
+        self._softmax_was_reported = _warn_of_softmax(model)
         self._channels_first = isinstance(layer, _CONVOLUTIONS)
         self._width = _widths(layer)[1]
         # Other layers that may compute the logits, if the logits are not the output of an automatically found head.
@@ -126,6 +128,12 @@ class WithFeatures(nn.Module):
         if recorder.calls != 1:
             times = f"was called {recorder.calls} times in one forward pass instead of once"
             raise UserError(f"{layer} {times}; {advice}, or wrap again if it was replaced")
+        if logits is recorder.probs and not self._softmax_was_reported and not torch.compiler.is_compiling():
+            self._softmax_was_reported = True
+            warn_caller(
+                "the network returns the result of a softmax: probabilities, but losses need logits; train it without "
+                "the softmax"
+            )
         output, features = recorder.origin(logits)
         if output is not logits and self._rivals:
             rivals = ", ".join([self.head_name, *self._rivals])
@@ -329,6 +337,7 @@ class _Recorder(TorchFunctionMode):
         self.picks_rows = picks_rows
         self.of_same_width: list[Tensor] = []  # outputs of layers with the width of the head
         self.calls = 0
+        self.probs: Tensor | None = None  # the output of the most recent softmax
         self.pairs: list[tuple[Tensor, Tensor]] = []  # (output of the head or rows selected from it, features)
         self.resized: list[
             tuple[Tensor, int, tuple[Any, ...], dict[str, Any]]
@@ -345,6 +354,9 @@ class _Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func is Tensor.__getitem__:
             self._see_rows(args[0], args[1], result)
+        elif func in _SOFTMAXES:
+            if self.width in (-1, *result.shape):  # not attention weights, which would be kept in memory
+                self.probs = result
         elif func is functional.interpolate:
             self._see_resize(args, kwargs, result)
         elif func is functional.linear if self.picks_rows else func in _CONVOLVE:
@@ -440,15 +452,17 @@ def _item(result: Any, output: int | str) -> Any:
         return getattr(result, output, None) if isinstance(output, str) else None
 
 
-def _warn_of_softmax(model: nn.Module) -> None:
-    """Warn if the last layer is a softmax: losses would treat its probabilities as logits."""
+def _warn_of_softmax(model: nn.Module) -> bool:
+    """Warn if the last layer is a softmax, and return whether it is: losses would treat its probabilities as logits."""
     last = [name for name, layer in model.named_modules() if not list(layer.children())][-1:]
-    if last and isinstance(model.get_submodule(last[0]), nn.Softmax):
+    found = bool(last) and isinstance(model.get_submodule(last[0]), nn.Softmax)
+    if found:
         warnings.warn(
             f"the last layer, {last[0]!r}, is a softmax: the network returns probabilities, but losses need "
             "logits; train it without that layer",
             stacklevel=3,
         )
+    return found
 
 
 def _find_head(model: nn.Module) -> str:

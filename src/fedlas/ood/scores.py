@@ -31,7 +31,7 @@ from torch.nn import functional
 
 from fedlas.errors import UserError
 from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
-from fedlas.predictions.arrays import Array, as_floats, check_finite, two_columns
+from fedlas.predictions.arrays import Array, as_floats, check_finite, two_columns, warn_about_probabilities
 
 NO_FLOAT64 = {"mps"}
 AT_ONCE, AT_ONCE_ON_DEVICE = 2**18, 2**26  # logits in one block of rows
@@ -251,6 +251,7 @@ def _shift(logits: Float[Tensor, "n classes"]) -> ShiftedLogits:
 def _logits(logits: Array) -> Float[Tensor, "n classes"]:
     table = two_columns(as_floats(logits, "logits"), "logits")
     check_finite(table)
+    warn_about_probabilities(table)
     return table
 
 

@@ -1,6 +1,5 @@
 """Arrays of torch, NumPy and other libraries as checked tensors: scores, probabilities and labels."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -10,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlas.errors import RowError, UserError, UserTypeError, choose_advice
+from fedlas.errors import RowError, UserError, UserTypeError, choose_advice, warn_caller
 
 
 @runtime_checkable
@@ -216,10 +215,7 @@ def warn_about_probabilities(logits: Tensor) -> None:
                 "by Predictions.from_probs or as probs in a file",
                 "as an array called probs or columns called prob_...",
             )
-            warnings.warn(
-                f"every row of the logits lies between 0 and {total} and sums to {about}. {remedy}{advice}",
-                stacklevel=3,
-            )
+            warn_caller(f"every row of the logits lies between 0 and {total} and sums to {about}. {remedy}{advice}")
 
 
 def are_probabilities(values: Array) -> bool:

@@ -38,7 +38,7 @@ from fedlas.losses.base.functional import (
 from fedlas.losses.base.hyperparameters import whole
 from fedlas.losses.base.input_checks import check_tensors, checked_index
 from fedlas.losses.base.part import AbstractExact
-from fedlas.losses.base.usage_checks import EpochCheck, UpdateCheck
+from fedlas.losses.base.usage_checks import EpochCheck, LogitsCheck, UpdateCheck
 from fedlas.predictions import Predictions
 
 Loss = TypeVar("Loss", bound="AbstractLoss")
@@ -129,6 +129,7 @@ class AbstractLoss(AbstractExact):
             raise UserTypeError(f"sync must be true or false, not {sync!r}")
         self.sync = sync
         self.last_terms: dict[str, Tensor] = {}
+        self._logits_check = LogitsCheck()
         self._update_check = UpdateCheck()
         self._epoch_check = EpochCheck()
 
@@ -218,6 +219,7 @@ class AbstractLoss(AbstractExact):
                 return reduce(self.terms(batch), batch, self.weight, reduction)
             if not batch.updates_state:
                 return reduce(self.terms(batch), batch, self.weight, reduction)
+            self._logits_check.before_step(self.name, logits)
             self._update_check.before_step(self.name, self)
             if self.learns_between_epochs:
                 self._epoch_check.before_step(self.name, self._end_epoch_call, len(logits), index)

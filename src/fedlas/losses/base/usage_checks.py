@@ -1,21 +1,40 @@
-"""Warnings about a training loop that does not update the parameters of a loss or never reports the end of an epoch.
+"""Warnings about probabilities given as logits, parameters that are not updated, and epochs whose end is not reported.
 
-Such misuse is visible only over many steps. Steps are counted in Python. Tensors on a GPU are read in evaluation and at
-the end of an epoch only, because reading them synchronises the host. Compiled steps are not observed.
+Probabilities are noticed in the first step, other misuse only over many steps. Steps are counted in Python. Tensors on
+a GPU are read in evaluation and at the end of an epoch only, because reading them synchronises the host. Compiled steps
+are not observed.
 """
 
-import sys
-import warnings
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+
+from fedlas.errors import warn_caller
+from fedlas.losses.base.input_checks import is_eager_on_cpu
+from fedlas.predictions.arrays import are_probabilities
 
 STEPS_WITHOUT_UPDATE = 200  # more than the batches over which gradients are usually accumulated
 VISITS_WITHOUT_END = 3
 STEPS_OF_AN_EPOCH = 10  # fewer could be the parts of a batch
 EVALUATIONS_WITHOUT_END = 30  # more than the evaluations within one epoch
 TRACKED = 64  # samples whose visits are counted; when sampling with replacement, some of many are rarely drawn
+
+
+class LogitsCheck:
+    """Warns once if the logits of the first training step are probabilities; only on the CPU."""
+
+    def __init__(self) -> None:
+        self.finished = False
+
+    def before_step(self, name: str, logits: Tensor) -> None:
+        """Check the logits of the first step."""
+        if not self.finished and is_eager_on_cpu(logits) and are_probabilities(logits):
+            warn_caller(
+                f"every row of the logits of the loss {name!r} sums to 1, as after a softmax; the loss computes the "
+                "softmax itself: pass the output of the last linear layer"
+            )
+        self.finished = True
 
 
 class UpdateCheck:
@@ -73,7 +92,7 @@ class UpdateCheck:
             return
         values = _smallest(trained).detach()
         if torch.equal(values, self.first_values.to(values)):
-            _warn(
+            warn_caller(
                 f"no optimizer updates the parameters of the loss {name!r}; build the optimizer with "
                 "fedlas.parameters(net, loss), or freeze them with loss.requires_grad_(False)"
             )
@@ -150,17 +169,9 @@ class EpochCheck:
 
     def _warn(self, name: str, call: str, reason: str) -> None:
         self.finish()
-        _warn(
+        warn_caller(
             f"the loss {name!r} learns between epochs: {reason}, but end_epoch was not called; call {call} after each"
         )
-
-
-def _warn(text: str) -> None:
-    """Warn with the stack level of the line outside of fedlas and torch that called the loss."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in {"fedlas", "torch"}:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, UserWarning, stacklevel=level)
 
 
 def _trained(loss: nn.Module) -> list[nn.Parameter]:

@@ -250,8 +250,14 @@ class AbstractCalibrator(ABC):
         if isinstance(logits, AnyPredictions):
             logits = with_every_class(logits, "calibration")
             self.check_names(logits.class_names)
-            return with_logits(logits, self.transform(self.fill_zeros(logits.logits, logits.zeros)))
+            return with_logits(logits, self._calibrated(self.fill_zeros(logits.logits, logits.zeros)))
         scores = as_floats(logits, "logits")
+        calibrated = self._calibrated(scores)
+        if scores.device.type == "cpu":
+            warn_about_probabilities(_table(scores))
+        return calibrated if isinstance(logits, Tensor) else calibrated.numpy()
+
+    def _calibrated(self, scores: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         table = _table(scores)
         if self.fitted is None:
             raise RuntimeError(f"{self.name} is not fitted yet; call fit(logits, labels) first, or load it from a file")
@@ -259,8 +265,7 @@ class AbstractCalibrator(ABC):
             raise UserError(f"logits have {table.shape[1]} classes; {self.name} was fitted on {self.fitted.classes}")
         check_rows("logits", table, torch.isfinite(table).all(1), "holds NaN or infinity")
         largest = torch.finfo(scores.dtype).max  # keeps logits finite
-        calibrated = _as_given(self.apply(float32_or_better(table)).clamp(-largest, largest), scores)
-        return calibrated if isinstance(logits, Tensor) else calibrated.numpy()
+        return _as_given(self.apply(float32_or_better(table)).clamp(-largest, largest), scores)
 
     def check_names(self, names: Sequence[str] | None) -> None:
         """Raise if the class names differ from those of the fit and the map depends on the class."""
