@@ -406,8 +406,9 @@ def _differences(line: Line, stored: StoredPredictions, intervals: bool) -> Iter
         if unknown := set(written) - set(computed):  # a new metric may be missing in an old line, but not the reverse
             yield f"{ood or 'it'} has metrics that its predictions do not give: {sorted(unknown)}"
         for name in set(computed) & set(written):
-            pairs = list(zip(computed[name], written[name], strict=True))
-            if not _agree(*pairs[0], SAME) or (intervals and not all(_agree(*p, SAME_ENDS) for p in pairs[1:])):
+            value, *ends = zip(computed[name], written[name], strict=True)
+            recorded_ends = intervals and written[name][1] is not None  # a metric may have had no interval at that time
+            if not _agree(*value, SAME) or (recorded_ends and not all(_agree(*pair, SAME_ENDS) for pair in ends)):
                 yield f"{ood} {name} is {written[name]} in the ledger and {computed[name]} now".strip()
 
 
