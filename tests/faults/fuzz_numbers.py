@@ -32,7 +32,7 @@ KEPT = 20  # recorded findings
 # they run in several processes one after the other, each with its own seed.
 IN_PARTS = {"paired_bootstrap": 50_000}
 OFTEN = 5_000  # executions between two writes of the results
-SLOW = {"bootstrap", "paired_bootstrap", "smooth_curve", "smooth_ece", "SmoothECE", "kde_ece"}  # milliseconds each
+SLOW = {"bootstrap", "paired_bootstrap", "smooth_curve", "smooth_ece", "kde_ece"}  # milliseconds each
 
 
 class Counts:

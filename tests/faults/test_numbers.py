@@ -17,7 +17,7 @@ from fedlas.metrics import accuracy, ece, kde_ece, nll, top_k
 from fedlas.metrics.intervals import inversion
 from fedlas.predictions.arrays import as_tensor
 
-SLOW = {"smooth_curve", "smooth_ece", "kde_ece", "SmoothECE"}  # tens of milliseconds each
+SLOW = {"smooth_curve", "smooth_ece", "kde_ece"}  # tens of milliseconds each
 ASKED = [target for target in more_cases.targets() if target.name not in SLOW]
 # Which take bins, results or names, or are made of what is asked.
 MADE_OF_OTHERS = {
