@@ -120,13 +120,11 @@ class RunsComparison:
         scale = _scale(next(iter(self.by_seed.values())))
         name = f"{self.metric} %" if scale == 100 else self.metric
         rows = [[name, self._seeds(seed), *_cells(comparison)] for seed, comparison in self.by_seed.items()]
-        if self.standard_error is not None:
-            rows.append([name, "mean", "", "", *self._cells_over_seeds(percent=scale == 100)])
+        if (error := self.standard_error) is not None:
+            rows.append([name, "mean", "", "", *self._cells_over_seeds(error, percent=scale == 100)])
         return rows
 
-    def _cells_over_seeds(self, *, percent: bool) -> list[str]:
-        error = self.standard_error
-        assert error is not None
+    def _cells_over_seeds(self, error: float, *, percent: bool) -> list[str]:
         error_text = formatting.number(error, -error, error, percent=percent)
         if self.over_seeds is None:
             value, _ = formatting.difference(self.difference, -error, error, percent=percent)

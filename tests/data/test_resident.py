@@ -31,7 +31,7 @@ def test_augmented_images_equal_torchvision(transform, channels_last):
     data = Resident(split, transform, train=True, seed=3, channels_last=channels_last)
     for epoch in range(4):
         data.set_epoch(epoch)
-        top, left, mirrored = crops(torch.arange(20), 3, epoch, transform.room, flip=True)
+        top, left, mirrored = crops(torch.arange(20), 3, epoch, transform.largest_offset, flip=True)
         images = data.batch(torch.arange(20))
         for n in range(20):
             wanted = by_torchvision(split.images[n], transform, int(top[n]), int(left[n]), bool(mirrored[n]))
@@ -41,8 +41,8 @@ def test_augmented_images_equal_torchvision(transform, channels_last):
 @pytest.mark.parametrize("transform", [CIFAR, PHOTO], ids=["pad", "resize"])
 def test_crop_distribution_equals_torchvision(transform):
     """Every crop position and direction is as frequent as with torchvision."""
-    side, samples = transform.room + 1, 40_000
-    top, left, mirrored = crops(torch.arange(samples), 1, 0, transform.room, flip=True)
+    side, samples = transform.largest_offset + 1, 40_000
+    top, left, mirrored = crops(torch.arange(samples), 1, 0, transform.largest_offset, flip=True)
     ours = np.bincount(((top * side + left) * 2 + mirrored).numpy(), minlength=2 * side * side)
     assert len(ours) == 2 * side * side
     assert scipy.stats.chisquare(ours).pvalue > 1e-3
@@ -59,7 +59,7 @@ def test_crop_distribution_equals_torchvision(transform):
         flipped = int(seen[transform.size // 2, transform.size // 2 - 1] > middle)
         offset = transform.size - 1 - transform.size // 2 if flipped else transform.size // 2
         theirs[row - transform.size // 2, column - offset, flipped] += 1
-    assert shift - transform.size == transform.room
+    assert shift - transform.size == transform.largest_offset
     two = np.stack([ours.reshape(side, side, 2).sum(2).ravel(), theirs.sum(2).ravel()])
     assert scipy.stats.chi2_contingency(two).pvalue > 1e-3
     assert abs(theirs[..., 1].sum() / 4000 - ours.reshape(side, side, 2)[..., 1].sum() / samples) < 0.03

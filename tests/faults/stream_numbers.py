@@ -96,7 +96,7 @@ def campaign(
 def _compared(mine: Any, other: Any) -> dict[str, Any]:
     got, wanted = (_values(first.compute()) for first in (mine, other))
     same = all(a.n == b.n for a, b in zip(_results(mine), _results(other), strict=True))
-    if getattr(mine.store, "binning", None) is not None:
+    if hasattr(mine.store, "histogram"):
         same = same and torch.equal(*(first.store.histogram().bins.counts for first in (mine, other)))
     return {"counts_equal": same, "largest_difference": max(abs(a - b) for a, b in zip(got, wanted, strict=True))}
 

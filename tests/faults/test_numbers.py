@@ -62,9 +62,9 @@ def test_all_public_functions_are_fuzzed():
     assert set(LOSSES) <= asked
     rest = {
         name
-        for room in (metrics, ood)
-        for name in room.__all__
-        if name not in asked and not isinstance(getattr(room, name), type)
+        for package in (metrics, ood)
+        for name in package.__all__
+        if name not in asked and not isinstance(getattr(package, name), type)
     }
     assert rest == MADE_OF_OTHERS
 

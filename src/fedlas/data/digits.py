@@ -39,12 +39,12 @@ class Digits(AbstractDataset):
     num_classes = 10
     # Mean and standard deviation of the 1,000 samples. No flips, because a flipped digit is another character.
     transform = Transform(size=8, channels=1, mean=(0.307,), std=(0.376,), pad=1)
-    val_share = 0.2
+    val_fraction = 0.2
     sizes: ClassVar = {"train": 1000, "test": 797}
 
     def __init__(self, *, train_samples: int | None = None, label_noise: float = 0.0, **common: Unpack[Common]) -> None:
         super().__init__(**common)
-        most = TRAINING - round(TRAINING * self.val_share)
+        most = TRAINING - round(TRAINING * self.val_fraction)
         if train_samples is not None and not 1 <= train_samples <= most:
             raise UserError(f"train_samples must lie between 1 and {most}, not {train_samples}")
         if not 0 <= label_noise <= 1:

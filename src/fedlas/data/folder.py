@@ -150,7 +150,7 @@ class Folder(AbstractDataset):
         rest = full_part
         if pooled:
             # The test split does not depend on the seed.
-            positions, test = held_out_of_each_class(full_part.labels, 0, self.val_share)
+            positions, test = held_out_of_each_class(full_part.labels, 0, self.val_fraction)
             if name == "test":
                 return self._not_empty(full_part.picked(test), full_part)
             rest = full_part.picked(positions)

@@ -16,7 +16,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from fedlas.data.base import Images, Sample, Split, share_of_batch
+from fedlas.data.base import Images, Sample, Split, part_of_batch
 from fedlas.data.base.fetching import DamagedFileError
 from fedlas.data.base.images import Transform, decode, fitted, normalised
 from fedlas.data.base.keyed import crops, order
@@ -129,7 +129,7 @@ class _BatchPositions(Sampler[list[EpochPosition]]):
         if self.train:
             positions = order(self.samples, self.seed, self.epoch)
         else:
-            positions = share_of_batch(torch.arange(self.samples), self.rank, self.world)
+            positions = part_of_batch(torch.arange(self.samples), self.rank, self.world)
         batches = positions.split(self.batch_size) if len(positions) else ()
         if self.drop_last and batches and len(batches[-1]) < self.batch_size:
             batches = batches[:-1]
@@ -141,7 +141,7 @@ class _BatchPositions(Sampler[list[EpochPosition]]):
     def __iter__(self) -> Iterator[list[EpochPosition]]:
         epoch = self.epoch
         for global_batch in self._batches()[self.start :]:
-            part = share_of_batch(global_batch, self.rank, self.world) if self.train else global_batch
+            part = part_of_batch(global_batch, self.rank, self.world) if self.train else global_batch
             yield [(epoch, position) for position in part.tolist()]
 
 
@@ -168,7 +168,7 @@ class _Crops(Dataset[Any]):
         index = torch.tensor([position for _, position in positions], dtype=torch.int64)
         size, centre = self.transform.size, self.transform.centre
         if self.train and positions:
-            drawn = crops(index, self.seed, positions[0][0], self.transform.room, self.transform.flip)
+            drawn = crops(index, self.seed, positions[0][0], self.transform.largest_offset, self.transform.flip)
             tops, lefts, mirrored = (values.tolist() for values in drawn)
         else:
             tops, lefts, mirrored = [centre] * len(index), [centre] * len(index), [False] * len(index)

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from fedlas.data.base import Sample, Split, share_of_batch
+from fedlas.data.base import Sample, Split, part_of_batch
 from fedlas.data.base.images import Transform, normalised
 from fedlas.data.base.keyed import Number, crops, order
 
@@ -84,7 +84,9 @@ class Resident:
         if not self.train:
             return
         positions = torch.arange(len(self), device=self.device)
-        top, left, mirrored = crops(positions, self.seed, self.epoch, self.transform.room, self.transform.flip)
+        top, left, mirrored = crops(
+            positions, self.seed, self.epoch, self.transform.largest_offset, self.transform.flip
+        )
         last = self.transform.size - 1
         self._crops.copy_(torch.stack([top, left + last * mirrored, 1 - 2 * mirrored.long()], dim=1))
 
@@ -116,11 +118,11 @@ class Resident:
         """
         positions = self.order()
         if not self.train:
-            positions = share_of_batch(positions, rank, world)
+            positions = part_of_batch(positions, rank, world)
         for global_batch in positions.split(batch_size):
             if drop_last and len(global_batch) < batch_size:
                 return
-            part = share_of_batch(global_batch, rank, world) if self.train else global_batch
+            part = part_of_batch(global_batch, rank, world) if self.train else global_batch
             yield Sample(self.batch(part), self.labels[part], part if self.train else self.index[part])
 
 

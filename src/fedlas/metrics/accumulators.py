@@ -9,6 +9,7 @@ A store holds the samples, or sums over them:
     `BinStore`     sums of equal-width bins; constant memory, exact counts, values agree to 1e-12
     `MeanStore`    sum of a value per sample
     `PairStore`    confidence and correctness, 5 bytes per sample (9 for float64 input); 8 more if `ranked`
+    `MassStore`    as `PairStore`; `compute` sorts the samples into equal-mass bins
     `SketchStore`  sums in fine cells, for equal-mass bins in bounded memory (`sketch.py`)
 """
 
@@ -192,26 +193,18 @@ class BinStore(AbstractHistogram):
         self.about = merge_definitions(self.about, about)
 
 
-class PairStore(AbstractHistogram):
+class PairStore(AbstractStore):
     """Stores the confidence and correctness of each sample, on the device of the samples.
 
     Args:
         scope: as in every store.
         ignore_index: as in every store.
         ranked: whether to store log(1 - confidence) in float64 too, which ranks samples.
-        binning: bins of the histogram, if there is one.
     """
 
-    def __init__(
-        self,
-        scope: Scope = "top-label",
-        ignore_index: int | None = None,
-        *,
-        ranked: bool = False,
-        binning: Binning | None = None,
-    ) -> None:
+    def __init__(self, scope: Scope = "top-label", ignore_index: int | None = None, *, ranked: bool = False) -> None:
         super().__init__(scope, ignore_index)
-        self.ranked, self.binning = ranked, binning
+        self.ranked = ranked
         self.confidence: list[Tensor] = []
         self.correct: list[Tensor] = []
         self.uncertainty: list[Tensor] = []
@@ -247,13 +240,6 @@ class PairStore(AbstractHistogram):
             setattr(self, name, [parts] if isinstance(parts, Tensor) else list(parts))
         self.about = replace(self.about, n=sum(map(len, self.confidence)))
 
-    def histogram(self) -> Histogram:
-        assert self.binning is not None
-        return histogram_of(self.pairs(), self.binning)
-
-    def settings(self) -> tuple[object, ...]:
-        return (*super().settings(), self.binning)
-
     def pairs(self) -> Pairs:
         """Return all samples so far."""
         if not self.confidence:
@@ -266,6 +252,32 @@ class PairStore(AbstractHistogram):
             by_confidence = torch.log1p(-exact(confidence)).to(stored.device)
             uncertainty = torch.where(stored.isnan(), by_confidence, stored)
         return Pairs(confidence, _cat(self.correct), self.about, uncertainty)
+
+
+class MassStore(AbstractHistogram):
+    """Stores all samples, for equal-mass bins."""
+
+    def __init__(self, binning: Binning, scope: Scope, ignore_index: int | None) -> None:
+        super().__init__(scope, ignore_index)
+        self.binning, self.samples = binning, PairStore(scope, ignore_index)
+
+    def take(self, batch: Pairs | Rows) -> None:
+        self.samples.take(batch)
+
+    def merge(self, other: AbstractStore) -> None:
+        self.samples.merge(self.same(other).samples)
+
+    def state(self) -> State:
+        return self.samples.state()
+
+    def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
+        self.samples.set_state(state)
+
+    def histogram(self) -> Histogram:
+        return histogram_of(self.samples.pairs(), self.binning)
+
+    def settings(self) -> tuple[object, ...]:
+        return (*super().settings(), self.binning)
 
 
 class MeanStore(AbstractStore):

@@ -11,7 +11,7 @@ from fedlas import ranks
 from fedlas.catalog import keywords
 from fedlas.data import CATALOG as DATA
 from fedlas.data import AbstractDataset, Loader, Resident, build_data
-from fedlas.data.base import Split, share_of_batch
+from fedlas.data.base import Split, part_of_batch
 from fedlas.data.base.fetching import Progress
 from fedlas.data.base.images import Transform
 from fedlas.data.base.keyed import order
@@ -137,7 +137,7 @@ class Session:
         if isinstance(self.train_source, Resident):
             self.train_source.set_epoch(epoch)
             for whole in self.batch_indices(epoch)[start:]:
-                yield (share_of_batch(whole, rank(), self.world_size),)
+                yield (part_of_batch(whole, rank(), self.world_size),)
         else:
             self.train_source.set_epoch(epoch, start)
             for sample in self.train_source:

@@ -16,8 +16,8 @@ from fedlas.data.base.dataset import (
     held_out,
     held_out_of_each_class,
     large_transform,
+    part_of_batch,
     require_files,
-    share_of_batch,
 )
 
 __all__ = [
@@ -36,6 +36,6 @@ __all__ = [
     "held_out_of_each_class",
     "large_transform",
     "one_of",
+    "part_of_batch",
     "require_files",
-    "share_of_batch",
 ]

@@ -193,7 +193,7 @@ class AbstractDataset(ABC):
     splits: ClassVar[tuple[str, ...]] = ("train", "val", "test")
     resident: ClassVar[bool] = True  # whether the images are small enough to be kept on the training device
     stratified: ClassVar[bool] = False  # whether the same fraction of each class is held out
-    val_share: ClassVar[float] = 0.1
+    val_fraction: ClassVar[float] = 0.1
     selection: Selection = "held_out"
     # Contents of the official parts: number of samples, and per class either the number or its range.
     sizes: ClassVar[Mapping[str, int]] = {}
@@ -248,7 +248,7 @@ class AbstractDataset(ABC):
     def halves(self, labels: Int[Tensor, " n"]) -> tuple[Int[Tensor, " train"], Int[Tensor, " val"]]:
         """Return the training and validation positions in the official training part."""
         split = held_out_of_each_class if self.stratified else held_out
-        return split(labels, self.seed, self.val_share)
+        return split(labels, self.seed, self.val_fraction)
 
     def transform_for(self, split: str) -> Transform:
         """Return the transform of a split; by default the same for all splits."""
@@ -316,28 +316,28 @@ def require_files(images: Sequence[Path], listed_in: Path) -> tuple[Path, ...]:
     return tuple(images)
 
 
-def held_out(labels: Int[Tensor, " n"], seed: int, share: float) -> tuple[Tensor, Tensor]:
+def held_out(labels: Int[Tensor, " n"], seed: int, fraction: float) -> tuple[Tensor, Tensor]:
     """Shuffle all samples regardless of class, as the official code does; hold out the first ones."""
     shuffled = torch.from_numpy(np.random.RandomState(seed).permutation(len(labels)))
-    held_out_count = round(len(labels) * share)
+    held_out_count = round(len(labels) * fraction)
     return shuffled[held_out_count:], shuffled[:held_out_count]
 
 
-def held_out_of_each_class(labels: Int[Tensor, " n"], seed: int, share: float) -> tuple[Tensor, Tensor]:
+def held_out_of_each_class(labels: Int[Tensor, " n"], seed: int, fraction: float) -> tuple[Tensor, Tensor]:
     """Shuffle the samples of each class; hold out the last ones of each."""
     random = np.random.RandomState(seed)
     train, val = [], []
     for number in labels.unique():
         positions = torch.nonzero(labels == number)[:, 0].numpy()
         random.shuffle(positions)
-        train_count = len(positions) - round(len(positions) * share)
+        train_count = len(positions) - round(len(positions) * fraction)
         train.append(positions[:train_count])
         val.append(positions[train_count:])
     none = [np.empty(0, np.int64)]
     return torch.from_numpy(np.concatenate(train or none)), torch.from_numpy(np.concatenate(val or none))
 
 
-def share_of_batch(positions: Int[Tensor, " n"], rank: int, world: int) -> Int[Tensor, " m"]:
+def part_of_batch(positions: Int[Tensor, " n"], rank: int, world: int) -> Int[Tensor, " m"]:
     """Return the contiguous positions of one rank; if the division is uneven, the first ranks get one more.
 
     With fewer positions than ranks, the last ranks get none.

@@ -76,7 +76,7 @@ class Transform:
         return self.size if self.resize is None else self.resize
 
     @property
-    def room(self) -> int:
+    def largest_offset(self) -> int:
         """The range of the offset of a training crop."""
         return self.stored + 2 * self.pad - self.size
 

@@ -50,10 +50,10 @@ def order(samples: int, seed: Number, epoch: Number, device: torch.device | str 
 
 
 def crops(
-    sample: Int[Tensor, " n"], seed: Number, epoch: Number, room: int, flip: bool
+    sample: Int[Tensor, " n"], seed: Number, epoch: Number, largest_offset: int, flip: bool
 ) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"], Bool[Tensor, " n"]]:
-    """Draw for each sample the top and left offset of its crop, each from 0 to `room`, and whether it is flipped."""
-    side = room + 1
+    """Draw the top and left offset of each crop, from 0 to `largest_offset`, and whether the image is flipped."""
+    side = largest_offset + 1
     # Draw one number for both offsets and the flip: (32 random bits * combinations) >> 32 is uniform up to 2^-32.
     draw = (bits(sample, CROP, seed, epoch) * (2 * side * side)) >> 32
     corner = draw >> 1
