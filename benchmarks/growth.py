@@ -32,7 +32,6 @@ import torch
 
 import fedlas
 from fedlas import metrics
-from fedlas.metrics.accumulators import PairStore
 from fedlas.metrics.registry import all_metrics
 from fedlas.predictions import Predictions
 
@@ -290,7 +289,8 @@ def limit(kind: str, name: str, against: str) -> float:
 
 def stores_sums(name: str) -> bool:
     """Return whether the accumulator of a metric stores sums only, and no samples."""
-    return not isinstance(all_metrics()[name].store(), PairStore)
+    state = all_metrics()[name].store().empty_state(num_classes=2)
+    return not any(isinstance(part, list) for part in state.values())
 
 
 def excesses(points: list[Point]) -> list[str]:
