@@ -6,7 +6,7 @@ are paired by seed; the standard error of their mean difference accounts for the
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import sqrt
@@ -28,6 +28,7 @@ from fedlas.metrics.result import Comparison
 from fedlas.metrics.seeds import SeedComparison, holm, over_seeds
 from fedlas.predictions import AnyPredictions, TopLabelPredictions
 from fedlas.predictions.arrays import Array
+from fedlas.progress import Progress
 
 MAX_MODELS_ALL_PAIRS = 8  # with more models, only pairs that include the first or the best one are compared
 TABLE_HEAD = ("metric", "seed", "first", "second", "difference", "interval", "p", "better")
@@ -209,7 +210,7 @@ def compare_models(
     level: float = 0.95,
     resamples: int | None = None,
     seed: int = 0,
-    progress: Callable[[float], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[PairedTest]:
     """Compare models on the same samples by paired tests; return a test for each pair and metric.
 
@@ -223,7 +224,7 @@ def compare_models(
         level: confidence level.
         resamples: number of bootstrap resamples, 2,000 by default; increased where the correction needs more.
         seed: random seed of the bootstrap.
-        progress: called with the fraction of pairs that are done.
+        progress: called with "comparing models" and the fraction of pairs that are done.
     """
     pairs = _pairs(models, bins)
     resamples = resamples or RESAMPLES
@@ -233,11 +234,11 @@ def compare_models(
     tests: list[PairedTest] = []
     for done, (first, second) in enumerate(pairs):
         if progress is not None:
-            progress(done / len(pairs))
+            progress("comparing models", done / len(pairs))
         runs = ModelRuns(first, {None: models[first]}), ModelRuns(second, {None: models[second]})
         tests += _test_pair(*runs, bins, Resampling(level, resamples, seed))
     if progress is not None and pairs:
-        progress(1.0)
+        progress("comparing models", 1.0)
     return _corrected(tests, level)
 
 

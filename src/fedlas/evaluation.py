@@ -49,6 +49,7 @@ from fedlas.posthoc.cross_fit import Calibration, assign_folds, check_folds, cro
 from fedlas.predictions import AnyPredictions, Predictions, with_every_class
 from fedlas.predictions.arrays import Array
 from fedlas.predictions.probabilities import slices_of
+from fedlas.progress import Progress
 
 FORMAT = "fedlas.report/1"
 UNCALIBRATED = "uncalibrated"
@@ -333,7 +334,7 @@ def evaluate(
     level: float = 0.95,
     resamples: int | None = None,
     seed: int = 0,
-    progress: Callable[[float], None] | None = None,
+    progress: Progress | None = None,
     **columns: Unpack[ColumnOptions],
 ) -> Report:
     """Evaluate predictions: accuracy, calibration, proper scores, selective prediction, OOD detection.
@@ -356,7 +357,7 @@ def evaluate(
         level: confidence level.
         resamples: number of bootstrap resamples; by default that of each method.
         seed: random seed for bootstrap intervals and cross-fitting.
-        progress: called with the fraction of the work that is done.
+        progress: called with "evaluating" and the fraction that is done.
         columns: roles of the columns of a file or table, as in `read_predictions`; `normalize=True` divides rows of
             probabilities by their sums.
     """
@@ -542,16 +543,16 @@ class _Steps:
 
     Args:
         total: how many steps there are.
-        progress: called with the fraction that is done.
+        progress: called with "evaluating" and the fraction that is done.
     """
 
-    def __init__(self, total: int, progress: Callable[[float], None] | None) -> None:
+    def __init__(self, total: int, progress: Progress | None) -> None:
         self.total, self.finished, self.progress = total, 0, progress
 
     def within(self, fraction: float) -> None:
         """Report the fraction of the present step that is done."""
         if self.progress is not None:
-            self.progress(min(1.0, (self.finished + fraction) / self.total))
+            self.progress("evaluating", min(1.0, (self.finished + fraction) / self.total))
 
     def done(self) -> None:
         """Finish a step."""

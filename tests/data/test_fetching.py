@@ -95,8 +95,8 @@ def test_file_is_downloaded_once_with_progress(server, tmp_path, monkeypatch):
     for _ in range(2):
         path = fetch(source(server), tmp_path / "new", progress=lambda *seen: calls.append(seen))
     assert path.read_bytes() == CONTENT
-    assert [seen[1] for seen in calls] == [100_000, 200_000, 300_000, 400_000, 500_000, 512_000]
-    assert {(seen[0], seen[2]) for seen in calls} == {("a.bin", 512_000)}
+    assert [round(512_000 * seen[1]) for seen in calls] == [100_000, 200_000, 300_000, 400_000, 500_000, 512_000]
+    assert {seen[0] for seen in calls} == {"downloading a.bin"}
     assert len(server.asked) == 1
     assert file_names_in(tmp_path / "new") == ["a.bin"]
 
@@ -131,7 +131,7 @@ def test_download_restarts_if_the_server_has_no_ranges(server, tmp_path):
 def test_download_works_without_content_length(server, tmp_path):
     server.lengths = False
     calls = []
-    assert fetch(source(server), tmp_path, progress=lambda *seen: calls.append(seen[2])).read_bytes() == CONTENT
+    assert fetch(source(server), tmp_path, progress=lambda *seen: calls.append(seen[1])).read_bytes() == CONTENT
     assert set(calls) == {None}
 
 
@@ -350,7 +350,7 @@ def test_cifar10_is_downloaded_from_its_url(server, tmp_path, monkeypatch):
     calls = []
     data = fedlas.build_data("cifar10", root=tmp_path / "root", progress=lambda *seen: calls.append(seen))
     assert len(data.split("test")) == 10 * twins.TEST
-    assert calls[-1][1] == calls[-1][2]
+    assert calls[-1][1] == 1.0
     assert file_names_in(tmp_path / "root") == ["cifar-10-batches-bin", "cifar-10-binary.tar.gz"]
 
 

@@ -211,7 +211,7 @@ def test_missing_columns_raise_an_error_that_lists_the_columns(tmp_path):
 def test_tables_with_other_suffixes_are_read(tmp_path, ending):
     mark = {".tsv": "\t", ".txt": " ", ".tsv.gz": "\t"}.get(ending, ",")
     path = write_table(tmp_path / f"p{ending}", family("prob_") | {"label": WORDS}, mark)
-    assert_predictions(read_predictions(path, progress=lambda _: None))
+    assert_predictions(read_predictions(path, progress=lambda *_: None))
 
 
 def test_a_compressed_file_with_an_extreme_ratio_raises(tmp_path):

@@ -261,11 +261,14 @@ def test_split_option_is_used_if_the_file_has_none(tmp_path):
 
 @pytest.mark.parametrize("ending", [".csv", ".jsonl"])
 def test_reading_reports_progress(tmp_path, ending):
-    path, shares = write_predictions(Predictions(torch.randn(9_000, 2), [0] * 9_000), tmp_path / f"p{ending}"), []
-    read_predictions(path, progress=shares.append)
-    assert len(shares) >= 3
-    assert shares == sorted(shares)
-    assert 0.5 < shares[-1] <= 1
+    path, calls = write_predictions(Predictions(torch.randn(9_000, 2), [0] * 9_000), tmp_path / f"p{ending}"), []
+    read_predictions(path, progress=lambda *call: calls.append(call))
+    assert {step for step, _ in calls} == {f"reading p{ending}"}
+    fractions = [fraction for _, fraction in calls]
+    assert len(fractions) >= 5
+    assert fractions == sorted(fractions)
+    assert fractions[0] == 0.0
+    assert 0 < fractions[1] < fractions[-1] == 1.0
 
 
 def test_columns_of_a_csv_are_not_copied(tmp_path):

@@ -8,7 +8,7 @@ import typer
 
 from fedlas.cli.errors import one_line_errors
 from fedlas.cli.options import parse_settings, with_columns
-from fedlas.cli.output_paths import Overwrite, check_outputs, read_file
+from fedlas.cli.output_paths import Overwrite, check_outputs
 from fedlas.cli.terminal import progress, show
 from fedlas.errors import UserError
 
@@ -31,7 +31,7 @@ def calibrate_fit(
 ) -> None:
     """Fit a calibrator to predictions with labels, and save it."""
     with one_line_errors():
-        from fedlas.io import require_labels
+        from fedlas.io import read_predictions, require_labels
         from fedlas.metrics import nll
         from fedlas.posthoc import build_calibrator
         from fedlas.posthoc.base import DoubtfulFit
@@ -43,7 +43,7 @@ def calibrate_fit(
         options = {name: value_of(text) for name, text in parse_settings(settings).items()}
         calibrator = build_calibrator(posthoc, **options)
         with progress() as report:
-            predictions = require_labels(read_file(file, report, columns), file)
+            predictions = require_labels(read_predictions(file, progress=report, **columns), file)
             report(f"fitting {posthoc}", 0.0)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DoubtfulFit)  # shown below
@@ -80,14 +80,14 @@ def calibrate_apply(
 ) -> None:
     """Apply a saved calibrator to predictions."""
     with one_line_errors():
-        from fedlas.io import check_suffix, write_predictions
+        from fedlas.io import check_suffix, read_predictions, write_predictions
         from fedlas.posthoc import load_calibrator
 
         check_suffix(out)
         check_outputs([out], overwrite=overwrite, inputs=[calibrator, file])
         with progress() as report:
             loaded = load_calibrator(calibrator)
-            predictions = read_file(file, report, columns)
+            predictions: Any = read_predictions(file, progress=report, **columns)
             # If the input has probabilities, write probabilities.
             write_predictions(loaded.transform(predictions), out, probs=probs or predictions.given_probs is not None)
         if loaded.fitted is not None and loaded.fitted.doubt:

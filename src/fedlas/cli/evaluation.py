@@ -1,6 +1,6 @@
 """`fedlas evaluate` and `fedlas ood`: evaluate files of predictions."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,11 +15,11 @@ from fedlas.cli.output_paths import (
     check_outputs,
     check_overwrite_in,
     json_file,
-    read_file,
     write_text,
 )
 from fedlas.cli.terminal import command_line, progress, show, show_table
 from fedlas.errors import UserError
+from fedlas.progress import Progress
 
 CONDITION_HOLDS = 3  # exit code of `evaluate --fail-if`
 OOD_FORMAT = "fedlas.ood/1"  # format of the file that `ood --json` writes
@@ -173,16 +173,19 @@ def detect_ood(
     with one_line_errors():
         from json import dumps
 
+        from fedlas.io import read_predictions
         from fedlas.ood import detect
 
         named = parse_ood_files(ood)
         check_outputs([json_file(json)], overwrite=overwrite, inputs=[predictions, *named.values()])
         with progress() as report:
-            in_distribution = read_file(predictions, report, columns)
+            in_distribution = read_predictions(predictions, progress=report, **columns)
             without_labels = {
                 option: value for option, value in columns.items() if option not in {"label_column", "labels"}
             }
-            ood_predictions = {name: read_file(path, report, without_labels) for name, path in named.items()}
+            ood_predictions = {
+                name: read_predictions(path, progress=report, **without_labels) for name, path in named.items()
+            }
             report("OOD detection", 0.0)
             side: Literal["ood", "id"] = "id" if positive is Positive.ID else "ood"
             result = detect(
@@ -194,7 +197,7 @@ def detect_ood(
         show(result, err=json == "-")
 
 
-def run_model(folder: Path, images: Path | None, progress: Callable[[str, float], None]) -> Any:
+def run_model(folder: Path, images: Path | None, progress: Progress) -> Any:
     """Return the model of a run folder: predictions of the weights to evaluate, training log, recipe."""
     from fedlas.report.model import Model
     from fedlas.training.run_folder import Run

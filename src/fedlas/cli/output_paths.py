@@ -2,11 +2,10 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,17 +15,6 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing f
 
 FIGURE_SUFFIXES = (".pdf", ".png", ".svg", ".json")
 TABLE_SUFFIXES = (".md", ".tex", ".html", ".txt", ".csv")
-
-
-def read_file(path: Path, progress: Callable[[str, float], None], columns: Any) -> Any:
-    """Read predictions and report progress; `columns` are the options of `read_predictions`."""
-    from fedlas.io import read_predictions
-
-    report = partial(progress, f"reading {path.name}")
-    report(0.0)
-    predictions = read_predictions(path, progress=report, **columns)
-    report(1.0)
-    return predictions
 
 
 def write_text(path: str, text: str) -> None:

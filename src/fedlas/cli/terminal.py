@@ -8,11 +8,12 @@ import os
 import shlex
 import sys
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import typer
+
+from fedlas.progress import Progress, progress_bars
 
 logger = logging.getLogger("fedlas")
 
@@ -84,21 +85,10 @@ def command_line() -> str:
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str, float], None]]:
-    """Yield a callback (stage, fraction done) that drives a progress bar (on terminals, without `--quiet`)."""
+def progress() -> Iterator[Progress]:
+    """Show a progress bar for each step (on terminals, without `--quiet`), and yield the callback that moves them."""
     if not sys.stderr.isatty() or is_quiet():
         yield lambda *_: None
         return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        tasks: dict[str, Any] = {}
-
-        def update(stage: str, fraction: float) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(escape(sanitize(stage)), total=1.0)  # file names may look like markup
-            bar.update(tasks[stage], completed=fraction)
-
-        yield update
+    with progress_bars() as update:
+        yield lambda step, fraction: update(sanitize(step), fraction)

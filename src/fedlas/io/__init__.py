@@ -43,8 +43,8 @@ from fedlas.io.label_file import read_labels
 from fedlas.io.table import Table, build_predictions, no_labels
 from fedlas.io.untrusted import check_file, content_errors, format_suffix, path_inside
 from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
+from fedlas.progress import Progress
 
-Progress = Callable[[float], None]
 Reader = Callable[[Path, ReadOptions, Progress | None], Table]
 
 READERS: Mapping[str, Reader] = {
@@ -78,7 +78,7 @@ def read_predictions(
     Args:
         path: the file; its suffix names the format.
         split: the split that the samples belong to, if the file does not name it; in a run folder, the split to read.
-        progress: called with the fraction of a text file that has been read.
+        progress: called with a name for the reading of the file and the fraction that has been read.
         options: roles of columns whose names do not show them, and labels from another file; see
             `fedlas.io.columns.ReadOptions`.
     """
@@ -98,7 +98,12 @@ def read_predictions(
         raise UserError(f"{path}: predictions are read from {known}, not from {path.suffix or 'this'}")
     options = _read_label_option(options)
     with content_errors(path):
-        return build_predictions(READERS[suffix](path, options, progress), path, options, split)
+        if progress is not None:
+            progress(f"reading {path.name}", 0.0)
+        predictions = build_predictions(READERS[suffix](path, options, progress), path, options, split)
+        if progress is not None:
+            progress(f"reading {path.name}", 1.0)
+        return predictions
 
 
 def _file_of_run(folder: Path, split: str | None) -> Path:

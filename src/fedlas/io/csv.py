@@ -6,7 +6,7 @@ import math
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
@@ -24,6 +24,7 @@ from fedlas.io.texts import EncodedTexts, text_array
 from fedlas.io.untrusted import check_file, open_text, read_batches
 from fedlas.predictions import Predictions
 from fedlas.predictions.arrays import RowLimits
+from fedlas.progress import Progress
 
 CELLS = 2**16  # that are converted together
 MOSTLY_UNIQUE = ("id", "ids", "path", "paths", "index")  # columns in which few cells are equal
@@ -72,7 +73,7 @@ class NumericColumns(NamedTuple):
     candidates: set[int]
 
 
-def read(path: Path, options: ReadOptions, progress: Callable[[float], None] | None = None) -> Table:
+def read(path: Path, options: ReadOptions, progress: Progress | None = None) -> Table:
     """Read a text table: columns of scores and features as numbers, all others as texts.
 
     If a row of probabilities does not sum to one, its digits show how much of that is rounding.
@@ -133,7 +134,7 @@ def encode(predictions: Predictions, probs: bool) -> bytes:
 
 
 @contextmanager
-def _open(path: Path, *, header: bool, progress: Callable[[float], None] | None = None) -> Iterator[Cells]:
+def _open(path: Path, *, header: bool, progress: Progress | None = None) -> Iterator[Cells]:
     """Open a text table, and find what separates its cells."""
     check_file(path)
     with open_text(path, newline="") as file:

@@ -3,7 +3,7 @@
 import json
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,12 +15,13 @@ from fedlas.io.table import SINGULAR, Table, class_columns, metadata_columns, to
 from fedlas.io.texts import text_array
 from fedlas.io.untrusted import file_errors, open_text, read_lines
 from fedlas.predictions import Predictions
+from fedlas.progress import Progress
 
 TEXT_FIELDS = {"split", "format"}  # of an object of columns
 ONE_VALUE = {"labels", "ids", "paths"}  # fields of which a record has one value
 
 
-def read(path: Path, options: ReadOptions, progress: Callable[[float], None] | None = None) -> Table:
+def read(path: Path, options: ReadOptions, progress: Progress | None = None) -> Table:
     """Read a JSON file."""
     del options, progress
     with file_errors(path), open_text(path) as file:
@@ -42,7 +43,7 @@ def read(path: Path, options: ReadOptions, progress: Callable[[float], None] | N
     return Table(columns, content.get("split"))
 
 
-def read_jsonl(path: Path, options: ReadOptions, progress: Callable[[float], None] | None = None) -> Table:
+def read_jsonl(path: Path, options: ReadOptions, progress: Progress | None = None) -> Table:
     """Read a file with a JSON object in each line."""
     del options
     with open_text(path) as file:

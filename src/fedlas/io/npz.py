@@ -4,7 +4,6 @@ import io
 import math
 import zipfile
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,19 @@ from fedlas.io.columns import ReadOptions
 from fedlas.io.table import Table, metadata_columns, to_arrays
 from fedlas.io.untrusted import MAX_RATIO, MAX_UNPACKED, ObjectsError, check_unpacked, file_errors
 from fedlas.predictions import Predictions
+from fedlas.progress import Progress
 
 UNUSED = {"metrics"}  # of a PredictionOutput of Hugging Face: a dictionary, which is not read
 
 
-def read(path: Path, options: ReadOptions, progress: Callable[[float], None] | None = None) -> Table:
+def read(path: Path, options: ReadOptions, progress: Progress | None = None) -> Table:
     """Read an npz file: `logits` or `probs`, and optionally `labels`, `features`, `class_names`, `split`, ..."""
     del options, progress
     arrays = read_arrays(path)
     return Table(arrays, str(arrays["split"]) if "split" in arrays else None)
 
 
-def read_npy(path: Path, options: ReadOptions, progress: Callable[[float], None] | None = None) -> Table:
+def read_npy(path: Path, options: ReadOptions, progress: Progress | None = None) -> Table:
     """Read probabilities, or logits with the option `logits`, from an npy file."""
     del progress
     return Table({"logits" if options.get("logits") else "probs": read_array(path)})

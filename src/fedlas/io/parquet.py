@@ -1,7 +1,7 @@
 """Parquet tables."""
 
 import io
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from fedlas.io.table import Table, find_groups, to_columns
 from fedlas.io.texts import text_array
 from fedlas.io.untrusted import check_unpacked, file_errors
 from fedlas.predictions import Predictions
+from fedlas.progress import Progress
 
 
-def read(path: Path, options: ReadOptions, progress: Callable[[float], None] | None = None) -> Table:
+def read(path: Path, options: ReadOptions, progress: Progress | None = None) -> Table:
     """Read the columns of a parquet table that have a role or may be metadata; others become an example of a type."""
     del progress
     file = ParquetFile(path)

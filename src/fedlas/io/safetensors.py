@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from fedlas.io.columns import ReadOptions
 from fedlas.io.table import Table
 from fedlas.io.untrusted import file_errors
 from fedlas.predictions import AnyPredictions, Predictions
+from fedlas.progress import Progress
 
 FORMAT = "fedlas.predictions/1"
 # Key of a CRC-32 in the metadata of a file. It detects every flipped bit, as a SHA-256 would, in a third of the time;
@@ -23,7 +24,7 @@ CHECKSUM = "fedlas.crc32"
 TEXTS = ("class_names", "ids", "paths")  # fields of predictions that are stored as JSON
 
 
-def read(path: Path, options: ReadOptions, progress: Callable[[float], None] | None = None) -> Table:
+def read(path: Path, options: ReadOptions, progress: Progress | None = None) -> Table:
     """Read the tensors and texts of a safetensors file of predictions, or of one that another tool wrote."""
     del options, progress
     texts, tensors = read_safetensors(path)

@@ -4,7 +4,7 @@ import io
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -15,12 +15,13 @@ from fedlas.errors import UserError
 from fedlas.io.columns import ReadOptions
 from fedlas.io.table import Table
 from fedlas.io.untrusted import ObjectsError, check_unpacked, file_errors, memory_errors
+from fedlas.progress import Progress
 
 MORE_THAN_TENSORS = "it holds more than tensors, numbers and words, which is never loaded"
 LEGACY = 0x1950A86A20F9469CFC6C  # begins a file of torch before 1.6
 
 
-def read(path: Path, options: ReadOptions, progress: Callable[[float], None] | None = None) -> Table:
+def read(path: Path, options: ReadOptions, progress: Progress | None = None) -> Table:
     """Read a dictionary of tensors."""
     del options, progress
     with file_errors(path):

@@ -7,13 +7,14 @@ import gzip
 import io
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from fedlas.errors import FROM_FILE, RowError, UserError, UserTypeError
+from fedlas.progress import Progress
 
 ALLOCATOR = "DefaultCPUAllocator: "  # begins the message of torch about memory
 BATCH = 2**15  # bytes of a text file that are read together: their cells fit into a cache
@@ -166,23 +167,19 @@ def open_text(path: str | Path, newline: str | None = None) -> io.TextIOWrapper:
     return io.TextIOWrapper(content, newline=newline, encoding="utf-8-sig")
 
 
-def read_lines(
-    file: io.TextIOWrapper, path: str | Path, progress: Callable[[float], None] | None = None
-) -> Iterator[str]:
+def read_lines(file: io.TextIOWrapper, path: str | Path, progress: Progress | None = None) -> Iterator[str]:
     """Read the lines of a text; report progress as a fraction of the file."""
     return chain.from_iterable(read_batches(file, path, progress))
 
 
-def read_batches(
-    file: io.TextIOWrapper, path: str | Path, progress: Callable[[float], None] | None = None
-) -> Iterator[list[str]]:
+def read_batches(file: io.TextIOWrapper, path: str | Path, progress: Progress | None = None) -> Iterator[list[str]]:
     """Read the lines of a text, some at a time; report progress as a fraction of the file, unless it is compressed."""
     progress = progress if file.seekable() else None
     size = max(1, Path(path).stat().st_size)
     try:
         while lines := file.readlines(BATCH):
             if progress is not None:
-                progress(min(1.0, file.buffer.tell() / size))  # type: ignore[attr-defined]
+                progress(f"reading {Path(path).name}", min(1.0, file.buffer.tell() / size))  # type: ignore[attr-defined]
             yield lines
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is no text in UTF-8 ({error}); save it in that encoding") from error

@@ -14,7 +14,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -29,6 +29,7 @@ from fedlas.metrics.registry import all_metrics, summary_metrics
 from fedlas.metrics.result import html_table
 from fedlas.ood.detection import Detection
 from fedlas.predictions import AnyPredictions, TopLabelPredictions, check_same_classes
+from fedlas.progress import Progress
 from fedlas.report.model import Model
 from fedlas.report.summary_text import headline, sentences
 
@@ -38,7 +39,6 @@ MULTI_MODEL_METRICS = ("accuracy", "ece", "over_ece", "under_ece", "nll")
 OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 CONDITION = re.compile(r"\s*([^<>=]+?)\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(%?)\s*")
 
-Progress = Callable[[str, float], None]
 File = str | Path
 Files = File | Sequence[File] | Mapping[str, File]
 
@@ -278,7 +278,7 @@ def evaluate_files(
         resamples: number of bootstrap resamples; by default that of each method.
         seed: random seed for bootstrap intervals and cross-fitting.
         images: folder of image files; by default that of the predictions.
-        progress: called with the name of the current step and the fraction of it that is done.
+        progress: called with the name of the current step and the fraction of it that is done (None if unknown).
         columns: roles of the columns of the files, as in `read_predictions`.
     """
     entries = files.values() if isinstance(files, Mapping) else files if isinstance(files, Sequence) else [files]
@@ -322,12 +322,12 @@ def evaluate_files(
             if reason and calibrators:
                 notes.append(f"{name}: no calibrator is fitted: {reason}")
             model = replace(model, posthoc=() if reason else calibrators, folds=folds)
-            model = replace(model, report=_report(model, options, _stage(progress, f"evaluating {name}")))
+            model = replace(model, report=_report(model, options, _with_name(progress, name)))
         elif name in calibration_files or name in ood_files:
             raise UserError(f"{name} has a report already, so no further predictions of it can be evaluated")
         models[name] = model
     predictions_by_name = {name: each.predictions for name, each in models.items() if each.predictions is not None}
-    comparisons = compare_models(predictions_by_name, **options, progress=_stage(progress, "comparing models"))
+    comparisons = compare_models(predictions_by_name, **options, progress=progress)
     if any(test.comparison is not None for test in comparisons) and (note := correction_note(len(predictions_by_name))):
         notes.append(note)
     return EvaluationResult(
@@ -356,7 +356,11 @@ def _stem(path: Path) -> str:
 def _model(path: Path, images: File | None, progress: Progress | None, columns: ReadOptions) -> Model:
     # The paths in an untrusted file may point to any file of this machine, which a page must not expose.
     folders = (path.parent, *([] if images is None else [Path(images)]))
-    return Model(predictions=_read_labelled(path, progress, columns), source=path, image_folders=folders)
+    return Model(
+        predictions=require_labels(read_predictions(path, progress=progress, **columns), path),
+        source=path,
+        image_folders=folders,
+    )
 
 
 def _with_data(
@@ -377,21 +381,19 @@ def _with_data(
     unlabelled: Any = {key: value for key, value in columns.items() if key not in {"labels", "label_column"}}
     labelled: Any = {**columns, "labels": labels}
     ood_predictions = {
-        key: _like(_read(path, progress, unlabelled), predictions, path) for key, path in ood_files.items()
+        key: _like(read_predictions(path, progress=progress, **unlabelled), predictions, path)
+        for key, path in ood_files.items()
     }
-    calibration_predictions = (
-        model.calibration
-        if calibration is None
-        else _like(
-            require_labels(_read(calibration, progress, labelled), calibration, "calibration_labels"),
-            predictions,
-            calibration,
+    held_out = model.calibration
+    if calibration is not None:
+        held_out = require_labels(
+            read_predictions(calibration, progress=progress, **labelled), calibration, "calibration_labels"
         )
-    )
-    return replace(model, calibration=calibration_predictions, ood={**model.ood, **ood_predictions})
+        held_out = _like(held_out, predictions, calibration)
+    return replace(model, calibration=held_out, ood={**model.ood, **ood_predictions})
 
 
-def _report(model: Model, options: Mapping[str, Any], progress: Callable[[float], None] | None) -> Report:
+def _report(model: Model, options: Mapping[str, Any], progress: Progress | None) -> Report:
     assert model.predictions is not None
     return evaluate(model.predictions, **model.evaluate_options(), **options, progress=progress)
 
@@ -412,22 +414,9 @@ def _detections(report: Report) -> list[Detection]:
     return [state.detection for state in report.states if state.detection is not None]
 
 
-def _read(path: Path, progress: Progress | None, columns: ReadOptions) -> AnyPredictions:
-    stage = _stage(progress, f"reading {path.name}")
-    if stage is None:
-        return read_predictions(path, **columns)
-    stage(0.0)
-    predictions = read_predictions(path, progress=stage, **columns)
-    stage(1.0)  # some formats do not report progress
-    return predictions
-
-
-def _read_labelled(path: Path, progress: Progress | None, columns: ReadOptions) -> AnyPredictions:
-    return require_labels(_read(path, progress, columns), path)
-
-
-def _stage(progress: Progress | None, step: str) -> Callable[[float], None] | None:
-    return None if progress is None else lambda fraction: progress(step, fraction)
+def _with_name(progress: Progress | None, name: str) -> Progress | None:
+    """Return a callback that adds the name of a model to that of each step."""
+    return None if progress is None else lambda step, fraction: progress(f"{step} {name}", fraction)
 
 
 def _pair(text: str | Path) -> tuple[str, Path]:

@@ -1,12 +1,13 @@
 """Progress bars, TensorBoard, and the default callbacks of a run."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedlas.extras import optional_module
+from fedlas.progress import Progress, progress_bars
 from fedlas.records import Board
 from fedlas.training.callbacks import AbstractCallback
 from fedlas.training.run_folder import Run
@@ -52,31 +53,14 @@ def _is_shown(progress: bool | None) -> bool:
 
 
 @contextmanager
-def downloads(progress: bool | None = None) -> Iterator[Callable[[str, int, int | None], None] | None]:
+def downloads(progress: bool | None = None) -> Iterator[Progress | None]:
     """Show a progress bar for each download; yield the `progress` argument of a data set.
 
     Args:
         progress: whether to show it; by default in a terminal.
     """
-    if not _is_shown(progress):
-        yield None
-        return
-    rich = optional_module("rich.progress", "train")
-    columns = (rich.BarColumn(), rich.DownloadColumn(), rich.TransferSpeedColumn(), rich.TimeRemainingColumn())
-    console = optional_module("rich.console", "train").Console()
-    bar = rich.Progress("[progress.description]{task.description}", *columns, transient=True, console=console)
-    tasks: dict[str, Any] = {}
-
-    def update(name: str, received: int, total: int | None) -> None:
-        if name not in tasks:
-            bar.start()
-            tasks[name] = bar.add_task(name)
-        bar.update(tasks[name], completed=received, total=total)
-
-    try:
+    with progress_bars() if _is_shown(progress) else nullcontext() as update:
         yield update
-    finally:
-        bar.stop()
 
 
 class TensorBoard(AbstractCallback):

@@ -12,11 +12,11 @@ from fedlas.catalog import keywords
 from fedlas.data import CATALOG as DATA
 from fedlas.data import AbstractDataset, Loader, Resident, build_data
 from fedlas.data.base import Split, part_of_batch
-from fedlas.data.base.fetching import Progress
 from fedlas.data.base.images import Transform
 from fedlas.data.base.keyed import order
 from fedlas.models import WithFeatures
 from fedlas.predictions import check_class_names
+from fedlas.progress import Progress
 from fedlas.training.build import (
     build_network,
     build_recipe_loss,

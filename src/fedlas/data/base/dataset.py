@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlas.catalog import one_of
-from fedlas.data.base.fetching import DamagedFileError, Progress, Source, fetch, unpack
+from fedlas.data.base.fetching import DamagedFileError, Source, fetch, unpack
 from fedlas.data.base.images import HALF, IMAGENET, Transform, decoded, fitted
 from fedlas.errors import UserError
+from fedlas.progress import Progress
 
 NormalisationName: TypeAlias = Literal["imagenet", "half"]
 Images: TypeAlias = UInt8[Tensor, "n channels height width"] | tuple[Path, ...]
@@ -180,7 +181,7 @@ class AbstractDataset(ABC):
         root: the folder that holds data sets; by default `data_root()`.
         seed: random seed that selects the training samples held out for validation.
         download: whether missing files may be downloaded.
-        progress: called as progress(file name, bytes so far, bytes in total or None) during downloads.
+        progress: called during downloads, with their name and the fraction that is done (None if unknown).
     """
 
     name: ClassVar[str]

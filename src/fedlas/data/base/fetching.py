@@ -21,13 +21,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 from fedlas.errors import UserError
 from fedlas.https import HTTPSRedirectHandler
+from fedlas.progress import Progress
 
 # Called during a download with the name of the file, the bytes so far, and the total number of bytes if it is known.
-Progress: TypeAlias = Callable[[str, int, int | None], None]
 
 BLOCK = 1 << 20
 TRIES = 3
@@ -189,7 +188,7 @@ def _fetch_part(url: str, path: Path, progress: Progress | None) -> Path:
                 file.write(block)
                 downloaded += len(block)
                 if progress is not None:
-                    progress(path.name, downloaded, total)
+                    progress(f"downloading {path.name}", None if total is None else downloaded / total)
     if total is not None and downloaded < total:
         raise ConnectionError(f"the connection was closed after {downloaded} of {total} bytes")
     return part
