@@ -30,7 +30,7 @@ if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings
 
     # Draw the same examples in every run, and do not fail on a slow machine.
-    settings.register_profile("fedlas", derandomize=True, deadline=None)
+    settings.register_profile("fedlas", derandomize=True, deadline=None, max_examples=40)
     settings.load_profile("fedlas")
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

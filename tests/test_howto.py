@@ -33,6 +33,7 @@ def test_howto_page_names_the_file_of_its_example(file, page):
     assert f'name = "{Path(file).stem}"' in python_of(page)[0]
 
 
+@pytest.mark.campaign
 def test_howto_examples_pass_the_contract_tests(tmp_path):
     for file, page in PAGES.items():
         (tmp_path / file).parent.mkdir()

@@ -48,6 +48,7 @@ def test_the_notebook_for_predictions_runs_from_top_to_bottom(run_notebook):
     assert "<!doctype html>" in module.page.read_text(encoding="utf-8")
 
 
+@pytest.mark.campaign
 def test_the_notebook_for_training_runs_from_top_to_bottom(run_notebook, capsys):
     module = run_notebook("calibration.ipynb")
     ce, ours = module.reports["ce"], module.reports["fedlas_ls"]

@@ -13,7 +13,7 @@ import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin
 
 from fedlas.errors import UserError, UserTypeError
@@ -64,7 +64,8 @@ def keywords(cls: type) -> list[str]:
     return list(_annotations(cls))
 
 
-def _annotations(cls: type) -> dict[str, tuple[Any, bool]]:
+@cache
+def _annotations(cls: type) -> Mapping[str, tuple[Any, bool]]:
     """Return the type of each keyword, and whether it is required."""
     annotations: dict[str, tuple[Any, bool]] = {}
     for ancestor in cls.__mro__:

@@ -1,6 +1,6 @@
-"""The losses that the contract is asked of, found by themselves, and the batches they are asked about.
+"""The cases of the contract tests: every registered loss with its options, and the batches that they are called with.
 
-Nothing here names a loss. A case is a loss with one choice of its words and switches, read off its signature.
+No loss is named here. A case is a loss with one choice of its `Literal` and `bool` options, read from its signature.
 """
 
 import inspect
@@ -31,7 +31,7 @@ TRAINED: dict[str, AbstractLoss] = {}
 
 
 class Inputs(NamedTuple):
-    """What a training loop gives to every loss."""
+    """The arguments that a training loop passes to every loss."""
 
     logits: Tensor
     labels: Tensor
@@ -46,7 +46,7 @@ class Inputs(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came out: the value, its gradient by the logits, and by the parameters of the loss."""
+    """The value of a loss, and its gradients with respect to the logits and to its parameters."""
 
     value: Tensor
     by_logits: Tensor
@@ -55,7 +55,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One loss with one choice of its words and switches."""
+    """A loss with one choice of its options."""
 
     record: CatalogRecord[AbstractLoss]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -68,29 +68,29 @@ class Case:
         return self.record.cls
 
     def build(self, **common: Any) -> AbstractLoss:
-        """Build the loss, with the same first parameters every time."""
+        """Build the loss, always with the same initial parameters."""
         sizes = {"num_classes": CLASSES, "num_samples": SAMPLES, "epochs": 5}
         sizes = {name: size for name, size in sizes.items() if name in self.record.keywords}
         seed(BUILT)
         return fedlas.build_loss(self.record.name, **(sizes | dict(self.options) | common))
 
     def trained(self, **common: Any) -> AbstractLoss:
-        """Build the loss with state that a little training has moved, all of it in float64; in training mode."""
+        """Build the loss with the state after a few training steps, in float64 and in training mode."""
         if str(self) not in TRAINED:
             TRAINED[str(self)] = train(self.build()).double()
         loss = self.build(**common).double()
         loss.load_state_dict(TRAINED[str(self)].state_dict(), strict=False)
         return loss
 
-    # What follows is asked while tests are collected; there a loss that fails must wait for its tests to say so.
+    # The following properties are read during collection, where a loss that raises must not stop the other tests.
 
     def has(self, fact: Callable[[AbstractLoss], Any]) -> bool:
-        """Whether something is true of the loss as it is built."""
+        """Return whether a condition holds for the loss as built."""
         return bool(unless_broken(lambda: fact(self.build())))
 
     @cached_property
     def makeup(self) -> str:
-        """All that the loss was built with: equal texts are equal losses."""
+        """The attributes and state of the loss as text: equal texts mean equal losses."""
         return unless_broken(lambda: _makeup(self.build())) or str(self)
 
     @cached_property
@@ -100,12 +100,12 @@ class Case:
 
     @cached_property
     def sees_other_labels(self) -> bool:
-        """Whether a sample's share of the loss depends on the labels of other samples."""
+        """Whether the loss of a sample depends on the labels of other samples."""
         return bool(unless_broken(lambda: _sees_other_labels(self.trained(reduction="none").eval())))
 
 
 def unless_broken(question: Callable[[], Any]) -> Any:
-    """Answer a question about a loss, or with None where the loss fails."""
+    """Return the result of a question about a loss; None if the loss raises."""
     try:
         return question()
     except Exception:
@@ -131,12 +131,12 @@ def _sees_other_labels(loss: AbstractLoss) -> bool:
 
 
 def seed(number: int) -> None:
-    """Seed the CPU alone; torch.manual_seed takes milliseconds to note its caller, for a GPU that may come."""
+    """Seed the generator of the CPU; torch.manual_seed takes milliseconds to format a stack trace for CUDA."""
     torch.random.default_generator.manual_seed(number)
 
 
 def keyword_types(record: CatalogRecord[AbstractLoss]) -> dict[str, Any]:
-    """Give the annotation of every keyword that the catalogue says a loss takes."""
+    """Return the annotation of each keyword of a loss."""
     result: dict[str, Any] = {}
     for ancestor in record.cls.__mro__:
         if "__init__" in vars(ancestor):
@@ -148,7 +148,7 @@ def keyword_types(record: CatalogRecord[AbstractLoss]) -> dict[str, Any]:
 
 
 def choices(annotation: Any) -> list[Any]:
-    """Give the values that an annotation lists, None apart."""
+    """Return the values that an annotation lists, except None."""
     if annotation is bool:
         return [True, False]
     if get_origin(annotation) is Literal:
@@ -157,12 +157,12 @@ def choices(annotation: Any) -> list[Any]:
 
 
 def is_number(annotation: Any) -> bool:
-    """Whether a keyword takes any number."""
+    """Return whether a keyword takes any number."""
     return {*get_args(annotation)} - {NoneType} in ({float}, {int}) or annotation in (float, int)
 
 
 def cases_of(record: CatalogRecord[AbstractLoss]) -> list[Case]:
-    """Give the loss as it is built by default, and with its choices: all together, or one by one if they are many."""
+    """Return the loss with its defaults, and with each combination of its options or, if these are many, each option."""
     types = {name: choices(kind) for name, kind in keyword_types(record).items() if name not in Common.__annotations__}
     types = {name: values for name, values in types.items() if values}
     plain = Case(record)
@@ -186,7 +186,7 @@ def batch(
     dtype: torch.dtype = torch.float64,
     seed: int = 1,
 ) -> Inputs:
-    """Draw a batch, half of it classified rightly, with gaps between logits on both sides of the margins."""
+    """Draw a batch, half of it classified correctly, with gaps between logits on both sides of the margins."""
     draw = torch.Generator().manual_seed(seed)
     logits = 5 * torch.randn(n, classes, *space, generator=draw, dtype=torch.float64)
     features = torch.randn(n, WIDTH, *space, generator=draw, dtype=torch.float64)
@@ -199,13 +199,13 @@ def batch(
 
 
 def as_rows(inputs: Inputs) -> Inputs:
-    """Lay maps out as rows."""
+    """Return maps as rows."""
     rows = [x.movedim(1, -1).flatten(0, -2) if x.is_floating_point() else x.flatten() for x in inputs[:3]]
     return Inputs(*rows, torch.arange(len(rows[0])))
 
 
 def run(loss: AbstractLoss, inputs: Inputs, pull: Tensor | None = None, *, autocast: bool = False) -> Outcome:
-    """Call the loss and differentiate it; values that are not reduced are summed, or weighted by `pull`."""
+    """Call the loss and differentiate it; values without reduction are summed, weighted by `pull` if given."""
     seed(0)
     logits = inputs.logits.detach().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -216,7 +216,7 @@ def run(loss: AbstractLoss, inputs: Inputs, pull: Tensor | None = None, *, autoc
 
 
 def parts(loss: AbstractLoss, inputs: Inputs) -> tuple[dict[str, Tensor], Tensor]:
-    """Give the named terms of each sample, and the logits to differentiate them by."""
+    """Return the named terms of each sample, and the logits with respect to which they can be differentiated."""
     seed(0)
     logits = inputs.logits.detach().requires_grad_()
     return loss.parts(logits, *inputs[1:]), logits
@@ -227,7 +227,7 @@ def state(loss: AbstractLoss) -> dict[str, Tensor]:
 
 
 def train(loss: AbstractLoss, epochs: int = 2) -> AbstractLoss:
-    """Train a loss as a loop does, which asks nobody's type: two steps an epoch, and the end of the epoch."""
+    """Train a loss like a training loop: two steps per epoch, and `end_epoch`."""
     loss.train()
     for step in range(2 * epochs):
         once = torch.arange(SIZE) + step % 2 * SIZE  # each sample once in an epoch
@@ -260,8 +260,17 @@ EXACT_CASES = [case for case in CASES if not case.random]
 
 
 def every(cases: list[Case], condition: Callable[[Case], bool] = lambda _: True) -> pytest.MarkDecorator:
-    """Ask a test of all cases, or of those that meet a condition."""
-    return pytest.mark.parametrize("case", [case for case in cases if condition(case)], ids=str)
+    """Run a test with all cases, or with those that meet a condition.
+
+    Options that several losses share are tested with one of these losses; with the others in the campaigns.
+    """
+    params, tested = [], set()
+    for case in filter(condition, cases):
+        options = frozenset(case.options.items())
+        marks = [pytest.mark.campaign] if options and options in tested else []
+        params.append(pytest.param(case, id=str(case), marks=marks))
+        tested.add(options)
+    return pytest.mark.parametrize("case", params)
 
 
 every_loss = every(LOSSES)

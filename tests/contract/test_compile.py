@@ -14,7 +14,7 @@ import fedlas
 CLASSES, SAMPLES, ROWS = 7, 40, 16
 KEYWORDS = {record.name: record.keywords for record in fedlas.list_losses()}
 NAMES = list(KEYWORDS)
-FAST = {"ce", "fedlas_ls", "fedlas_mbls", "crl", "adafocal"}  # one of each kind of code; the others are compiled alike
+FAST = {"fedlas_ls", "crl"}  # a gate and a table of samples; all others are in the campaigns
 
 
 def thinned(values: list[str], fast: set[str]) -> list[Any]:
@@ -77,7 +77,7 @@ def test_compiled_training_equals_eager(name: str) -> None:
         torch.testing.assert_close(ours_p.grad, theirs_p.grad)
 
 
-@pytest.mark.parametrize("name", ["fedlas_ls", "fedlas_mbls"])
+@pytest.mark.parametrize("name", thinned(["fedlas_ls", "fedlas_mbls"], FAST))
 def test_diagnostics_are_readable_after_a_compiled_step(name: str) -> None:
     eager, loss = trained(name)
     for kind in ("psi", "gamma", "alpha_i"):
@@ -86,7 +86,7 @@ def test_diagnostics_are_readable_after_a_compiled_step(name: str) -> None:
         assert getattr(loss, kind).isnan().nonzero().tolist() == [[2]], "only the ignored sample has none"
 
 
-@pytest.mark.parametrize("gate", thinned(["soft", "shuffled", "positive", "negative"], {"shuffled"}))
+@pytest.mark.parametrize("gate", thinned(["soft", "shuffled", "positive", "negative"], set()))
 def test_every_gate_compiles(gate: str) -> None:
     loss = build("fedlas_ls", gate=gate)
     assert compiled(loss)(**batch(0)).isfinite()

@@ -293,7 +293,7 @@ def test_all_pairs_of_models_are_compared_with_corrected_p_values():
 
 def test_more_than_eight_models_are_compared_with_the_first_and_the_best():
     given = {f"m{k}": pages.model(60, scale=0.6 + k / 5) for k in range(9)}
-    found = [one for one in compare_models(given, resamples=50) if one.metric == "ece"]
+    found = [one for one in compare_models(given, resamples=50, level=0.5) if one.metric == "ece"]
     assert len({(one.first, one.second) for one in found}) == len(found) == 15
     best = min(given, key=lambda name: float(metrics.ece(given[name])))
     assert {one.first for one in found} == {"m0", best}

@@ -41,6 +41,7 @@ def no_kernels(monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
 
 
+@pytest.mark.campaign
 def test_cpu_training_gives_the_same_with_the_folder_of_the_kernels_deleted(tmp_path):
     source, tests = tmp_path / "source", Path(__file__).parent
     shutil.copytree(
