@@ -179,7 +179,8 @@ class Catalog(Generic[Entry]):
 
     def check(self, name: str, **options: object) -> None:
         """Raise if a keyword is unknown, has the wrong type, or is missing."""
-        annotations = _annotations(self.find(name))
+        entry: type = self.find(name)
+        annotations = _annotations(entry)
         for option, value in options.items():
             if option not in annotations:
                 raise UserTypeError(f"{self.kind} {name!r} takes no {option!r}; {nearest(option, list(annotations))}")

@@ -162,7 +162,7 @@ def is_number(annotation: Any) -> bool:
 
 
 def cases_of(record: CatalogRecord[AbstractLoss]) -> list[Case]:
-    """Return the loss with its defaults, and with each combination of its options or, if these are many, each option."""
+    """Return the loss with its defaults, and with each combination of its options or, if many, each option."""
     types = {name: choices(kind) for name, kind in keyword_types(record).items() if name not in Common.__annotations__}
     types = {name: values for name, values in types.items() if values}
     plain = Case(record)

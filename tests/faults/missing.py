@@ -143,7 +143,6 @@ DEEDS: dict[str, Callable[[Path], Any]] = {
     "torchvision": lambda _: fedlas.build_model("resnet18_cifar", 10),
     "timm": lambda _: fedlas.build_model("timm:test_vit", 10),
     "scikit-learn": lambda _: fedlas.build_data("digits").split("test"),
-    "scipy": lambda _: fedlas.build_calibrator("isotonic").fit(some()),
     "safetensors": lambda folder: write_predictions(some(), folder / "p.safetensors"),
     "typer": command_line,
     "rich": progress_bar,
@@ -167,7 +166,7 @@ DEEDS: dict[str, Callable[[Path], Any]] = {
 
 
 def losses_and_metrics(folder: Path) -> None:
-    """Use the functions that need only torch and numpy."""
+    """Use the functions that need only the required packages."""
     logits, labels = torch.randn(12, 10, requires_grad=True), torch.arange(12) % 10
     for record in fedlas.list_losses():
         loss = fedlas.build_loss(record.name, **sizes(record.name))

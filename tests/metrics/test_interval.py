@@ -35,10 +35,10 @@ from fedlas.metrics import (
 from fedlas.metrics.binning import Binning
 from fedlas.metrics.inputs import pairs
 from fedlas.metrics.intervals import resampling
+from fedlas.metrics.intervals.binomial import clopper_pearson_interval
 from fedlas.metrics.intervals.inversion import inverted_interval
 from fedlas.metrics.intervals.resampling import (
     cell_deviations,
-    clopper_pearson_interval,
     mean_interval,
     ranked_errors,
     sample_deviations,

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+import scipy
 
 from fedlas.data.base import AbstractDataset, Part, as_images, as_labels
 from fedlas.data.base.fetching import DamagedFileError, Source, checked_bytes, regular
 from fedlas.data.base.images import CIFAR, Transform
 from fedlas.errors import UserError
-from fedlas.extras import optional_module
 
 # No URL with TLS is known.
 ADDRESS = "http://ufldl.stanford.edu/housenumbers"
@@ -74,7 +74,7 @@ class SVHN(AbstractDataset):
         path = self.first_file(self._possible_paths(part), source, "svhn")
         content = io.BytesIO(checked_bytes(path, source.md5, source.sha256))
         try:
-            arrays = optional_module("scipy.io", "train").loadmat(content, variable_names=["X", "y"])
+            arrays = scipy.io.loadmat(content, variable_names=["X", "y"])
             images, labels = arrays["X"].transpose(3, 2, 0, 1), arrays["y"].reshape(-1).astype(np.int64)
         except Exception as error:  # SciPy does not document what it raises for a damaged file
             raise DamagedFileError(f"{path} is damaged: {error!r}") from error

@@ -22,20 +22,10 @@ from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram
 from fedlas.metrics.inputs import MetricInput, Pairs, Rows, Scope, Which, binary_predictions, pairs, rows
 from fedlas.metrics.intervals.gaps import gaps_of
 from fedlas.metrics.intervals.resampling import AbstractGaps
-from fedlas.metrics.result import Comparison, Definition, Result
+from fedlas.metrics.result import Comparison, Definition, Result, check_level
 from fedlas.metrics.sketch import Memory, histogram_store
 from fedlas.predictions import Predictions
 from fedlas.predictions.arrays import Array
-
-MIN_RESAMPLES = 20
-
-
-def check_level(level: float, resamples: int | None = None) -> None:
-    """Check a confidence level and a number of bootstrap resamples."""
-    if not 0 < level < 1:
-        raise UserError(f"level is {level}; it must lie between 0 and 1, such as 0.95")
-    if resamples is not None and resamples < MIN_RESAMPLES:
-        raise UserError(f"resamples is {resamples}; at least {MIN_RESAMPLES} are needed, better a thousand")
 
 
 class Resampling:

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
 
 from fedlas import formatting
 from fedlas.errors import UserError
-from fedlas.extras import optional_module
 
 Floats = NDArray[np.float64]
 
@@ -78,9 +78,8 @@ def mean_ranks(
         row, column = (int(i) for i in np.argwhere(np.isnan(values))[0])
         raise UserError(f"{methods[row]} has no value on data set {column}")
     signed = -values if higher_is_better else values
-    before = (signed[None, :, :] < signed[:, None, :]).sum(1)
-    equal = (signed[None, :, :] == signed[:, None, :]).sum(1)
-    smallest, average = (before + 1).mean(1), (before + (equal + 1) / 2).mean(1)
+    ranks = scipy.stats.rankdata(signed, axis=0)  # equal values share their mean rank
+    smallest, average = scipy.stats.rankdata(signed, method="min", axis=0).mean(1), ranks.mean(1)
     order = np.argsort(smallest, kind="stable")
     count, datasets = values.shape
     return MeanRanks(
@@ -88,14 +87,13 @@ def mean_ranks(
         average_ranks={methods[i]: float(average[i]) for i in order},
         datasets=datasets,
         critical_difference=_studentised_range(1 - alpha, count) * math.sqrt(count * (count + 1) / (6 * datasets)),
-        p_value=_friedman(before + (equal + 1) / 2),
+        p_value=_friedman(ranks),
         alpha=alpha,
     )
 
 
 def _studentised_range(quantile: float, methods: int) -> float:
-    stats = optional_module("scipy.stats")
-    return float(stats.studentized_range.ppf(quantile, methods, np.inf)) / math.sqrt(2)
+    return float(scipy.stats.studentized_range.ppf(quantile, methods, np.inf)) / math.sqrt(2)
 
 
 def _friedman(ranks: Floats) -> float:
@@ -104,4 +102,4 @@ def _friedman(ranks: Floats) -> float:
     within = ((ranks - (methods + 1) / 2) ** 2).sum() / (datasets * (methods - 1))
     if within == 0:
         return 1.0
-    return float(optional_module("scipy.special").gammaincc((methods - 1) / 2, between / within / 2))
+    return float(scipy.special.gammaincc((methods - 1) / 2, between / within / 2))

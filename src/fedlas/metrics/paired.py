@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedlas.alignment import check_same_samples
 from fedlas.errors import UserError
-from fedlas.metrics.base import AbstractBinned, AbstractMetric, AbstractPairedMethod, Resampling, check_level
+from fedlas.metrics.base import AbstractBinned, AbstractMetric, AbstractPairedMethod, Resampling
 from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.inputs import MetricInput
 from fedlas.metrics.intervals.inversion import confidence_curve, difference_interval, unbiased_totals
@@ -32,7 +32,7 @@ from fedlas.metrics.intervals.resampling import (
     sample_deviations,
     signed_range,
 )
-from fedlas.metrics.result import Comparison, Definition, Interval, Result
+from fedlas.metrics.result import Comparison, Definition, Interval, Result, check_level
 from fedlas.predictions import AnyPredictions
 from fedlas.predictions.arrays import Array
 

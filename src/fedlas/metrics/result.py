@@ -14,8 +14,18 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from fedlas import formatting
+from fedlas.errors import UserError
 
 ROUNDING = 1e-6  # tolerance when a value is compared with the limits of its interval
+MIN_RESAMPLES = 20
+
+
+def check_level(level: float, resamples: int | None = None) -> None:
+    """Check a confidence level and a number of bootstrap resamples."""
+    if not 0 < level < 1:
+        raise UserError(f"level is {level}; it must lie between 0 and 1, such as 0.95")
+    if resamples is not None and resamples < MIN_RESAMPLES:
+        raise UserError(f"resamples is {resamples}; at least {MIN_RESAMPLES} are needed, better a thousand")
 
 
 @dataclass(frozen=True)

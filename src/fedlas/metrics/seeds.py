@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
+import scipy
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
 from fedlas.errors import UserError
-from fedlas.extras import optional_module
 from fedlas.metrics.bin_sums import EdgeRule, add_up, bin_index, equal_width_edges, exact
 from fedlas.metrics.result import Interval
 from fedlas.predictions import AnyPredictions
@@ -64,12 +64,12 @@ class SeedComparison:
         """Two-sided p-value of no difference."""
         if self.standard_error == 0:
             return 1.0 if self.difference == 0 else 0.0
-        below = optional_module("scipy.special").stdtr(self.degrees, -abs(self.difference) / self.standard_error)
+        below = scipy.special.stdtr(self.degrees, -abs(self.difference) / self.standard_error)
         return 2 * float(below)
 
     def interval(self, level: float = 0.95) -> Interval:
         """Return the two-sided interval; its ends are one-sided bounds at the level (1 + level) / 2."""
-        width = float(optional_module("scipy.special").stdtrit(self.degrees, (1 + level) / 2)) * self.standard_error
+        width = float(scipy.special.stdtrit(self.degrees, (1 + level) / 2)) * self.standard_error
         return Interval(self.difference - width, self.difference + width, level, METHOD)
 
     def to_dict(self, level: float = 0.95) -> dict[str, Any]:

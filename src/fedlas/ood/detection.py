@@ -36,9 +36,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlas.errors import UserError, UserTypeError
-from fedlas.metrics.base import check_level
 from fedlas.metrics.bin_sums import exact
-from fedlas.metrics.result import Definition, Interval, Result, aligned, html_table
+from fedlas.metrics.result import Definition, Interval, Result, aligned, check_level, html_table
 from fedlas.ood.scores import available_scores, score_of
 from fedlas.predictions import AnyPredictions, Predictions, check_same_classes
 from fedlas.predictions.arrays import Array, are_probabilities, as_tensor, check_rows

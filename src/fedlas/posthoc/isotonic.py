@@ -5,12 +5,12 @@ Rows are normalised afterwards, as one-vs-rest calibration requires.
 """
 
 import numpy as np
+import scipy
 import torch
 from jaxtyping import Float, Float64
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlas.extras import optional_module
 from fedlas.posthoc.base import AbstractCalibrator, Samples, check_floor, log_probs_of
 
 
@@ -48,7 +48,7 @@ def _curve(probs: NDArray[np.float64], targets: NDArray[np.float64]) -> tuple[ND
     """Return the knots of the isotonic fit; equal probabilities are one point."""
     x, inverse, count = np.unique(probs, return_inverse=True, return_counts=True)
     mean = np.bincount(inverse, weights=targets) / count
-    height = optional_module("scipy.optimize", extra="posthoc").isotonic_regression(mean, weights=count).x
+    height = scipy.optimize.isotonic_regression(mean, weights=count).x
     # Interior points of a constant piece are redundant.
     step = np.diff(height) != 0
     corner = np.concatenate([[True], step]) | np.concatenate([step, [True]])

@@ -24,13 +24,13 @@ from fedlas.metrics.bin_sums import (
     exact,
     upper_entries,
 )
+from fedlas.metrics.intervals.binomial import clopper_pearson_interval
 from fedlas.metrics.intervals.resampling import (
     SPARSE,
     AbstractGaps,
     Binomial,
     BootstrapDistribution,
     Floats,
-    clopper_pearson_interval,
     mean_deviation,
 )
 from fedlas.predictions.probabilities import parts_of

@@ -31,7 +31,7 @@ from fedlas.errors import UserError
 from fedlas.metrics.base import AbstractBinned, AbstractIntervalMethod, AbstractMetric, AbstractTopLabel, Resampling
 from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.inputs import MetricInput, Pairs
-from fedlas.metrics.intervals.binomial import wilson
+from fedlas.metrics.intervals.binomial import clopper_pearson_interval, wilson
 from fedlas.metrics.intervals.classwise import ClassGaps
 from fedlas.metrics.intervals.inversion import inverted_interval
 from fedlas.metrics.intervals.resampling import (
@@ -40,7 +40,6 @@ from fedlas.metrics.intervals.resampling import (
     BootstrapDistribution,
     Bounds,
     Part,
-    clopper_pearson_interval,
     mean_interval,
 )
 from fedlas.metrics.result import Interval, Result

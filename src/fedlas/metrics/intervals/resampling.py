@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedlas.metrics.intervals.binomial import clopper_pearson_interval
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Part = Literal["both", "over", "under", "rms"]
@@ -435,27 +437,6 @@ def signed_range(values: Floats, level: float, most: float) -> tuple[float, floa
         size = float(signed[positive].mean()) if count else most
         ends.append(side * (fraction * size + float(signed[~positive].sum()) / n))
     return ends[0], ends[1]
-
-
-def clopper_pearson_interval(count: int, n: int, level: float) -> tuple[float, float]:
-    """Return the Clopper-Pearson interval of a binomial probability, for small `count` or `n - count`."""
-    if 2 * count > n:
-        low, high = clopper_pearson_interval(n - count, n, level)
-        return 1 - high, 1 - low
-    tail = (1 - level) / 2
-    low = 0.0 if count == 0 else _binomial_probability(count - 1, n, 1 - tail)
-    return low, _binomial_probability(count, n, tail)
-
-
-def _binomial_probability(count: int, n: int, chance: float) -> float:
-    """Return the p at which a binomial variable has P(X <= count) = chance, by bisection."""
-    coefficients = [math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) for k in range(count + 1)]
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        logs = (c + k * math.log(middle) + (n - k) * math.log1p(-middle) for k, c in enumerate(coefficients))
-        low, high = (middle, high) if math.fsum(map(math.exp, logs)) > chance else (low, middle)
-    return high
 
 
 def mean_deviations(values: Floats, resamples: int, rng: np.random.Generator) -> Floats:
