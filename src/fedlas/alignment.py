@@ -103,12 +103,20 @@ def _check_classes(first: AnyPredictions, second: AnyPredictions) -> None:
     """Raise if two models have different classes."""
     if not (first.has_all_classes and second.has_all_classes):
         return  # their file names only the classes that occur
-    ours, theirs = first.class_names, second.class_names
-    if ours is not None and theirs is not None and ours != theirs and sorted(ours) == sorted(theirs):
+    first_names, second_names = first.class_names, second.class_names
+    if (
+        first_names is not None
+        and second_names is not None
+        and first_names != second_names
+        and sorted(first_names) == sorted(second_names)
+    ):
         raise UserError("both models have the same classes in another order; give both the same order")
-    ours, theirs = _proper_class_names(first), _proper_class_names(second)
-    if ours is not None and theirs is not None and ours != theirs:
-        extra = {"first": sorted(set(ours) - set(theirs)), "second": sorted(set(theirs) - set(ours))}
+    first_names, second_names = _proper_class_names(first), _proper_class_names(second)
+    if first_names is not None and second_names is not None and first_names != second_names:
+        extra = {
+            "first": sorted(set(first_names) - set(second_names)),
+            "second": sorted(set(second_names) - set(first_names)),
+        }
         parts = [f"{short_list(map(repr, names), 5)} only in the {which}" for which, names in extra.items() if names]
         raise UserError(f"the models have different classes: {'; '.join(parts)}")
     if first.num_classes != second.num_classes:
@@ -157,22 +165,24 @@ def _label_names(first: AnyPredictions, second: AnyPredictions) -> tuple[tuple[s
     complete = first.has_all_classes, second.has_all_classes
     if all(complete):
         return None
-    ours, theirs = (model.class_names or tuple(map(str, range(model.num_classes))) for model in (first, second))
-    if complete == (False, True) and _are_class_numbers(ours, theirs):
-        theirs = tuple(map(str, range(len(theirs))))
-    if complete == (True, False) and _are_class_numbers(theirs, ours):
-        ours = tuple(map(str, range(len(ours))))
-    return ours, theirs
+    first_names, second_names = (
+        model.class_names or tuple(map(str, range(model.num_classes))) for model in (first, second)
+    )
+    if complete == (False, True) and _are_class_numbers(first_names, second_names):
+        second_names = tuple(map(str, range(len(second_names))))
+    if complete == (True, False) and _are_class_numbers(second_names, first_names):
+        first_names = tuple(map(str, range(len(first_names))))
+    return first_names, second_names
 
 
-def _are_class_numbers(words: Sequence[str], names: Sequence[str]) -> bool:
-    return all(word.isdecimal() for word in words) and set(words).isdisjoint(names)
+def _are_class_numbers(texts: Sequence[str], names: Sequence[str]) -> bool:
+    return all(text.isdecimal() for text in texts) and set(texts).isdisjoint(names)
 
 
 def _common_numbers(labels: Sequence[Tensor], names: Sequence[Sequence[str]]) -> list[Tensor]:
     """Renumber labels so that equal names have equal numbers."""
     number: dict[str, int] = {}
-    tables = [torch.tensor([number.setdefault(name, len(number)) for name in words]) for words in names]
+    tables = [torch.tensor([number.setdefault(name, len(number)) for name in model_names]) for model_names in names]
     return [table.to(numbers.device)[numbers] for table, numbers in zip(tables, labels, strict=True)]
 
 
@@ -215,25 +225,25 @@ def _count_named(evaluated: Predictions, calibration: Predictions, rows: Int64[T
         calibration: predictions that a calibrator was fitted on.
         rows: for each calibration sample, the evaluated sample of the same name; -1 if there is none.
     """
-    theirs = (rows >= 0).nonzero()[:, 0]
-    if not len(theirs):
+    calibration_rows = (rows >= 0).nonzero()[:, 0]
+    if not len(calibration_rows):
         return 0
-    ours = rows[theirs]
-    first, second = evaluated.confidence.cpu().double(), calibration.confidence.cpu().double()[theirs]
-    equal = (first[ours] - second).abs() <= NEAR
-    equal &= evaluated.prediction.cpu()[ours] == calibration.prediction.cpu()[theirs]
-    equal &= _equal_labels(evaluated.labels.cpu()[ours], calibration.labels.cpu()[theirs])
-    chance = _agreement_by_chance(evaluated, first)[ours]
-    informative = chance <= INFORMATIVE
-    expected = float(chance[informative].sum())
+    evaluated_rows = rows[calibration_rows]
+    first, second = evaluated.confidence.cpu().double(), calibration.confidence.cpu().double()[calibration_rows]
+    equal = (first[evaluated_rows] - second).abs() <= NEAR
+    equal &= evaluated.prediction.cpu()[evaluated_rows] == calibration.prediction.cpu()[calibration_rows]
+    equal &= _equal_labels(evaluated.labels.cpu()[evaluated_rows], calibration.labels.cpu()[calibration_rows])
+    probability = _agreement_by_chance(evaluated, first)[evaluated_rows]
+    informative = probability <= INFORMATIVE
+    expected = float(probability[informative].sum())
     threshold = 1 + expected + 3 * math.sqrt(expected) + CHANCE * int(informative.sum())
     return int(equal.sum()) if int((equal & informative).sum()) > threshold else 0
 
 
-def _equal_labels(ours: Tensor, theirs: Tensor) -> Bool[Tensor, " n"]:
-    if ours.shape != theirs.shape:
-        return torch.zeros(len(ours), dtype=torch.bool)
-    return ours == theirs if ours.ndim == 1 else ((ours - theirs).abs() <= NEAR).all(1)
+def _equal_labels(first: Tensor, second: Tensor) -> Bool[Tensor, " n"]:
+    if first.shape != second.shape:
+        return torch.zeros(len(first), dtype=torch.bool)
+    return first == second if first.ndim == 1 else ((first - second).abs() <= NEAR).all(1)
 
 
 def _agreement_by_chance(evaluated: Predictions, confidence: Float64[Tensor, " n"]) -> Float64[Tensor, " n"]:
@@ -246,19 +256,19 @@ def _agreement_by_chance(evaluated: Predictions, confidence: Float64[Tensor, " n
     # Sort by label, predicted class and confidence; confidences of different groups are never near each other.
     group = 2.0 * (classes * evaluated.num_classes + evaluated.prediction.cpu())
     key, order = (group + confidence).sort()
-    near = torch.searchsorted(key, key + NEAR, right=True) - torch.searchsorted(key, key - NEAR)
-    return torch.empty_like(key).index_copy_(0, order, near.double()) / torch.bincount(classes)[classes]
+    agreeing = torch.searchsorted(key, key + NEAR, right=True) - torch.searchsorted(key, key - NEAR)
+    return torch.empty_like(key).index_copy_(0, order, agreeing.double()) / torch.bincount(classes)[classes]
 
 
 def _count_equal_rows(evaluated: Predictions, calibration: Predictions) -> int:
     """Count rows of equal scores and labels, if there are more than by chance."""
-    ours, theirs = _row_hashes(evaluated), _row_hashes(calibration)
-    if torch.equal(ours, theirs):
+    evaluated_hashes, calibration_hashes = _row_hashes(evaluated), _row_hashes(calibration)
+    if torch.equal(evaluated_hashes, calibration_hashes):
         return len(calibration)
-    _, inverse, counts = ours.unique(return_inverse=True, return_counts=True)
-    expected = float((counts[inverse] > 1).double().mean()) * len(theirs)
-    threshold = 1 + 2 * expected + 3 * math.sqrt(max(expected, 1.0)) + CHANCE * len(theirs)
-    common = int(torch.isin(theirs, ours).sum())
+    _, inverse, counts = evaluated_hashes.unique(return_inverse=True, return_counts=True)
+    expected = float((counts[inverse] > 1).double().mean()) * len(calibration_hashes)
+    threshold = 1 + 2 * expected + 3 * math.sqrt(max(expected, 1.0)) + CHANCE * len(calibration_hashes)
+    common = int(torch.isin(calibration_hashes, evaluated_hashes).sum())
     return common if common > threshold else 0
 
 

@@ -161,8 +161,8 @@ class Catalog(Generic[Entry]):
         """Return an entry by its name; raise with the closest name if there is none."""
         if name not in self.entries:
             summaries = {summary(cls): known_name for known_name, cls in self.entries.items()}
-            plain = re.sub(rf"(?<=.)[\W_]*{self.kind}$", "", str(name), flags=re.IGNORECASE)
-            raise UserError(f"no {self.kind} is called {name!r}; {nearest(plain, list(self.entries), summaries)}")
+            stem = re.sub(rf"(?<=.)[\W_]*{self.kind}$", "", str(name), flags=re.IGNORECASE)
+            raise UserError(f"no {self.kind} is called {name!r}; {nearest(stem, list(self.entries), summaries)}")
         return self.entries[name]
 
     def records(self) -> list[CatalogRecord[Entry]]:

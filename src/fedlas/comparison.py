@@ -403,9 +403,9 @@ def comparison_notes(first: ModelRuns, second: ModelRuns) -> list[str]:
     notes += _different_settings(first, second, seeds)
     if any(seed is None and _share_no_sample_ids(*both) for seed, *both in pairs):
         notes.append("samples are paired by row, because the predictions share neither ids nor an index")
-    same = [seed for seed, ours, theirs in pairs if _are_equal(ours.scores, theirs.scores)]
-    if same:
-        which = "" if len(same) == len(seeds) else f" of seed {', '.join(map(str, same))}"
+    identical_seeds = [seed for seed, first_run, second_run in pairs if _are_equal(first_run.scores, second_run.scores)]
+    if identical_seeds:
+        which = "" if len(identical_seeds) == len(seeds) else f" of seed {', '.join(map(str, identical_seeds))}"
         notes.append(f"both methods have identical predictions{which}; check that the intended ones are compared")
     return notes
 
@@ -413,16 +413,18 @@ def comparison_notes(first: ModelRuns, second: ModelRuns) -> list[str]:
 def _different_settings(first: ModelRuns, second: ModelRuns, seeds: Mapping[int | None, int | None]) -> list[str]:
     different: dict[str, tuple[Any, Any]] = {}
     for seed, other in seeds.items():
-        ours, theirs = first.settings.get(seed, {}), second.settings.get(other, {})
-        both = {name: (ours[name], theirs[name]) for name in ours if name in theirs}
-        different |= {name: pair for name, pair in both.items() if pair[0] != pair[1]}
+        first_settings, second_settings = first.settings.get(seed, {}), second.settings.get(other, {})
+        common = {
+            name: (first_settings[name], second_settings[name]) for name in first_settings if name in second_settings
+        }
+        different |= {name: pair for name, pair in common.items() if pair[0] != pair[1]}
     return [f"{name} is {pair[0]} for the first method, {pair[1]} for the second" for name, pair in different.items()]
 
 
-def _share_no_sample_ids(ours: AnyPredictions, theirs: AnyPredictions) -> bool:
+def _share_no_sample_ids(first: AnyPredictions, second: AnyPredictions) -> bool:
     """Return whether neither `ids` nor `index` is available for both."""
-    return all(None in (getattr(ours, name), getattr(theirs, name)) for name in SAMPLE_NAMES)
+    return all(None in (getattr(first, name), getattr(second, name)) for name in SAMPLE_NAMES)
 
 
-def _are_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+def _are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.dtype == second.dtype and torch.equal(first, second)

@@ -125,7 +125,7 @@ class State:
 def _pairs_to_dict(pairs: Pairs) -> dict[str, Any]:
     """Return plain values for JSON; columns are little-endian arrays in base64."""
     columns = {name: getattr(pairs, name) for name in PAIR_COLUMNS}
-    return {"about": asdict(pairs.about)} | {
+    return {"definition": asdict(pairs.definition)} | {
         name: None if values is None else _encode(values.cpu()) for name, values in columns.items()
     }
 
@@ -155,7 +155,7 @@ def _pairs_from_dict(fields: Mapping[str, Any]) -> Pairs:
         raise UserError("pairs hold a confidence or correctness that is not in [0, 1]")
     if log_uncertainty is not None and bool(log_uncertainty.isnan().any()):
         raise UserError("pairs hold a log_uncertainty that is not a number")
-    return Pairs(confidence, correct, Definition(**fields["about"]), log_uncertainty)
+    return Pairs(confidence, correct, Definition(**fields["definition"]), log_uncertainty)
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,8 +204,8 @@ class Report:
             samples: whether to include confidence and correctness of each sample, from which `from_dict` restores the
                 report exactly; without them, a page or figures of the report lack curves and histograms.
         """
-        about = {"format": FORMAT, "n": self.n, "classes": self.classes, "split": self.split}
-        return about | {"states": [state.to_dict(samples=samples) for state in self.states]}
+        fields = {"format": FORMAT, "n": self.n, "classes": self.classes, "split": self.split}
+        return fields | {"states": [state.to_dict(samples=samples) for state in self.states]}
 
     def to_json(self) -> str:
         """Return the report as a JSON object."""
@@ -395,8 +395,8 @@ def evaluate(
     steps.within(0.0)
     calibrations = _fit(calibrators, predictions, calibration, folds, seed, whole=bool(ood_data), on_fit=steps.done)
 
-    every = [predictions, *ood_data.values()]
-    scores = available_scores(every, train_features) if ood_data else []
+    all_sets = [predictions, *ood_data.values()]
+    scores = available_scores(all_sets, train_features) if ood_data else []
     # What a calibrator returns are log-probabilities up to a constant, so only scores of probabilities mean anything.
     after = tuple(score for score in scores if score in OF_PROBS)
     runs = [_Run(UNCALIBRATED, None, EvaluationAccumulator(bins), tuple(scores))]

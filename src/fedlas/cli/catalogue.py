@@ -42,9 +42,9 @@ def list_entries(kind: Catalogue) -> tuple[list[str], list[list[str]]]:
         from fedlas.data import list_data
 
         shared = set.intersection(*(set(r.keywords) for r in list_data()))
-        own = {r.name: " ".join(keyword for keyword in r.keywords if keyword not in shared) for r in list_data()}
+        options = {r.name: " ".join(keyword for keyword in r.keywords if keyword not in shared) for r in list_data()}
         head = ["name", "description", "own keywords", "source"]
-        return head, [[r.name, r.summary, own[r.name], r.citation] for r in list_data()]
+        return head, [[r.name, r.summary, options[r.name], r.citation] for r in list_data()]
     if kind is Catalogue.models:
         from fedlas.models import list_models
 

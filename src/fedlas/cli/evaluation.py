@@ -111,11 +111,13 @@ def evaluate_command(
         calibrators = split_list(posthoc or None) or ()
         check_conditions(fail_if or (), calibrators)
         written: list[Path] = []
-        named = named_files(files)
-        check_outputs([html, json_file(json)], overwrite=overwrite, inputs=named.values(), folder=figures)
+        paths_by_name = named_files(files)
+        check_outputs([html, json_file(json)], overwrite=overwrite, inputs=paths_by_name.values(), folder=figures)
         check_overwrite_in(figures, NAMES, FIGURE_SUFFIXES, overwrite=overwrite)
         with progress() as report:
-            inputs = {name: run_model(path, images, report) if path.is_dir() else path for name, path in named.items()}
+            inputs = {
+                name: run_model(path, images, report) if path.is_dir() else path for name, path in paths_by_name.items()
+            }
             result = evaluate_files(
                 inputs, calibration=calibration or (), calibration_labels=calibration_labels, ood=ood or (),
                 posthoc=calibrators, folds=folds, bins=bins, level=level, resamples=resamples, seed=seed, images=images,
@@ -128,8 +130,8 @@ def evaluate_command(
             if html is not None:
                 from fedlas.report.html import save_page
 
-                about = {"title": " and ".join(result.models), "command": command_line()}
-                written.append(save_page(result, html, bins=bins, **options, **about))
+                labels = {"title": " and ".join(result.models), "command": command_line()}
+                written.append(save_page(result, html, bins=bins, **options, **labels))
             if figures is not None:
                 from fedlas.report.figures import save_figures
 
@@ -176,15 +178,15 @@ def detect_ood(
         from fedlas.io import read_predictions
         from fedlas.ood import detect
 
-        named = parse_ood_files(ood)
-        check_outputs([json_file(json)], overwrite=overwrite, inputs=[predictions, *named.values()])
+        paths_by_name = parse_ood_files(ood)
+        check_outputs([json_file(json)], overwrite=overwrite, inputs=[predictions, *paths_by_name.values()])
         with progress() as report:
             in_distribution = read_predictions(predictions, progress=report, **columns)
             without_labels = {
                 option: value for option, value in columns.items() if option not in {"label_column", "labels"}
             }
             ood_predictions = {
-                name: read_predictions(path, progress=report, **without_labels) for name, path in named.items()
+                name: read_predictions(path, progress=report, **without_labels) for name, path in paths_by_name.items()
             }
             report("OOD detection", 0.0)
             side: Literal["ood", "id"] = "id" if positive is Positive.ID else "ood"

@@ -87,11 +87,11 @@ def mark_own_folder(folder: Path, work: str) -> None:
 
 def check_writable(files: Sequence[Path | None], folder: Path | None = None) -> None:
     """Raise if an output file or the output folder cannot be written, or if two outputs have the same path."""
-    seen: set[Path] = set()
+    checked: set[Path] = set()
     for path in filter(None, files):
-        if path.resolve() in seen:
+        if path.resolve() in checked:
             raise UserError(f"{path} is named for two outputs; name another file for one of them")
-        seen.add(path.resolve())
+        checked.add(path.resolve())
         with suppress(FileNotFoundError, NotADirectoryError):
             path.lstat()  # raises if the name is too long
         if path.is_dir():

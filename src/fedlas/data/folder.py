@@ -165,10 +165,10 @@ class Folder(AbstractDataset):
             self.class_names, torch.bincount(full_part.labels, minlength=self.num_classes).tolist(), strict=True
         )
         shown = ", ".join(f"{name} {count}" for name, count in list(counts)[:SHOWN])
-        more = f" and {self.num_classes - SHOWN} more classes" if self.num_classes > SHOWN else ""
+        more_classes = f" and {self.num_classes - SHOWN} more classes" if self.num_classes > SHOWN else ""
         raise UserError(
-            f"{self.path} has too few images for its {chosen.name} split, which is a tenth of each class: {shown}{more}"
-            "; add images, or divide them yourself into train/, val/ and test/"
+            f"{self.path} has too few images for its {chosen.name} split, which is a tenth of each class: "
+            f"{shown}{more_classes}; add images, or divide them yourself into train/, val/ and test/"
         )
 
 

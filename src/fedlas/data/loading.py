@@ -155,7 +155,7 @@ class _Crops(Dataset[Any]):
         self.images: Images = split.images
         self.positions = torch.arange(len(split))
         if cache is not None:  # memory-mapped from a file that all splits share
-            self.images, self.positions = split.kept(transform, cache)
+            self.images, self.positions = split.cached_images(transform, cache)
 
     def __getitems__(self, positions: list[EpochPosition]) -> tuple[Tensor, Tensor, Tensor] | Exception:
         """Read a batch; return file errors instead of raising them, because torch would wrap them in a traceback."""
@@ -168,8 +168,8 @@ class _Crops(Dataset[Any]):
         index = torch.tensor([position for _, position in positions], dtype=torch.int64)
         size, centre = self.transform.size, self.transform.centre
         if self.train and positions:
-            drawn = crops(index, self.seed, positions[0][0], self.transform.largest_offset, self.transform.flip)
-            tops, lefts, mirrored = (values.tolist() for values in drawn)
+            random_crops = crops(index, self.seed, positions[0][0], self.transform.largest_offset, self.transform.flip)
+            tops, lefts, mirrored = (values.tolist() for values in random_crops)
         else:
             tops, lefts, mirrored = [centre] * len(index), [centre] * len(index), [False] * len(index)
         images = torch.empty(len(index), self.transform.channels, size, size, dtype=torch.uint8)

@@ -31,12 +31,12 @@ class Variant:
 
     Args:
         loss: the loss.
-        about: short description of the change.
+        description: short description of the change.
         options: keywords of the loss that differ from the protocol.
     """
 
     loss: str
-    about: str
+    description: str
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -64,11 +64,11 @@ def _variants() -> dict[str, Variant]:
         *((f"theta={v}", f"weight of the batch {v}", {"theta": v}) for v in (0.001, 0.1, 0.5)),
         *((f"beta={v}", f"strength {v}", {"beta": v}) for v in (0.5, 1.0, 2.0, 8.0)),
     ]
-    variants |= {f"{OURS} {name}": Variant(OURS, about, options) for name, about, options in changes}
+    variants |= {f"{OURS} {name}": Variant(OURS, description, options) for name, description, options in changes}
     variants |= {MARGIN: Variant(MARGIN, "FeDLaS-MbLS as in the paper")}
     variants |= {
-        f"{MARGIN} {name}": Variant(MARGIN, about, options)
-        for name, about, options in (
+        f"{MARGIN} {name}": Variant(MARGIN, description, options)
+        for name, description, options in (
             ("margin_reduction=sum", "margins added up over classes", {"margin_reduction": "sum"}),
             *((n, a, o) for n, a, o in changes if n.startswith("gate=")),
             ("start=first_batch", "running statistics start with the first batch", {"start": "first_batch"}),
@@ -87,7 +87,7 @@ class Ablations(AbstractGrid):
 
     @property
     def methods(self) -> dict[str, str]:
-        return {name: variant.about for name, variant in _variants().items()}
+        return {name: variant.description for name, variant in _variants().items()}
 
     def data_sets(self) -> Sequence[str]:
         return ("cifar10",)

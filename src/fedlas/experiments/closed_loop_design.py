@@ -46,7 +46,7 @@ class Candidate:
         return f"{self.method} {self.number}"
 
     @property
-    def about(self) -> str:
+    def description(self) -> str:
         """Its settings in a few words."""
         changes = CONFIGURATIONS[self.method][self.number - 1]
         return ", ".join(f"{name} {value}" for name, value in changes.get("loss_options", changes).items())

@@ -54,7 +54,7 @@ def search_table(ledger: Ledger, choice: Choice) -> Table:
     rows = tuple(
         Row(
             candidate.row,
-            candidate.about,
+            candidate.description,
             tuple(_search_cell(ledger, choice, data, candidate, posthoc) for data in searched for posthoc in POSTHOC),
         )
         for candidate in design.candidates(choice)
@@ -147,9 +147,9 @@ def _family_tables(ledger: Ledger, choice: Choice, family: Sequence[str]) -> lis
     adjusted = dict(zip(tests, holm([test.p_value for test in tests.values()]), strict=True))
     rows = []
     for (data, other, metric), test in tests.items():
-        about = f"{data_name(data)}: closed loop - {_label(*other)}, {TESTED[metric]}"
+        description = f"{data_name(data)}: closed loop - {_label(*other)}, {TESTED[metric]}"
         cells = (*_difference(test, metric), Cell((test.p_value,)), Cell((adjusted[data, other, metric],)))
-        rows.append(Row(f"{data}/{row_name(*other)}/{metric}", about, cells))
+        rows.append(Row(f"{data}/{row_name(*other)}/{metric}", description, cells))
     columns = tuple(_plain_column(heading) for heading in ("difference", "low", "high", "p", "p (Holm)"))
     note = "Mean difference over seeds, 95 % interval over seeds and test samples (t), Holm correction over all rows."
     names = ("comparison", "margins") if len(family) > 1 else ("confirmation", "confirmation-margins")
@@ -190,10 +190,10 @@ def control_tables(ledger: Ledger, choice: Choice) -> list[Table]:
     }
     if not any(lines.values()):
         return []
-    about = {row: f"{design.CONTROLS['rows'][row]['about']} + TS" for row in design.control_rows(choice)}
+    description = {row: f"{design.CONTROLS['rows'][row]['description']} + TS" for row in design.control_rows(choice)}
     rows = [
         Row(row, description, tuple(_cell(lines[data, row], measured, len(seeds)) for data, measured in measures))
-        for row, description in about.items()
+        for row, description in description.items()
     ]
     ours = {data: primary_lines(ledger, choice, data, (OURS, None), seeds) for data in design.control_data_sets(choice)}
     rows.append(
@@ -209,7 +209,7 @@ def control_tables(ledger: Ledger, choice: Choice) -> list[Table]:
     differences = [
         Row(
             f"{data}/{row}/{metric}",
-            f"{data_name(data)}: closed loop - {about[row]}, {TESTED[metric]}",
+            f"{data_name(data)}: closed loop - {description[row]}, {TESTED[metric]}",
             _difference(values.compare(ours[data], theirs, metric), metric),
         )
         for (data, row), theirs in lines.items()
@@ -235,12 +235,12 @@ def ablation_table(ledger: Ledger, choice: Choice) -> list[Table]:
     if not any(lines.values()):
         return []
     measures = _measures([data], ood=False)
-    about = {row: design.ABLATIONS["variants"][row]["about"] for row in lines}
+    description = {row: design.ABLATIONS["variants"][row]["about"] for row in lines}
     row_lines = {OURS: primary_lines(ledger, choice, data, (OURS, None), seeds), **lines}
     rows = tuple(
         Row(
             row,
-            about.get(row, "selected configuration"),
+            description.get(row, "selected configuration"),
             tuple(_cell(finished, measured, len(seeds)) for _, measured in measures),
         )
         for row, finished in row_lines.items()

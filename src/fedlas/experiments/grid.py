@@ -223,12 +223,12 @@ class AbstractGrid(AbstractExperiment):
             if choice.split == TEST
             else ("Test images are preprocessed as in the official code, where that differs.",)
         )
-        theirs = "The paper's numbers are those {}: for orientation, not for comparison."
+        paper_note = "The paper's numbers are those {}: for orientation, not for comparison."
         if choice.protocol in PAPER_PROTOCOLS:
-            beside = (theirs.format("without the changes"),) if choice.changes and self.compared else ()
+            beside = (paper_note.format("without the changes"),) if choice.changes and self.compared else ()
             return (f"Protocol: {choice.summary}.", *choice.changed, *beside, *test)
         short = f"The {protocol.name} protocol ({choice.summary}): a short version of the comparison."
-        long = f"{short} {theirs.format('of its network and its many epochs')}"
+        long = f"{short} {paper_note.format('of its network and its many epochs')}"
         return (*test, long if self.compared else short, *choice.changed)
 
     def _cells(self, ledger: Ledger, choice: Choice, benchmark: Benchmark, row: str) -> list[Cell]:

@@ -52,8 +52,8 @@ def find_runs(text: str, ledger: Ledger, **columns: Any) -> ModelRuns:
     samples_of_seed: dict[int | None, Mapping[str, EachSample]] = {}
     for line in lines:
         if line.seed in predictions_of_seed:
-            several = ", ".join(other.id for other in lines if other.seed == line.seed)
-            raise UserError(f"{text!r} means several runs of seed {line.seed}: {several}; name one of them")
+            ids = ", ".join(other.id for other in lines if other.seed == line.seed)
+            raise UserError(f"{text!r} means several runs of seed {line.seed}: {ids}; name one of them")
         with content_errors(ledger.file_of(line)):
             stored = load_stored_predictions(line, ledger)
             predictions_of_seed[line.seed], samples_of_seed[line.seed] = stored.tops(), stored.of_each_sample()

@@ -190,8 +190,8 @@ class _Job:
     def finished(self) -> bool:
         """Return whether the run is finished; training raises later if the folder has other content."""
         try:
-            same = self.run.recipe_file.exists() and not differences(self.run.recipe, self.recipe)
-            return same and self.run.finished_for(self.recipe)
+            same_recipe = self.run.recipe_file.exists() and not differences(self.run.recipe, self.recipe)
+            return same_recipe and self.run.finished_for(self.recipe)
         except (ValueError, TypeError):
             return False
 

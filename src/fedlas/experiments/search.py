@@ -53,12 +53,12 @@ class Range:
     @classmethod
     def parse(cls, text: str) -> "Range":
         """Parse `beta=0.5:8`, `beta=0.5:8:log` or `theta=0.1,0.5,0.95`."""
-        name, _, rest = text.partition("=")
-        parts = rest.split(":")
+        name, _, specification = text.partition("=")
+        parts = specification.split(":")
         log = parts[2:] == ["log"]
         try:
             if len(parts) == 1:
-                return cls(name, values=tuple(json.loads(value) for value in rest.split(",")))
+                return cls(name, values=tuple(json.loads(value) for value in specification.split(",")))
             low, high = float(parts[0]), float(parts[1])
         except ValueError:
             low = high = math.nan

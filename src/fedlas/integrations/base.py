@@ -25,7 +25,7 @@ class ValidationMetrics:
 
     def __init__(self, bins: int = 15, ignore_index: int = -100, *, keep: bool = False, shared: bool = True) -> None:
         self.ignore_index, self.keep, self.shared = ignore_index, keep, shared
-        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.batches: list[tuple[Tensor, Tensor]] = []
         self.accumulators = {
             name: metric.accumulator(**({"bins": bins} if metric.is_binned else {}))
             for name, metric in logged_metrics().items()
@@ -46,12 +46,12 @@ class ValidationMetrics:
         for accumulator in self.accumulators.values():
             accumulator.update_logits(rows, truth)
         if self.keep:
-            self.kept.append((rows.cpu(), truth.cpu()))
+            self.batches.append((rows.cpu(), truth.cpu()))
 
     @property
-    def filled(self) -> bool:
+    def has_samples(self) -> bool:
         """Whether this rank has samples; after `read`, whether any rank has."""
-        return self.accumulators["ece"].store.about.n > 0
+        return self.accumulators["ece"].store.definition.n > 0
 
     def read(self) -> dict[str, float]:
         """Return the metrics by name; empty if there are no samples. Call it on all ranks."""
@@ -60,17 +60,17 @@ class ValidationMetrics:
                 accumulator.sync()
         return (
             {name: float(accumulator.compute()) for name, accumulator in self.accumulators.items()}
-            if self.filled
+            if self.has_samples
             else {}
         )
 
     def predictions(self) -> Predictions | None:
         """Return the samples of all ranks; None if they were not stored. Call it on all ranks."""
-        every = [self.kept]
+        by_process = [self.batches]
         if self.shared and _processes() > 1:
-            every = [[] for _ in range(_processes())]
-            dist.all_gather_object(every, self.kept)
-        batches = [batch for part in every for batch in part]
+            by_process = [[] for _ in range(_processes())]
+            dist.all_gather_object(by_process, self.batches)
+        batches = [batch for part in by_process for batch in part]
         if not batches:
             return None
         logits, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))

@@ -37,7 +37,7 @@ from fedlas.posthoc.base import float32_or_better
 from fedlas.predictions.arrays import two_columns
 
 FORMAT = "fedlas.exported/1"
-ABOUT = "fedlas"  # name of the stored metadata: an extra file of a program, or a property of an ONNX model
+METADATA = "fedlas"  # name of the stored metadata: an extra file of a program, or a property of an ONNX model
 FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # environment variable that torch reads at every load
 
 OutputType = Literal["probs", "logits"]
@@ -84,7 +84,7 @@ class CalibratedModel(nn.Module):
         return logits.softmax(1) if self.output == "probs" else logits
 
     @property
-    def about(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Metadata that is stored in the file."""
         known: dict[str, Any] = {"format": FORMAT, "output": self.output, "class_names": self.class_names}
         if isinstance(self.calibrator, AbstractCalibrator):
@@ -104,11 +104,11 @@ class Exported:
 
     Args:
         model: maps inputs to calibrated probabilities or logits.
-        about: metadata of the file: "output", "class_names", "calibrator".
+        metadata: metadata of the file: "output", "class_names", "calibrator".
     """
 
     model: nn.Module
-    about: dict[str, Any]
+    metadata: dict[str, Any]
 
 
 def program(model: CalibratedModel, example: Inputs) -> torch.export.ExportedProgram:
@@ -133,7 +133,7 @@ def program(model: CalibratedModel, example: Inputs) -> torch.export.ExportedPro
 def save_program(model: CalibratedModel, example: Inputs, path: str | Path) -> Path:
     """Write a calibrated network for `torch.export.load`; the usual extension is .pt2."""
     content = io.BytesIO()
-    torch.export.save(program(model, example), content, extra_files={ABOUT: json.dumps(model.about)})
+    torch.export.save(program(model, example), content, extra_files={METADATA: json.dumps(model.metadata)})
     write_atomic(Path(path), content.getvalue())
     return Path(path)
 
@@ -143,15 +143,15 @@ def load_program(path: str | Path) -> Exported:
 
     Only tensors are unpickled. The file contains a program: do not run a program that you do not trust.
     """
-    extra_files = {ABOUT: ""}
+    extra_files = {METADATA: ""}
     with file_errors(path), _tensors_only():
         content = Path(path).read_bytes()
         _check_constants(content)
         exported = torch.export.load(io.BytesIO(content), extra_files=extra_files)
-        about = json.loads(extra_files[ABOUT] or "{}")
-    if about.get("format") != FORMAT:
+        metadata = json.loads(extra_files[METADATA] or "{}")
+    if metadata.get("format") != FORMAT:
         raise UserError(f"{path} was not written by fedlas; read it with torch.export.load")
-    return Exported(exported.module(), about)
+    return Exported(exported.module(), metadata)
 
 
 def _check_constants(content: bytes) -> None:
@@ -203,7 +203,7 @@ def save_onnx(
         traced, (), input_names=names, output_names=[model.output], dynamo=True, verbose=False, **options
     )
     assert onnx_program is not None
-    onnx_program.model.metadata_props[ABOUT] = json.dumps(model.about)
+    onnx_program.model.metadata_props[METADATA] = json.dumps(model.metadata)
     try:
         content = onnx_program.model_proto.SerializeToString()
     except ValueError as error:
@@ -214,7 +214,9 @@ def save_onnx(
     return Path(path)
 
 
-def _compare(model: CalibratedModel, inputs: tuple[Tensor, ...], content: bytes, names: list[str], most: float) -> None:
+def _compare(
+    model: CalibratedModel, inputs: tuple[Tensor, ...], content: bytes, names: list[str], limit: float
+) -> None:
     """Raise if the outputs of onnxruntime and network differ."""
     session = optional_module("onnxruntime", "integrations").InferenceSession(
         content, providers=["CPUExecutionProvider"]
@@ -223,13 +225,13 @@ def _compare(model: CalibratedModel, inputs: tuple[Tensor, ...], content: bytes,
         for count in (1, len(inputs[0])):  # the number of samples is dynamic
             part = [tensor[:count] for tensor in inputs]
             expected = model(*part).cpu()
-            fed = {name: tensor.cpu().numpy() for name, tensor in zip(names, part, strict=True)}
-            actual = torch.from_numpy(session.run(None, fed)[0])
+            onnx_inputs = {name: tensor.cpu().numpy() for name, tensor in zip(names, part, strict=True)}
+            actual = torch.from_numpy(session.run(None, onnx_inputs)[0])
             difference = float((expected - actual).abs().max()) if expected.shape == actual.shape else math.inf
-            if not difference <= most:
+            if not difference <= limit:
                 raise UserError(
                     f"the ONNX file says something else than the network: {model.output} of the example differ by "
-                    f"{difference:.3g}, more than tolerance={most:g}, and nothing was written. A binning calibrator "
+                    f"{difference:.3g}, more than tolerance={limit:g}, and nothing was written. A binning calibrator "
                     "is discontinuous; if that is the reason, compare on your own data and set tolerance=None"
                 )
 

@@ -205,7 +205,7 @@ class CalibrationCallback(_Callback):
         for loader, values in remaining.items():
             end = f"/dataloader_idx_{loader}" if several else ""
             _log(module, prefix, {name + end: value for name, value in values.items()}, add_dataloader_idx=False)
-        if not any(metrics.filled for metrics in numbers):
+        if not any(metrics.has_samples for metrics in numbers):
             step = "test_step" if prefix == "test_" else "validation_step"
             advice = 'call it there, outside of compiled code, or return {"logits": logits, "labels": labels}'
             warnings.warn(f"nothing to log: {step} never called the loss; {advice}", stacklevel=2)

@@ -109,16 +109,16 @@ def _renamed(weights: Mapping[str, Tensor], path: str | Path) -> dict[str, Tenso
     renamed: dict[str, Tensor] = {}
     for original, name in names.items():
         if vision and name.startswith("fc."):
-            twin = weights.get(original.replace("fc.", "vit.head.", 1))
-            if twin is None or not torch.equal(twin, weights[original]):
+            head_weights = weights.get(original.replace("fc.", "vit.head.", 1))
+            if head_weights is None or not torch.equal(head_weights, weights[original]):
                 raise UserError(
                     f"{path}: {original} should be the head vit.{name.replace('fc.', 'head.')} again, and is not"
                 )
             continue
-        ours = name.removeprefix("vit.") if vision else re.sub(r"(?<=\.)shortcut(?=\.)", "downsample", name)
-        if ours in renamed:
-            raise UserError(f"{path} has two weights for {ours}")
-        renamed[ours] = weights[original]
+        timm_name = name.removeprefix("vit.") if vision else re.sub(r"(?<=\.)shortcut(?=\.)", "downsample", name)
+        if timm_name in renamed:
+            raise UserError(f"{path} has two weights for {timm_name}")
+        renamed[timm_name] = weights[original]
     return renamed
 
 

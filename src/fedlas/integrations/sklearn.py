@@ -108,9 +108,11 @@ class CalibratedClassifier(base.ClassifierMixin, base.MetaEstimatorMixin, base.B
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
-        theirs = optional_module("sklearn.utils", "train").get_tags(self.estimator)
-        tags.input_tags = theirs.input_tags
-        tags.classifier_tags.multi_class = theirs.classifier_tags.multi_class if theirs.classifier_tags else True
+        estimator_tags = optional_module("sklearn.utils", "train").get_tags(self.estimator)
+        tags.input_tags = estimator_tags.input_tags
+        tags.classifier_tags.multi_class = (
+            estimator_tags.classifier_tags.multi_class if estimator_tags.classifier_tags else True
+        )
         tags.array_api_support = False
         return tags
 

@@ -80,8 +80,8 @@ class CalibrationTask(TrainingTask):
         model: nn.Module | None = super().get_eval_model(module=module, ema=ema)
         if model is None:
             return None
-        plain = unwrap_model(model)
-        return plain.net.model if isinstance(plain, WithLoss) else model
+        unwrapped = unwrap_model(model)
+        return unwrapped.net.model if isinstance(unwrapped, WithLoss) else model
 
     def get_task_state(self, module: nn.Module | None = None, ema: bool = False) -> Joined:
         """Return the state of the loss, for a checkpoint."""
@@ -122,12 +122,12 @@ class CalibrationTask(TrainingTask):
 
 
 def _joined(module: nn.Module) -> WithLoss:
-    plain = unwrap_model(module)
-    assert isinstance(plain, WithLoss)
-    return plain
+    unwrapped = unwrap_model(module)
+    assert isinstance(unwrapped, WithLoss)
+    return unwrapped
 
 
 def _compiled(module: nn.Module, backend: str, mode: str | None, more: dict[str, Any]) -> nn.Module:
-    made: Any = torch.compile(module, backend=backend, mode=mode, **more)
-    assert isinstance(made, nn.Module)
-    return made
+    compiled: Any = torch.compile(module, backend=backend, mode=mode, **more)
+    assert isinstance(compiled, nn.Module)
+    return compiled

@@ -279,10 +279,10 @@ def same_predictions(first: AnyPredictions, second: AnyPredictions) -> bool:
     for field in fields(first):
         if field.name == "columns":
             continue
-        ours, theirs = getattr(first, field.name), getattr(second, field.name)
-        if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
-            if ours.dtype != theirs.dtype or not ours.cpu().equal(theirs.cpu()):
+        first_values, second_values = getattr(first, field.name), getattr(second, field.name)
+        if isinstance(first_values, Tensor) and isinstance(second_values, Tensor):
+            if first_values.dtype != second_values.dtype or not first_values.cpu().equal(second_values.cpu()):
                 return False
-        elif ours is not theirs and (isinstance(ours, Tensor) or ours != theirs):
+        elif first_values is not second_values and (isinstance(first_values, Tensor) or first_values != second_values):
             return False
     return True

@@ -219,11 +219,11 @@ def _quoted_rows(lines: Iterable[str], path: Path, separator: str, start: int = 
 def _join_rows(rows: Iterator[tuple[int, list[str]]], width: int, path: Path) -> Iterator[Batch]:
     """Join rows that are not empty to batches."""
     filled = ((line, row) for line, row in rows if row)
-    while some := list(islice(filled, max(1, CELLS // max(1, width)))):
-        for line, row in some:
+    while chunk := list(islice(filled, max(1, CELLS // max(1, width)))):
+        for line, row in chunk:
             if len(row) != width:
                 raise UserError(f"{path}: line {line} has {len(row)} cells, the header has {width}")
-        yield Batch([line for line, _ in some], list(zip(*(row for _, row in some), strict=True)))
+        yield Batch([line for line, _ in chunk], list(zip(*(row for _, row in chunk), strict=True)))
 
 
 def _numeric_columns(header: Sequence[str], first: Sequence[str], options: ReadOptions, path: Path) -> NumericColumns:

@@ -49,9 +49,9 @@ class LabelFile(NamedTuple):
             raise UserError(f"{source}: {len(values):,} labels for {n:,} samples")
         if not isinstance(values, list):
             return values
-        words = [normalize_label(value) for value in values]
-        numbers = [parse_integer(word) for word in words]
-        return text_array(words) if None in numbers else np.asarray(numbers, dtype=np.int64)
+        texts = [normalize_label(value) for value in values]
+        numbers = [parse_integer(text) for text in texts]
+        return text_array(texts) if None in numbers else np.asarray(numbers, dtype=np.int64)
 
 
 def class_numbers(labels: Any, names: Sequence[str] | None, path: str | Path, *, by_column: bool, classes: int) -> Any:
@@ -77,24 +77,26 @@ def class_numbers(labels: Any, names: Sequence[str] | None, path: str | Path, *,
     number = {name: i for i, name in enumerate(names or ())}
     stripped = {name.strip(): i for name, i in number.items()}
     distinct = find_distinct(labels)
-    words = [normalize_label(label, strip=False) for label in distinct.values]
-    numbers = [number.get(word, stripped.get(word.strip())) for word in words]
+    texts = [normalize_label(label, strip=False) for label in distinct.values]
+    numbers = [number.get(text, stripped.get(text.strip())) for text in texts]
     named = any(class_number is not None for class_number in numbers)
     if not named:
-        _check_spelling(words, list(number), path)
-        numbers = [parse_integer(word.strip()) for word in words]
-        binary = [BINARY_LABELS.get(word.strip().casefold()) for word in words]
+        _check_spelling(texts, list(number), path)
+        numbers = [parse_integer(text.strip()) for text in texts]
+        binary = [BINARY_LABELS.get(text.strip().casefold()) for text in texts]
         numbers = binary if classes <= 2 and None not in binary else numbers
-    bad = {int(distinct.first[i]): words[i].strip() for i, class_number in enumerate(numbers) if class_number is None}
-    if names is None and len(bad) == len(words) and not any(map(is_number_text, bad.values())):
+    unknown = {
+        int(distinct.first[i]): texts[i].strip() for i, class_number in enumerate(numbers) if class_number is None
+    }
+    if names is None and len(unknown) == len(texts) and not any(map(is_number_text, unknown.values())):
         raise UserError(
             f"{path}: class_names is missing: labels are names, and nothing says which class each name is; give class "
             "numbers, or name the columns of the classes as labels do"
         )
-    if bad:
-        row = min(bad)
-        expected = _expected_label(bad[row], names or (), named)
-        raise RowError(f"{path}: ", row, f" has label {bad[row][:80]!r}, expected {expected}")
+    if unknown:
+        row = min(unknown)
+        expected = _expected_label(unknown[row], names or (), named)
+        raise RowError(f"{path}: ", row, f" has label {unknown[row][:80]!r}, expected {expected}")
     return torch.as_tensor(numbers)[torch.from_numpy(distinct.codes.astype(np.int64, copy=False))]
 
 
@@ -105,9 +107,9 @@ def _expected_label(label: str, names: Sequence[str], named: bool) -> str:
     known = short_list(names)
     if len(names) == 2 and names[0] == f"not {names[1]}":
         known += f" (add a column for {label[:80]!r}, or write {names[0]!r})"
-    words = f"one of the classes {known}" if named else f"a class name or a whole number; the classes are {known}"
+    texts = f"one of the classes {known}" if named else f"a class name or a whole number; the classes are {known}"
     meant = next((name for name in names if _spelling(name) == _spelling(label)), None)
-    return words if meant is None else f"{words}; did you mean {meant!r}?"
+    return texts if meant is None else f"{texts}; did you mean {meant!r}?"
 
 
 def _check_spelling(labels: Sequence[str], names: Sequence[str], path: str | Path) -> None:
@@ -181,24 +183,24 @@ def as_integers(values: Any, name: str) -> NDArray[np.int64]:
     if column.dtype.kind not in "iu":
         numbers = array("q")
         for row, value in enumerate(values):
-            number = parse_integer(word := normalize_label(value))
+            number = parse_integer(text := normalize_label(value))
             if number is None:
-                raise RowError("", row, f" has {name} {word!r}, expected a whole number")
+                raise RowError("", row, f" has {name} {text!r}, expected a whole number")
             numbers.append(number)
         column = np.asarray(numbers)
     return column.astype(np.int64)
 
 
-def parse_integer(word: str) -> int | None:
+def parse_integer(text: str) -> int | None:
     """Return the integer that a text is; None if it is none, or has more than 64 bits."""
-    number = int(word) if len(word) <= MAX_DIGITS and INTEGER.fullmatch(word) else None
+    number = int(text) if len(text) <= MAX_DIGITS and INTEGER.fullmatch(text) else None
     return number if number is not None and -(2**63) <= number < 2**63 else None
 
 
-def is_number_text(word: str) -> bool:
+def is_number_text(text: str) -> bool:
     """Return whether a text is a number."""
     try:
-        float(word)
+        float(text)
     except ValueError:
         return False
     return True
@@ -206,11 +208,11 @@ def is_number_text(word: str) -> bool:
 
 def normalize_label(value: Any, *, strip: bool = True) -> str:
     """Return a label as text; 3.0, which pandas makes of 3 if another row is empty, and 3.00e+00 become 3."""
-    word = str(value.item() if isinstance(value, Tensor | np.generic) else value)
-    stripped = word.strip()
+    text = str(value.item() if isinstance(value, Tensor | np.generic) else value)
+    stripped = text.strip()
     whole, point, rest = stripped.partition(".")
     if point and INTEGER.fullmatch(whole) and not rest.strip("0"):
         return whole
     if SCIENTIFIC.fullmatch(stripped) and float(stripped).is_integer():
         return str(int(float(stripped)))
-    return stripped if strip else word
+    return stripped if strip else text

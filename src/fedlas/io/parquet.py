@@ -86,8 +86,10 @@ class ParquetFile:
                 )
         with file_errors(self._path):
             columns = _read_floats(self._file, chosen)
-            rest = self._file.read([name for name in chosen if name not in columns])
-        return columns | {name: _to_array(rest[name], name, self._path) for name in chosen if name not in columns}
+            other_columns = self._file.read([name for name in chosen if name not in columns])
+        return columns | {
+            name: _to_array(other_columns[name], name, self._path) for name in chosen if name not in columns
+        }
 
 
 def _text_columns(about: Any) -> list[str]:

@@ -62,9 +62,9 @@ class GateHistory(nn.Module):
     def end_epoch(self) -> GateEpoch:
         """End the epoch and return its fractions and its flip rate relative to the previous epoch."""
         seen = self.now != 0
-        both = seen & (self.before != 0)
-        flips = both & (self.now != self.before)
-        numbers = torch.stack([seen.sum(), (self.now > 0).sum(), both.sum(), flips.sum()]).tolist()
+        both_epochs = seen & (self.before != 0)
+        flips = both_epochs & (self.now != self.before)
+        numbers = torch.stack([seen.sum(), (self.now > 0).sum(), both_epochs.sum(), flips.sum()]).tolist()
         self.before.copy_(self.now)
         self.now.zero_()
         count, positive, common, flipped = (int(number) for number in numbers)

@@ -56,20 +56,20 @@ class MMCE(AbstractLoss):
 
     def _mean(self, confidence: Tensor, correct: Tensor, valid: Tensor) -> Tensor:
         difference = (correct - confidence) * valid
-        others = kernel_sums(confidence, difference.unsqueeze(1)).squeeze(1)
-        return difference * others / valid.sum().clamp_min(1)
+        kernel_sum = kernel_sums(confidence, difference.unsqueeze(1)).squeeze(1)
+        return difference * kernel_sum / valid.sum().clamp_min(1)
 
     def _weighted(self, confidence: Tensor, correct: Tensor, valid: Tensor) -> Tensor:
-        hits, misses = correct * valid, (1 - correct) * valid
-        m, n = hits.sum(), misses.sum()
-        both = (m > 0) & (n > 0)
-        m, n = torch.where(both, m, 1), torch.where(both, n, 1)
+        correct_mask, incorrect_mask = correct * valid, (1 - correct) * valid
+        m, n = correct_mask.sum(), incorrect_mask.sum()
+        both_occur = (m > 0) & (n > 0)
+        m, n = torch.where(both_occur, m, 1), torch.where(both_occur, n, 1)
         # Divide before the product: with soft labels m can be so small that m * m underflows.
-        p, q = hits / m * (1 - confidence), misses / n * confidence
+        p, q = correct_mask / m * (1 - confidence), incorrect_mask / n * confidence
         kernel_p, kernel_q = kernel_sums(confidence, torch.stack([p, q], 1)).unbind(1)
         t = self._normalised(p @ kernel_p, m * m) + self._normalised(q @ kernel_q, n * n)
         t = t - 2 * self._normalised(p @ kernel_q, m * n)
-        return torch.where(both, (t.clamp_min(0) + 1e-10).sqrt(), 0).expand(len(confidence))
+        return torch.where(both_occur, (t.clamp_min(0) + 1e-10).sqrt(), 0).expand(len(confidence))
 
     def _normalised(self, pairs: Tensor, number: Tensor) -> Tensor:
         return pairs / (number + 1e-5) if self.double_normalise else pairs

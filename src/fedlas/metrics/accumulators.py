@@ -50,7 +50,7 @@ class AbstractStore(ABC):
     def __init__(self, scope: Scope = "top-label", ignore_index: int | None = None) -> None:
         self.scope: Scope = scope
         self.ignore_index = ignore_index
-        self.about = Definition(estimator="")
+        self.definition = Definition(estimator="")
 
     @abstractmethod
     def take(self, batch: Pairs | Rows) -> None:
@@ -146,24 +146,24 @@ class BinStore(AbstractHistogram):
         if binning.compat == "official" and scope == "class-wise":
             raise UserError("the official class-wise ECE needs all labels at once: use the function")
         self.binning = binning
-        self.filled: Bins | None = None
+        self.sums: Bins | None = None
 
     def take(self, batch: Pairs | Rows) -> None:
-        filled = histogram_of(batch, self.binning)
-        self._take(filled.bins, filled.about)
+        histogram = histogram_of(batch, self.binning)
+        self._take(histogram.bins, histogram.definition)
 
     def merge(self, other: AbstractStore) -> None:
         same_kind = self.same(other)
-        if same_kind.filled is not None:
-            self._take(same_kind.filled, same_kind.about)
+        if same_kind.sums is not None:
+            self._take(same_kind.sums, same_kind.definition)
 
     def histogram(self) -> Histogram:
-        if self.filled is None:
+        if self.sums is None:
             raise UserError("no samples yet; call update first")
-        return Histogram(self.filled, self.about)
+        return Histogram(self.sums, self.definition)
 
     def state(self) -> State:
-        return {} if self.filled is None else self.state_of(self.filled)
+        return {} if self.sums is None else self.state_of(self.sums)
 
     def empty_state(self, num_classes: int | None = None) -> State:
         bins = self.binning.bins + (self.binning.rule == EdgeRule.LEFT_OPEN)
@@ -172,25 +172,25 @@ class BinStore(AbstractHistogram):
         return {"counts": counts, "confidence_sum": sums, "correct_sum": sums.clone(), "samples": _count(0)}
 
     @staticmethod
-    def state_of(filled: Bins) -> State:
+    def state_of(bins: Bins) -> State:
         """Return the sums of bins."""
-        return {name: getattr(filled, name) for name in BIN_SUMS} | {"samples": _count(filled.n)}
+        return {name: getattr(bins, name) for name in BIN_SUMS} | {"samples": _count(bins.n)}
 
     def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
-        self.filled, n = None, int(_one(state, "samples")) if state else 0
-        self.about = replace(self.about, n=n)
+        self.sums, n = None, int(_one(state, "samples")) if state else 0
+        self.definition = replace(self.definition, n=n)
         if n:
             counts, confidence, correct = (_one(state, name) for name in BIN_SUMS)
             edges = self.binning.edges(torch.empty(0, dtype=torch.float64, device=counts.device))
-            self.filled = Bins(edges, counts, confidence, correct, n, self.binning.rule)
-            self.about = self.binning.define(self.about)
+            self.sums = Bins(edges, counts, confidence, correct, n, self.binning.rule)
+            self.definition = self.binning.define(self.definition)
 
     def settings(self) -> tuple[object, ...]:
         return (*super().settings(), self.binning)
 
-    def _take(self, filled: Bins, about: Definition) -> None:
-        self.filled = filled if self.filled is None else self.filled + filled
-        self.about = merge_definitions(self.about, about)
+    def _take(self, bins: Bins, definition: Definition) -> None:
+        self.sums = bins if self.sums is None else self.sums + bins
+        self.definition = merge_definitions(self.definition, definition)
 
 
 class PairStore(AbstractStore):
@@ -222,14 +222,14 @@ class PairStore(AbstractStore):
         # Copies, because callers may reuse their buffers.
         _append(self.confidence, batch.confidence.float() if half else batch.confidence.clone())
         _append(self.correct, batch.correct.clone())
-        self.about = merge_definitions(self.about, batch.about)
+        self.definition = merge_definitions(self.definition, batch.definition)
 
     def merge(self, other: AbstractStore) -> None:
         same_kind = self.same(other)
         self.confidence += same_kind.confidence
         self.correct += same_kind.correct
         self.uncertainty += same_kind.uncertainty
-        self.about = merge_definitions(self.about, same_kind.about)
+        self.definition = merge_definitions(self.definition, same_kind.definition)
 
     def state(self) -> State:
         state: State = {"confidence": self.confidence, "correct": self.correct}
@@ -238,7 +238,7 @@ class PairStore(AbstractStore):
     def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
         for name, parts in state.items():
             setattr(self, name, [parts] if isinstance(parts, Tensor) else list(parts))
-        self.about = replace(self.about, n=sum(map(len, self.confidence)))
+        self.definition = replace(self.definition, n=sum(map(len, self.confidence)))
 
     def pairs(self) -> Pairs:
         """Return all samples so far."""
@@ -251,7 +251,7 @@ class PairStore(AbstractStore):
             stored = _cat(self.uncertainty)
             by_confidence = torch.log1p(-exact(confidence)).to(stored.device)
             uncertainty = torch.where(stored.isnan(), by_confidence, stored)
-        return Pairs(confidence, _cat(self.correct), self.about, uncertainty)
+        return Pairs(confidence, _cat(self.correct), self.definition, uncertainty)
 
 
 class MassStore(AbstractHistogram):
@@ -296,24 +296,27 @@ class MeanStore(AbstractStore):
     def take(self, batch: Pairs | Rows) -> None:
         table = as_rows(batch)
         self.total += float(exact(self.values(table)).sum())
-        self.about = merge_definitions(self.about, table.about)
+        self.definition = merge_definitions(self.definition, table.definition)
 
     def merge(self, other: AbstractStore) -> None:
         same_kind = self.same(other)
         self.total += same_kind.total
-        self.about = merge_definitions(self.about, same_kind.about)
+        self.definition = merge_definitions(self.definition, same_kind.definition)
 
     def mean(self) -> float:
         """Return the mean of all samples so far."""
-        if self.about.n == 0:
+        if self.definition.n == 0:
             raise UserError("no samples yet; call update first")
-        return self.total / self.about.n
+        return self.total / self.definition.n
 
     def state(self) -> State:
-        return {"total": _scalar(self.total), "samples": _count(self.about.n)}
+        return {"total": _scalar(self.total), "samples": _count(self.definition.n)}
 
     def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
-        self.total, self.about = float(_one(state, "total")), replace(self.about, n=int(_one(state, "samples")))
+        self.total, self.definition = (
+            float(_one(state, "total")),
+            replace(self.definition, n=int(_one(state, "samples"))),
+        )
 
 
 def as_pairs(batch: Pairs | Rows) -> Pairs:
@@ -433,11 +436,11 @@ class Accumulator:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, for a checkpoint."""
-        return {"metric": self.metric.name, "state": self.store.state(), "about": asdict(self.store.about)}
+        return {"metric": self.metric.name, "state": self.store.state(), "definition": asdict(self.store.definition)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore from the output of `state_dict`."""
         if state["metric"] != self.metric.name:
             raise UserError(f"this is the state of {state['metric']}, not of {self.metric.name}")
         self.store.set_state(state["state"])
-        self.store.about = Definition(**state["about"])
+        self.store.definition = Definition(**state["definition"])

@@ -166,9 +166,9 @@ class AbstractMetric(ABC):
         del part
         return {}
 
-    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, about: Definition) -> Result | None:
+    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, definition: Definition) -> Result | None:
         """Compute the metric from stored columns and the bins of all classes; None if they are not sufficient."""
-        del columns, class_bins, about
+        del columns, class_bins, definition
         return None
 
     def column(self, columns: Mapping[str, Tensor]) -> Tensor:
@@ -194,11 +194,11 @@ class AbstractMean(AbstractMetric):
             ignore_index: label of samples that are ignored.
         """
         table = rows(probs, labels, ignore_index=ignore_index)
-        return self.result(float(exact(self.values(table)).mean()), table.about)
+        return self.result(float(exact(self.values(table)).mean()), table.definition)
 
-    def result(self, value: float, about: Definition) -> Result:
+    def result(self, value: float, definition: Definition) -> Result:
         """Return a value with its definition."""
-        return Result(value, replace(about, estimator=self.title, scope=None, unit=self.unit))
+        return Result(value, replace(definition, estimator=self.title, scope=None, unit=self.unit))
 
     def contributions(self, probs: MetricInput, labels: Array | None = None, **options: Any) -> Tensor:
         return self.values(rows(probs, labels, **options))
@@ -207,14 +207,14 @@ class AbstractMean(AbstractMetric):
         return MeanStore(self.values, ignore_index)
 
     def compute(self, store: MeanStore) -> Result:
-        return self.result(store.mean(), store.about)
+        return self.result(store.mean(), store.definition)
 
     def columns(self, part: Predictions) -> dict[str, Tensor]:
         return {self.name: exact(self.values(rows(part)))}
 
-    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, about: Definition) -> Result | None:
+    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, definition: Definition) -> Result | None:
         del class_bins
-        return self.result(float(columns[self.name].mean()), about) if self.name in columns else None
+        return self.result(float(columns[self.name].mean()), definition) if self.name in columns else None
 
 
 class AbstractBinned(AbstractMetric):
@@ -228,7 +228,7 @@ class AbstractBinned(AbstractMetric):
     binning: ClassVar[Kind] = "width"
 
     @abstractmethod
-    def of_bins(self, filled: Histogram) -> Result:
+    def of_bins(self, histogram: Histogram) -> Result:
         """Compute the metric from a histogram."""
 
     def measure(self, probs: MetricInput, labels: Array | None, bins: int, **options: Any) -> Result:

@@ -253,22 +253,22 @@ def class_mass_statistics(
     probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | Float[Tensor, "n classes"], bins: int
 ) -> Bins:
     """Return one histogram per class, each with its own equal-mass bins."""
-    filled = []
+    by_class = []
     for k in range(probs.shape[1]):
         correct = labels[:, k] if labels.ndim == 2 else labels == k
-        filled.append(bin_statistics(probs[:, k], correct, equal_mass_edges(probs[:, k], bins), EdgeRule.RIGHT))
-    return stack(filled)
+        by_class.append(bin_statistics(probs[:, k], correct, equal_mass_edges(probs[:, k], bins), EdgeRule.RIGHT))
+    return stack(by_class)
 
 
-def stack(filled: Sequence[Bins]) -> Bins:
+def stack(by_class: Sequence[Bins]) -> Bins:
     """Stack the histograms of several classes."""
     return Bins(
-        torch.stack([bins.edges for bins in filled]),
-        torch.stack([bins.counts for bins in filled]),
-        torch.stack([bins.confidence_sum for bins in filled]),
-        torch.stack([bins.correct_sum for bins in filled]),
-        filled[0].n,
-        filled[0].rule,
+        torch.stack([bins.edges for bins in by_class]),
+        torch.stack([bins.counts for bins in by_class]),
+        torch.stack([bins.confidence_sum for bins in by_class]),
+        torch.stack([bins.correct_sum for bins in by_class]),
+        by_class[0].n,
+        by_class[0].rule,
     )
 
 

@@ -81,9 +81,9 @@ class Binning:
     def __str__(self) -> str:
         return f"equal-{self.kind} bins {self.rule}"
 
-    def define(self, about: Definition) -> Definition:
+    def define(self, definition: Definition) -> Definition:
         """Return a definition with the number and the edges of the bins."""
-        return replace(about, bins=self.bins, edges=str(self), compat=self.compat)
+        return replace(definition, bins=self.bins, edges=str(self), compat=self.compat)
 
     def index(self, confidence: Float[Tensor, " n"]) -> Int64[Tensor, " n"]:
         """Return the bin of each confidence; -1 or the number of bins if it is in no bin."""
@@ -162,7 +162,7 @@ class Histogram(NamedTuple):
     """Counts and sums of bins, and the definition of results that are computed from them."""
 
     bins: Bins
-    about: Definition
+    definition: Definition
 
 
 def histogram(
@@ -193,6 +193,6 @@ def histogram(
 def histogram_of(samples: Pairs | Rows, binning: Binning) -> Histogram:
     """Return the histogram of validated samples."""
     if isinstance(samples, Rows):
-        return Histogram(binning.fill_classes(samples.probs, samples.labels), binning.define(samples.about))
-    filled = samples.once(("bins", binning), lambda: binning.fill(samples.confidence, samples.correct))
-    return Histogram(filled, binning.define(samples.about))
+        return Histogram(binning.fill_classes(samples.probs, samples.labels), binning.define(samples.definition))
+    bins = samples.once(("bins", binning), lambda: binning.fill(samples.confidence, samples.correct))
+    return Histogram(bins, binning.define(samples.definition))

@@ -53,8 +53,8 @@ class ECE(AbstractFixedBinned):
     interval = GapInversion()
     paired = PairedGaps()
 
-    def of_bins(self, filled: Histogram) -> Result:
-        return l1_error(filled, self.title)
+    def of_bins(self, histogram: Histogram) -> Result:
+        return l1_error(histogram, self.title)
 
 
 class AECE(AbstractFixedBinned):
@@ -70,8 +70,8 @@ class AECE(AbstractFixedBinned):
     interval = GapInversion()
     paired = PairedGaps()
 
-    def of_bins(self, filled: Histogram) -> Result:
-        return l1_error(filled, self.title)
+    def of_bins(self, histogram: Histogram) -> Result:
+        return l1_error(histogram, self.title)
 
 
 class ClasswiseECE(AbstractBinned):
@@ -99,8 +99,8 @@ class ClasswiseECE(AbstractBinned):
         options: dict[str, Any] = {"binning": binning, "compat": compat, "ignore_index": ignore_index}
         return self.measure(probs, labels, bins, scope="class-wise", **options)
 
-    def of_bins(self, filled: Histogram) -> Result:
-        return l1_error(filled, self.title)
+    def of_bins(self, histogram: Histogram) -> Result:
+        return l1_error(histogram, self.title)
 
     def gaps(self, probs: MetricInput, labels: Array | None = None, bins: int = 15, **options: Any) -> AbstractGaps:
         return super().gaps(probs, labels, bins, **options, scope="class-wise")
@@ -108,10 +108,10 @@ class ClasswiseECE(AbstractBinned):
     def store(self, bins: int = 15, **options: Any) -> AbstractHistogram:
         return super().store(bins, **options, scope="class-wise")
 
-    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, about: Definition) -> Result:
+    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, definition: Definition) -> Result:
         del columns
         binning = Binning(class_bins.counts.shape[-1])
-        return self.of_bins(Histogram(class_bins, binning.define(about)))
+        return self.of_bins(Histogram(class_bins, binning.define(definition)))
 
 
 class AbstractSide(AbstractFreelyBinned):
@@ -121,9 +121,9 @@ class AbstractSide(AbstractFreelyBinned):
     side: ClassVar[str]
     in_summary = True
 
-    def of_bins(self, filled: Histogram) -> Result:
-        each = (self.sign * filled.bins.weighted_gap).clamp_min(0).sum(-1)
-        return _result(filled, self.title, f"L1, {self.side} bins", float(each.mean()), each)
+    def of_bins(self, histogram: Histogram) -> Result:
+        per_class = (self.sign * histogram.bins.weighted_gap).clamp_min(0).sum(-1)
+        return _result(histogram, self.title, f"L1, {self.side} bins", float(per_class.mean()), per_class)
 
 
 class OverECE(AbstractSide):
@@ -162,9 +162,9 @@ class SignedECE(AbstractFreelyBinned):
     order = 110
     interval = MeanBootstrap(Bounds(-1.0, 0.0, 1.0))
 
-    def of_bins(self, filled: Histogram) -> Result:
-        each = filled.bins.weighted_gap.sum(-1)
-        return _result(filled, self.title, "signed sum", float(each.mean()), each)
+    def of_bins(self, histogram: Histogram) -> Result:
+        per_class = histogram.bins.weighted_gap.sum(-1)
+        return _result(histogram, self.title, "signed sum", float(per_class.mean()), per_class)
 
     def contributions(self, probs: MetricInput, labels: Array | None = None, **options: Any) -> Tensor:
         return torch.from_numpy(self.gaps(probs, labels, **options).sample_gaps)
@@ -178,9 +178,9 @@ class MCE(AbstractFreelyBinned):
     explanation = "The largest absolute difference of confidence and accuracy in any bin, however few samples it has."
     order = 120
 
-    def of_bins(self, filled: Histogram) -> Result:
-        each = filled.bins.gap.abs().amax(-1)
-        return _result(filled, self.title, "maximum", float(each.max()), each)
+    def of_bins(self, histogram: Histogram) -> Result:
+        per_class = histogram.bins.gap.abs().amax(-1)
+        return _result(histogram, self.title, "maximum", float(per_class.max()), per_class)
 
 
 class RMSError(AbstractFreelyBinned):
@@ -192,8 +192,8 @@ class RMSError(AbstractFreelyBinned):
     order = 130
     interval = GapInversion("rms")
 
-    def of_bins(self, filled: Histogram) -> Result:
-        return _power_error(filled, 2)
+    def of_bins(self, histogram: Histogram) -> Result:
+        return _power_error(histogram, 2)
 
 
 class DebiasedL2(AbstractFreelyBinned):
@@ -207,14 +207,14 @@ class DebiasedL2(AbstractFreelyBinned):
     order = 180
     interval = GapInversion("rms")
 
-    def of_bins(self, filled: Histogram) -> Result:
-        if "soft" in (filled.about.scope or ""):
+    def of_bins(self, histogram: Histogram) -> Result:
+        if "soft" in (histogram.definition.scope or ""):
             raise UserError("the debiased L2 error subtracts the variance of hard labels; these labels are soft")
-        bins = filled.bins
-        chance = bins.accuracy * (1 - bins.accuracy) / (bins.counts - 1).clamp_min(1)
-        squares = (bins.gap**2 - chance) * (bins.counts >= 2)
-        each = (squares * bins.fraction).sum(-1).clamp_min(0)
-        return _result(filled, self.title, "L2, debiased", float(each.mean()) ** 0.5, each**0.5)
+        bins = histogram.bins
+        variance = bins.accuracy * (1 - bins.accuracy) / (bins.counts - 1).clamp_min(1)
+        squares = (bins.gap**2 - variance) * (bins.counts >= 2)
+        per_class = (squares * bins.fraction).sum(-1).clamp_min(0)
+        return _result(histogram, self.title, "L2, debiased", float(per_class.mean()) ** 0.5, per_class**0.5)
 
 
 ece, aece, classwise_ece = ECE(), AECE(), ClasswiseECE()
@@ -235,18 +235,18 @@ def lp_error(probs: MetricInput, labels: Array | None = None, bins: int = 15, p:
     return _power_error(histogram(probs, labels, bins, **options), p)
 
 
-def _power_error(filled: Histogram, p: float) -> Result:
+def _power_error(histogram: Histogram, p: float) -> Result:
     if not 1 <= p < math.inf:
         raise UserError(f"p is {p}; it must be finite and at least 1; the largest gap is mce")
-    each = (filled.bins.fraction * filled.bins.gap.abs() ** p).sum(-1)
+    per_class = (histogram.bins.fraction * histogram.bins.gap.abs() ** p).sum(-1)
     name = "RMS calibration error" if p == 2 else f"L{p:g} calibration error"
-    return _result(filled, name, f"L{p:g}", float(each.mean()) ** (1 / p), each ** (1 / p))
+    return _result(histogram, name, f"L{p:g}", float(per_class.mean()) ** (1 / p), per_class ** (1 / p))
 
 
-def l1_error(filled: Histogram, name: str) -> Result:
+def l1_error(histogram: Histogram, name: str) -> Result:
     """Return the sum of the absolute gaps of all bins."""
-    each = filled.bins.weighted_gap.abs().sum(-1)
-    return _result(filled, name, "L1", float(each.mean()), each)
+    per_class = histogram.bins.weighted_gap.abs().sum(-1)
+    return _result(histogram, name, "L1", float(per_class.mean()), per_class)
 
 
 def per_image(
@@ -277,12 +277,14 @@ def per_image(
     results = [metric(maps[i : i + 1], truth[i : i + 1], ignore_index=ignore_index, **options) for i in counted]
     values = tuple(float(result) for result in results)
     first = results[0].definition
-    about = replace(first, scope=f"{first.scope}, mean over images", n=sum(result.definition.n for result in results))
+    definition = replace(
+        first, scope=f"{first.scope}, mean over images", n=sum(result.definition.n for result in results)
+    )
     details = {"images": len(values), "left_out": len(maps) - len(values), "values": values}
-    return Result(sum(values) / len(values), about, None, details)
+    return Result(sum(values) / len(values), definition, None, details)
 
 
-def _result(filled: Histogram, name: str, norm: str, value: float, each: Float64[Tensor, "*classes"]) -> Result:
-    details = {"filled_bins": int((filled.bins.counts > 0).sum())}
-    parts = {"per_class": tuple(each.tolist())} if each.ndim else {}
-    return Result(value, replace(filled.about, estimator=name, norm=norm), details=details | parts)
+def _result(histogram: Histogram, name: str, norm: str, value: float, per_class: Float64[Tensor, "*classes"]) -> Result:
+    details = {"filled_bins": int((histogram.bins.counts > 0).sum())}
+    parts = {"per_class": tuple(per_class.tolist())} if per_class.ndim else {}
+    return Result(value, replace(histogram.definition, estimator=name, norm=norm), details=details | parts)

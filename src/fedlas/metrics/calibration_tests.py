@@ -37,8 +37,8 @@ class KSTest(AbstractTopLabel):
     def of_pairs(self, samples: Pairs) -> Result:
         walk, scale = _walk(_hard(samples))
         value = float(walk.abs().max())
-        about = replace(samples.about, estimator=self.title, norm="maximum")
-        return Result(value, about, None, _p_value(value, scale, _ks_tail))
+        definition = replace(samples.definition, estimator=self.title, norm="maximum")
+        return Result(value, definition, None, _p_value(value, scale, _ks_tail))
 
 
 class KuiperTest(AbstractTopLabel):
@@ -53,8 +53,8 @@ class KuiperTest(AbstractTopLabel):
     def of_pairs(self, samples: Pairs) -> Result:
         walk, scale = _walk(_hard(samples))
         value = float(walk.max() - walk.min())
-        about = replace(samples.about, estimator=self.title, norm="range")
-        return Result(value, about, None, _p_value(value, scale, _kuiper_tail))
+        definition = replace(samples.definition, estimator=self.title, norm="range")
+        return Result(value, definition, None, _p_value(value, scale, _kuiper_tail))
 
 
 class SpiegelhalterTest(AbstractTopLabel):
@@ -73,11 +73,11 @@ class SpiegelhalterTest(AbstractTopLabel):
         c, correct = exact(samples.confidence), exact(samples.correct)
         deviation = float(((1 - 2 * c).square() * c * (1 - c)).sum().sqrt())
         total = float(((correct - c) * (1 - 2 * c)).sum())
-        about = replace(samples.about, estimator=self.title, norm=None, unit=self.unit)
+        definition = replace(samples.definition, estimator=self.title, norm=None, unit=self.unit)
         # If all confidences are 0, 1/2 or 1, the variance is zero.
         limit = 0.0 if total == 0 else math.copysign(math.inf, total)
         z = limit if deviation == 0 else total / deviation
-        return Result(z, about, None, {"p_value": _two_sided(z)})
+        return Result(z, definition, None, {"p_value": _two_sided(z)})
 
 
 ks_test, kuiper_test, spiegelhalter_test = KSTest(), KuiperTest(), SpiegelhalterTest()

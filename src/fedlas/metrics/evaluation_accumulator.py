@@ -39,69 +39,69 @@ class EvaluationAccumulator:
         self.binning = Binning(bins)
         self.class_bins: Bins | None = None
         self.metrics = all_metrics()
-        self._about: list[Definition] = []
+        self._definition: list[Definition] = []
         self._parts: list[dict[str, Tensor]] = []
         self._tables: list[tuple[Tensor, Tensor]] | None = []  # probabilities and labels; None if they are too many
 
     def update(self, part: AnyPredictions) -> None:
         """Add predictions."""
         top = pairs(part, ranked=True)
-        kept = {"confidence": top.confidence, "correct": top.correct}
+        columns = {"confidence": top.confidence, "correct": top.correct}
         if top.log_uncertainty is not None:
-            kept["log_uncertainty"] = top.log_uncertainty
-        self._about.append(top.about)
+            columns["log_uncertainty"] = top.log_uncertainty
+        self._definition.append(top.definition)
         if isinstance(part, Predictions):
             probs = part.probs
             self._keep_tables([(probs, part.labels)])
-            filled = self.binning.fill_classes(probs, part.labels)
-            self.class_bins = filled if self.class_bins is None else self.class_bins + filled
+            class_bins = self.binning.fill_classes(probs, part.labels)
+            self.class_bins = class_bins if self.class_bins is None else self.class_bins + class_bins
             for metric in self.metrics.values():
                 if metric.needs_all_classes:
-                    kept |= metric.columns(part)
-        self._parts.append(kept)
+                    columns |= metric.columns(part)
+        self._parts.append(columns)
 
     def merge(self, other: "EvaluationAccumulator") -> None:
         """Add the samples of another accumulator."""
-        self._about += other._about
+        self._definition += other._definition
         self._parts += other._parts
         self._keep_tables(other._tables)
         if other.class_bins is not None:
             self.class_bins = other.class_bins if self.class_bins is None else self.class_bins + other.class_bins
 
     def _keep_tables(self, tables: list[tuple[Tensor, Tensor]] | None) -> None:
-        kept = None if self._tables is None or tables is None else self._tables + tables
-        too_many = kept is not None and sum(probs.numel() for probs, _ in kept) > MAX_PROBS
-        self._tables = None if too_many else kept
+        all_tables = None if self._tables is None or tables is None else self._tables + tables
+        too_many = all_tables is not None and sum(probs.numel() for probs, _ in all_tables) > MAX_PROBS
+        self._tables = None if too_many else all_tables
 
     def columns(self) -> dict[str, Tensor]:
-        """Return the kept columns of all samples; values without dimensions are added up."""
+        """Return the columns of all samples; values without dimensions are added up."""
         return {name: self._column(name) for name in self._parts[0]}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what is kept: a few numbers per sample and one histogram per class."""
-        kept = {name: column for name, column in self.columns().items() if column.ndim}
+        """Return the stored columns: a few numbers per sample and one histogram per class."""
+        columns = {name: column for name, column in self.columns().items() if column.ndim}
         if self.class_bins is not None:
-            kept |= {f"class_{name}": getattr(self.class_bins, name) for name in BIN_SUMS}
-        return {name: column.cpu() for name, column in kept.items()}
+            columns |= {f"class_{name}": getattr(self.class_bins, name) for name in BIN_SUMS}
+        return {name: column.cpu() for name, column in columns.items()}
 
     @classmethod
     def from_state_dict(
         cls, columns: Mapping[str, Tensor], split: str | None = None, bins: int = 15
     ) -> "EvaluationAccumulator":
         """Return an accumulator with a saved state; how many losses were floored is no longer known."""
-        made = cls(bins)
-        about = pairs(columns["confidence"], columns["correct"], "confidence").about
-        made._about.append(replace(about, scope="top-label", split=split))
+        accumulator = cls(bins)
+        definition = pairs(columns["confidence"], columns["correct"], "confidence").definition
+        accumulator._definition.append(replace(definition, scope="top-label", split=split))
         samples = len(columns["confidence"])
-        made._tables = None
-        made._parts.append(
+        accumulator._tables = None
+        accumulator._parts.append(
             {n: column for n, column in columns.items() if not n.startswith("class_") and len(column) == samples}
         )
         if "class_counts" in columns:
             counts, confidence, correct = (columns[f"class_{name}"] for name in BIN_SUMS)
-            edges = made.binning.edges(columns["confidence"][:0])
-            made.class_bins = Bins(edges, counts, confidence, correct, samples, made.binning.rule)
-        return made
+            edges = accumulator.binning.edges(columns["confidence"][:0])
+            accumulator.class_bins = Bins(edges, counts, confidence, correct, samples, accumulator.binning.rule)
+        return accumulator
 
     def histograms(self, top: Pairs | None = None) -> dict[str, Bins]:
         """Return the bins of the top label, of equal width and of equal mass, for reliability diagrams.
@@ -136,16 +136,16 @@ class EvaluationAccumulator:
     def compare(
         self,
         other: "EvaluationAccumulator",
-        ours: Mapping[str, Result],
-        theirs: Mapping[str, Result],
+        first_results: Mapping[str, Result],
+        second_results: Mapping[str, Result],
         how: Resampling,
     ) -> dict[str, Comparison]:
         """Compare two sets of predictions of the same samples by paired tests.
 
         Args:
             other: the second set of predictions.
-            ours: results of this accumulator.
-            theirs: results of the other one.
+            first_results: results of this accumulator.
+            second_results: results of the other one.
             how: confidence level, resamples and seed; with fewer resamples than the level needs there are no tests.
         """
         try:
@@ -155,16 +155,18 @@ class EvaluationAccumulator:
         comparisons = {}
         columns = self.columns(), other.columns()
         for name, metric in default_comparison_metrics().items():
-            if name not in ours or name not in theirs:
+            if name not in first_results or name not in second_results:
                 continue
             method = paired_method(metric)
             if metric.is_binned:
                 test = method.compare(metric, self.top, other.top, None, how, bins=self.binning.bins)
-                comparisons[name] = replace(test, first=ours[name], second=theirs[name])
+                comparisons[name] = replace(test, first=first_results[name], second=second_results[name])
                 continue
             first, second = (
-                EachSample(result[name], exact(accumulator._values(metric, kept)))
-                for accumulator, result, kept in zip((self, other), (ours, theirs), columns, strict=True)
+                EachSample(result[name], exact(accumulator._values(metric, own_columns)))
+                for accumulator, result, own_columns in zip(
+                    (self, other), (first_results, second_results), columns, strict=True
+                )
             )
             comparisons[name] = method.compare_means(metric, first, second, how)
         return comparisons
@@ -181,20 +183,20 @@ class EvaluationAccumulator:
     @property
     def top(self) -> Pairs:
         """The confidence of the most probable class of each sample, and whether it was correct."""
-        kept = [self._column(name) if name in self._parts[0] else None for name in TOP_LABEL]
-        confidence, correct, uncertainty = kept
+        columns = [self._column(name) if name in self._parts[0] else None for name in TOP_LABEL]
+        confidence, correct, uncertainty = columns
         assert confidence is not None
         assert correct is not None
-        return Pairs(confidence, correct, replace(self._about[0], n=len(confidence)), uncertainty)
+        return Pairs(confidence, correct, replace(self._definition[0], n=len(confidence)), uncertainty)
 
     def _of_columns(
         self, metric: AbstractMetric, columns: Mapping[str, Tensor], how: Resampling | None
     ) -> Result | None:
         if self.class_bins is None:
             return None
-        scope = (self._about[0].scope or "").replace("top-label", "class-wise")
-        about = replace(self._about[0], scope=scope, n=len(columns["confidence"]))
-        result = metric.of_columns(columns, self.class_bins, about)
+        scope = (self._definition[0].scope or "").replace("top-label", "class-wise")
+        definition = replace(self._definition[0], scope=scope, n=len(columns["confidence"]))
+        result = metric.of_columns(columns, self.class_bins, definition)
         if result is None or how is None or metric.interval is None:
             return result
         if not metric.is_binned:
@@ -202,7 +204,7 @@ class EvaluationAccumulator:
         if not self._tables:
             return result
         probs, labels = (torch.cat(parts) for parts in zip(*self._tables, strict=True))
-        measured = metric.interval.measure(metric, Rows(probs, labels, about), None, how, bins=self.binning.bins)
+        measured = metric.interval.measure(metric, Rows(probs, labels, definition), None, how, bins=self.binning.bins)
         assert measured.interval is not None
         return result.with_interval(measured.interval, noise_floor=measured.details["noise_floor"])
 

@@ -46,14 +46,14 @@ class Pairs:
     Args:
         confidence: one probability per sample.
         correct: whether the prediction is the label, or the probability that a soft label gives to it.
-        about: definition of results, without the estimator.
+        definition: definition of results, without the estimator.
         log_uncertainty: logarithm of 1 - confidence in float64, if logits are known. It ranks samples whose
             confidences are equal in float32; None ranks by confidence.
     """
 
     confidence: Float[Tensor, " n"]
     correct: Bool[Tensor, " n"] | Float[Tensor, " n"]
-    about: Definition
+    definition: Definition
     log_uncertainty: Float[Tensor, " n"] | None = None
 
     @property
@@ -87,12 +87,12 @@ class Rows:
     Args:
         probs: one row of class probabilities per sample.
         labels: class numbers, or rows of class probabilities (soft labels, or several labels at once).
-        about: definition of results, without the estimator.
+        definition: definition of results, without the estimator.
     """
 
     probs: Float[Tensor, "n classes"]
     labels: Int64[Tensor, " n"] | Float[Tensor, "n classes"]
-    about: Definition
+    definition: Definition
 
 
 Counted = TypeVar("Counted", Predictions, TopLabelPredictions)
@@ -111,12 +111,12 @@ class Checked(NamedTuple):
 
     probs: Tensor
     labels: Tensor
-    kept: Tensor | None
+    used: Tensor | None
 
     @property
     def ignored(self) -> Tensor | None:
         """Mask of the ignored positions (None: there are none)."""
-        return None if self.kept is None else ~self.kept
+        return None if self.used is None else ~self.used
 
     @property
     def soft(self) -> bool:
@@ -144,8 +144,8 @@ def pairs(
     if isinstance(probs, Pairs):
         if labels is not None or ignore_index is not None:
             raise UserTypeError("pairs carry their own correctness; give neither labels nor ignore_index with them")
-        if not (probs.about.scope or "").startswith(scope):
-            raise UserError(f"these pairs are {probs.about.scope}, not {scope}")
+        if not (probs.definition.scope or "").startswith(scope):
+            raise UserError(f"these pairs are {probs.definition.scope}, not {scope}")
         return probs
     if isinstance(probs, Rows):
         raise UserTypeError("rows hold all classes; this metric needs pairs, predictions or arrays")
@@ -155,7 +155,9 @@ def pairs(
         probs = _without_ignored(probs, labels, ignore_index)
         if scope != "top-label":
             raise UserError(f'only the top confidence of each sample is known; scope "{scope}" needs all classes')
-        return Pairs(probs.confidence, probs.correct, _about(probs.confidence, scope, soft=False, split=probs.split))
+        return Pairs(
+            probs.confidence, probs.correct, _definition(probs.confidence, scope, soft=False, split=probs.split)
+        )
     if scope in {"positive", "confidence"}:
         positive = _positive(probs, labels, ignore_index, scope)
         if ranked and isinstance(probs, Predictions):
@@ -166,8 +168,8 @@ def pairs(
         raise UserError(f"scope {scope!r} has no single confidence per sample; expected {expected}")
     if isinstance(probs, Predictions):
         soft = probs.labels.ndim == 2
-        about = _about(probs.confidence, scope, soft, probs.split)
-        return Pairs(probs.confidence, probs.correct, about, probs.log_uncertainty if ranked else None)
+        definition = _definition(probs.confidence, scope, soft, probs.split)
+        return Pairs(probs.confidence, probs.correct, definition, probs.log_uncertainty if ranked else None)
     checked = _tables(probs, labels, ignore_index)
     return _pairs(checked, *top_of_probs(checked.probs, ignored=checked.ignored))
 
@@ -222,7 +224,7 @@ def rows(
         return _label_rows(probs, labels)
     if isinstance(probs, Predictions):
         probs = _without_ignored(probs, labels, ignore_index)
-        return Rows(probs.probs, probs.labels, _about(probs.probs, scope, probs.labels.ndim == 2, probs.split))
+        return Rows(probs.probs, probs.labels, _definition(probs.probs, scope, probs.labels.ndim == 2, probs.split))
     checked = _tables(probs, labels, ignore_index)
     check_probs(checked.probs, ignored=checked.ignored)
     return _rows(checked, scope)
@@ -245,9 +247,9 @@ def logit_rows(logits: Array, labels: Array, ignore_index: int | None = None) ->
 def logit_rows_of(predictions: Predictions, labels: Array | None, ignore_index: int | None) -> Rows:
     """Return the logits and labels of predictions, one row per sample, without computing probabilities."""
     selected = _without_ignored(predictions, labels, ignore_index)
-    about = _about(selected.logits, "class-wise", selected.labels.ndim == 2, selected.split)
+    definition = _definition(selected.logits, "class-wise", selected.labels.ndim == 2, selected.split)
     dtype = str(torch.promote_types(selected.logits.dtype, torch.float32)).removeprefix("torch.")
-    return Rows(selected.logits, selected.labels, replace(about, dtype=dtype))
+    return Rows(selected.logits, selected.labels, replace(definition, dtype=dtype))
 
 
 def probs_of(logits: Array, scope: Scope = "top-label") -> Float[Tensor, "..."]:
@@ -304,18 +306,18 @@ def _pairs(checked: Checked, confidence: Tensor, prediction: Tensor, uncertainty
     correct = checked.labels.gather(1, prediction[:, None])[:, 0] if checked.soft else prediction == checked.labels
 
     def select(values: Tensor) -> Tensor:
-        return values.reshape(-1) if checked.kept is None else values[checked.kept]
+        return values.reshape(-1) if checked.used is None else values[checked.used]
 
     confidence = select(confidence)
-    about = _about(confidence, "top-label", checked.soft)
-    return Pairs(confidence, select(correct), about, None if uncertainty is None else select(uncertainty))
+    definition = _definition(confidence, "top-label", checked.soft)
+    return Pairs(confidence, select(correct), definition, None if uncertainty is None else select(uncertainty))
 
 
 def _rows(checked: Checked, scope: Scope) -> Rows:
     table, truth = _table(checked.probs), _table(checked.labels) if checked.soft else checked.labels.reshape(-1)
-    if checked.kept is not None:
-        table, truth = table[checked.kept.reshape(-1)], truth[checked.kept.reshape(-1)]
-    return Rows(table, truth, _about(table, scope, checked.soft))
+    if checked.used is not None:
+        table, truth = table[checked.used.reshape(-1)], truth[checked.used.reshape(-1)]
+    return Rows(table, truth, _definition(table, scope, checked.soft))
 
 
 def _table(maps: Float[Tensor, "n classes *space"]) -> Float[Tensor, "rows classes"]:
@@ -332,7 +334,7 @@ def _label_rows(probs: Predictions | Array, labels: Array | None) -> Rows:
         )
     _check_range("probs", scores)
     _check_range("labels", truth)
-    return Rows(scores, truth.to(scores.dtype), _about(scores, "multi-label", truth.is_floating_point()))
+    return Rows(scores, truth.to(scores.dtype), _definition(scores, "multi-label", truth.is_floating_point()))
 
 
 def _positive(probs: Predictions | Array, labels: Array | None, ignore_index: int | None, scope: Scope) -> Pairs:
@@ -371,7 +373,7 @@ def _positive(probs: Predictions | Array, labels: Array | None, ignore_index: in
     for name in vectors:
         _check_range(name, confidence if name == "probs" else truth)
     soft = truth.is_floating_point()
-    return Pairs(confidence, truth if soft else truth == 1, _about(confidence, scope, soft, split))
+    return Pairs(confidence, truth if soft else truth == 1, _definition(confidence, scope, soft, split))
 
 
 def _without_ignored(predictions: Counted, labels: Array | None, ignore_index: int | None) -> Counted:
@@ -438,7 +440,7 @@ def _check_range(name: str, values: Tensor) -> None:
     check_rows(name, values, good if good.ndim == 1 else good.all(dim=1), "is not between 0 and 1")
 
 
-def _about(scores: Tensor, scope: Scope, soft: bool, split: str | None = None) -> Definition:
+def _definition(scores: Tensor, scope: Scope, soft: bool, split: str | None = None) -> Definition:
     return Definition(
         estimator="",
         scope=f"{scope}, soft labels" if soft else scope,
@@ -450,7 +452,7 @@ def _about(scores: Tensor, scope: Scope, soft: bool, split: str | None = None) -
 
 def correctness(samples: Pairs) -> Bool[Tensor, " n"] | Float[Tensor, " n"]:
     """Return whether each prediction is correct; a binary probability up to one half predicts class 0."""
-    if not (samples.about.scope or "").startswith("positive"):
+    if not (samples.definition.scope or "").startswith("positive"):
         return samples.correct
     positive = samples.confidence > 0.5
     if samples.correct.dtype == torch.bool:
@@ -461,8 +463,10 @@ def correctness(samples: Pairs) -> Bool[Tensor, " n"] | Float[Tensor, " n"]:
 
 def binary_predictions(samples: Pairs) -> Pairs:
     """Replace the probability of class 1 by the confidence in the predicted class: 1 above one half, else 0."""
-    if not (samples.about.scope or "").startswith("positive"):
+    if not (samples.definition.scope or "").startswith("positive"):
         return samples
     confidence = torch.where(samples.confidence > 0.5, samples.confidence, 1 - samples.confidence)
-    about = replace(samples.about, scope=(samples.about.scope or "").replace("positive", "binary answers"))
-    return Pairs(confidence, correctness(samples), about, samples.log_uncertainty)
+    definition = replace(
+        samples.definition, scope=(samples.definition.scope or "").replace("positive", "binary answers")
+    )
+    return Pairs(confidence, correctness(samples), definition, samples.log_uncertainty)

@@ -139,8 +139,10 @@ class PairedMeans(AbstractPairedMethod):
         how: Resampling,
         **options: Any,
     ) -> Comparison:
-        ours, theirs = (of_each_sample(metric, cast("Any", model), labels, **options) for model in (first, second))
-        return self.compare_means(metric, ours, theirs, how)
+        first_samples, second_samples = (
+            of_each_sample(metric, cast("Any", model), labels, **options) for model in (first, second)
+        )
+        return self.compare_means(metric, first_samples, second_samples, how)
 
     def compare_means(
         self,
@@ -236,16 +238,16 @@ def across_seeds(results: Sequence[float]) -> Result:
     if not results:
         raise UserError("no runs to average")
     first = results[0]
-    about = first.definition if isinstance(first, Result) else Definition(estimator="mean over seeds", unit="")
+    definition = first.definition if isinstance(first, Result) else Definition(estimator="mean over seeds", unit="")
     for other in results[1:]:
-        theirs = other.definition if isinstance(other, Result) else about
+        theirs = other.definition if isinstance(other, Result) else definition
         if (theirs.estimator, theirs.bins, theirs.edges, theirs.scope) != (
-            about.estimator,
-            about.bins,
-            about.edges,
-            about.scope,
+            definition.estimator,
+            definition.bins,
+            definition.edges,
+            definition.scope,
         ):
-            raise UserError(f"runs measured by different metrics cannot be averaged: {about} and {theirs}")
+            raise UserError(f"runs measured by different metrics cannot be averaged: {definition} and {theirs}")
     values = [float(value) for value in results]
     deviation = stdev(values) if len(values) > 1 else math.nan
-    return Result(fmean(values), about, None, {"std": deviation, "seeds": len(values), "values": tuple(values)})
+    return Result(fmean(values), definition, None, {"std": deviation, "seeds": len(values), "values": tuple(values)})

@@ -81,7 +81,7 @@ class Accuracy(AbstractTopLabel):
     paired = PairedMeans(largest=1.0)
 
     def of_pairs(self, samples: Pairs) -> Result:
-        return Result(float(exact(correctness(samples)).mean()), replace(samples.about, estimator=self.title))
+        return Result(float(exact(correctness(samples)).mean()), replace(samples.definition, estimator=self.title))
 
     def values_of(self, samples: Pairs) -> Tensor:
         return correctness(samples)
@@ -92,9 +92,9 @@ class Accuracy(AbstractTopLabel):
         return BinStore(Binning(1), scope, ignore_index)
 
     def compute(self, store: Any) -> Result:
-        filled, about = store.histogram()
-        plain = replace(about, estimator=self.title, bins=None, edges=None)
-        return Result(float(filled.correct_sum.sum()) / filled.n, plain)
+        histogram, definition = store.histogram()
+        definition = replace(definition, estimator=self.title, bins=None, edges=None)
+        return Result(float(histogram.correct_sum.sum()) / histogram.n, definition)
 
 
 class NLL(AbstractMetric):
@@ -114,13 +114,13 @@ class NLL(AbstractMetric):
 
     def __call__(self, probs: MetricInput, labels: Array | None = None, *, ignore_index: int | None = None) -> Result:
         """Compute the metric; logits of `Predictions` are used directly and need no floor."""
-        losses, about = losses_of(probs, labels, ignore_index)
-        return self.result(float(losses.values.mean()), losses.floored, losses.floor, about)
+        losses, definition = losses_of(probs, labels, ignore_index)
+        return self.result(float(losses.values.mean()), losses.floored, losses.floor, definition)
 
-    def result(self, value: float, floored: int, floor: float, about: Definition) -> Result:
+    def result(self, value: float, floored: int, floor: float, definition: Definition) -> Result:
         """Return the mean loss, and the floor of probabilities that was used."""
-        about = replace(about, estimator=self.title, scope=None, unit=self.unit)
-        return Result(value, about, None, {"floor": floor, "floored": floored})
+        definition = replace(definition, estimator=self.title, scope=None, unit=self.unit)
+        return Result(value, definition, None, {"floor": floor, "floored": floored})
 
     def contributions(self, probs: MetricInput, labels: Array | None = None, **options: Any) -> Tensor:
         return losses_of(probs, labels, **options)[0].values
@@ -129,9 +129,9 @@ class NLL(AbstractMetric):
         return LossStore(ignore_index)
 
     def compute(self, store: "LossStore") -> Result:
-        if store.about.n == 0:
+        if store.definition.n == 0:
             raise UserError("no samples yet; call update first")
-        return self.result(store.total / store.about.n, store.floored, store.floor, store.about)
+        return self.result(store.total / store.definition.n, store.floored, store.floor, store.definition)
 
     def columns(self, part: Predictions) -> dict[str, Tensor]:
         probs = part.given_probs
@@ -144,10 +144,10 @@ class NLL(AbstractMetric):
     def column(self, columns: Mapping[str, Tensor]) -> Tensor:
         return columns["loss"]
 
-    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, about: Definition) -> Result:
+    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, definition: Definition) -> Result:
         del class_bins
         floored, floor = (float(columns.get(name, torch.zeros(()))) for name in ("floored", "floor"))
-        return self.result(float(columns["loss"].mean()), int(floored), floor, about)
+        return self.result(float(columns["loss"].mean()), int(floored), floor, definition)
 
 
 class Brier(AbstractMetric):
@@ -183,13 +183,13 @@ class Brier(AbstractMetric):
         table = rows(probs, labels, ignore_index=ignore_index)
         squares = squared_errors(table.probs, table.labels)
         if bins is None:
-            return self._alone(float(squares.mean()), table.about)
-        filled = class_statistics(table.probs, table.labels, equal_width_edges(bins), EdgeRule.RIGHT)
-        return brier_result(float(squares.sum()), float(label_squares(table.labels).sum()), filled, table.about)
+            return self._alone(float(squares.mean()), table.definition)
+        histogram = class_statistics(table.probs, table.labels, equal_width_edges(bins), EdgeRule.RIGHT)
+        return brier_result(float(squares.sum()), float(label_squares(table.labels).sum()), histogram, table.definition)
 
-    def _alone(self, value: float, about: Definition) -> Result:
-        plain = replace(about, estimator=self.title, scope=None, unit="", bins=None, edges=None, norm=None)
-        return Result(value, plain)
+    def _alone(self, value: float, definition: Definition) -> Result:
+        definition = replace(definition, estimator=self.title, scope=None, unit="", bins=None, edges=None, norm=None)
+        return Result(value, definition)
 
     def contributions(
         self, probs: MetricInput, labels: Array | None = None, bins: int | None = None, **options: Any
@@ -202,9 +202,9 @@ class Brier(AbstractMetric):
         return BrierStore(bins, ignore_index)
 
     def compute(self, store: "BrierStore") -> Result:
-        filled, about = store.bins.histogram()
-        decomposed = brier_result(store.squares, store.label_squares, filled, about)
-        return decomposed if store.decomposed else self._alone(float(decomposed), about)
+        histogram, definition = store.bins.histogram()
+        decomposed = brier_result(store.squares, store.label_squares, histogram, definition)
+        return decomposed if store.decomposed else self._alone(float(decomposed), definition)
 
     def columns(self, part: Predictions) -> dict[str, Tensor]:
         errors = squared_errors(part.probs, part.labels)
@@ -213,9 +213,9 @@ class Brier(AbstractMetric):
     def column(self, columns: Mapping[str, Tensor]) -> Tensor:
         return columns["squared_error"]
 
-    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, about: Definition) -> Result:
+    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, definition: Definition) -> Result:
         squares, lengths = columns["squared_error"], columns["label_square"]
-        return brier_result(float(squares.sum()), float(lengths.sum()), class_bins, about)
+        return brier_result(float(squares.sum()), float(lengths.sum()), class_bins, definition)
 
 
 class Top5(AbstractMetric):
@@ -237,21 +237,21 @@ class Top5(AbstractMetric):
         return MeanStore(_among_first, ignore_index)
 
     def compute(self, store: MeanStore) -> Result:
-        return self._result(store.mean(), store.about)
+        return self._result(store.mean(), store.definition)
 
-    def _result(self, value: float, about: Definition) -> Result:
-        return Result(value, replace(about, estimator=self.title, scope=f"top-{TOP}"))
+    def _result(self, value: float, definition: Definition) -> Result:
+        return Result(value, replace(definition, estimator=self.title, scope=f"top-{TOP}"))
 
     def columns(self, part: Predictions) -> dict[str, Tensor]:
         if part.labels.ndim > 1 or part.probs.shape[1] <= TOP:
             return {}
         return {"among_first": label_ranks(part.probs, part.labels) < TOP}
 
-    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, about: Definition) -> Result | None:
+    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, definition: Definition) -> Result | None:
         del class_bins
         if "among_first" not in columns:
             return None
-        return self._result(float(exact(columns["among_first"]).mean()), about)
+        return self._result(float(exact(columns["among_first"]).mean()), definition)
 
 
 accuracy, nll, brier, top_5 = Accuracy(), NLL(), Brier(), Top5()
@@ -271,8 +271,8 @@ def top_k(probs: MetricInput, labels: Array | None = None, k: int = 5, *, ignore
         correct = exact(table.labels.gather(1, best)).sum(1)  # the sum of float16 probabilities may differ from one
     else:
         correct = label_ranks(table.probs, table.labels) < k
-    about = replace(table.about, estimator=f"top-{k} accuracy", scope=f"top-{k}")
-    return Result(float(exact(correct).mean()), about)
+    definition = replace(table.definition, estimator=f"top-{k} accuracy", scope=f"top-{k}")
+    return Result(float(exact(correct).mean()), definition)
 
 
 def label_ranks(probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
@@ -330,10 +330,10 @@ def losses_of(probs: MetricInput, labels: Array | None, ignore_index: int | None
     """Return the negative log-likelihood of each sample of validated predictions."""
     if isinstance(probs, Predictions) and probs.given_probs is None:
         table = logit_rows_of(probs, labels, ignore_index)
-        return logit_losses(table.probs, table.labels), table.about
+        return logit_losses(table.probs, table.labels), table.definition
     table = rows(probs, labels, ignore_index=ignore_index)
     decimals = probs.decimals if isinstance(probs, Predictions) else None
-    return prob_losses(table.probs, table.labels, decimals), table.about
+    return prob_losses(table.probs, table.labels, decimals), table.definition
 
 
 class LossStore(AbstractStore):
@@ -345,37 +345,37 @@ class LossStore(AbstractStore):
 
     def take(self, batch: Pairs | Rows) -> None:
         table = as_rows(batch)
-        self._add_losses(prob_losses(table.probs, table.labels), table.about)
+        self._add_losses(prob_losses(table.probs, table.labels), table.definition)
 
     def add(self, probs: AnyPredictions | Array, labels: Array | None) -> None:
         self._add_losses(*losses_of(probs, labels, self.ignore_index))
 
     def add_logits(self, logits: Array, labels: Array) -> None:
         table = logit_rows(logits, labels, self.ignore_index)
-        self._add_losses(logit_losses(table.probs, table.labels), table.about)
+        self._add_losses(logit_losses(table.probs, table.labels), table.definition)
 
     def state(self) -> State:
         values = {"total": self.total, "floored": float(self.floored), "floor": self.floor}
         state: State = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-        return state | {"samples": torch.tensor(self.about.n)}
+        return state | {"samples": torch.tensor(self.definition.n)}
 
     def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
         names = ("total", "floored", "floor", "samples")
         self.total, floored, self.floor, n = (float(cast("Tensor", state[name])) for name in names)
-        self.floored, self.about = int(floored), replace(self.about, n=int(n))
+        self.floored, self.definition = int(floored), replace(self.definition, n=int(n))
 
     def merge(self, other: AbstractStore) -> None:
         same_kind = self.same(other)
-        self._add_sums(same_kind.total, same_kind.floored, same_kind.floor, same_kind.about)
+        self._add_sums(same_kind.total, same_kind.floored, same_kind.floor, same_kind.definition)
 
-    def _add_losses(self, losses: Losses, about: Definition) -> None:
-        self._add_sums(float(losses.values.sum()), losses.floored, losses.floor, about)
+    def _add_losses(self, losses: Losses, definition: Definition) -> None:
+        self._add_sums(float(losses.values.sum()), losses.floored, losses.floor, definition)
 
-    def _add_sums(self, total: float, floored: int, floor: float, about: Definition) -> None:
+    def _add_sums(self, total: float, floored: int, floor: float, definition: Definition) -> None:
         self.total += total
         self.floored += floored
         self.floor = max(self.floor, floor)
-        self.about = merge_definitions(self.about, about)
+        self.definition = merge_definitions(self.definition, definition)
 
 
 class BrierStore(AbstractStore):
@@ -400,7 +400,7 @@ class BrierStore(AbstractStore):
         self.label_squares += same_kind.label_squares
 
     def state(self) -> State:
-        return self.bins.state() | self._sums() if self.bins.filled is not None else {}
+        return self.bins.state() | self._sums() if self.bins.sums is not None else {}
 
     def _sums(self) -> State:
         values = {"squares": self.squares, "label_squares": self.label_squares}
@@ -445,21 +445,21 @@ def label_squares(labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]) -> Flo
 
 def _wide(table: Float[Tensor, "n classes"], other: Tensor | None = None) -> Float[Tensor, "n classes"]:
     """Return a table in float32 or better; a copy in float64 could exceed the memory of a device."""
-    wide = torch.promote_types(table.dtype, torch.float32)
-    return table.to(wide if other is None else torch.promote_types(wide, other.dtype))
+    dtype = torch.promote_types(table.dtype, torch.float32)
+    return table.to(dtype if other is None else torch.promote_types(dtype, other.dtype))
 
 
-def brier_result(squares: float, label_length: float, filled: Bins, about: Definition) -> Result:
+def brier_result(squares: float, label_length: float, histogram: Bins, definition: Definition) -> Result:
     """Return the Brier score and its decomposition from sums over all samples."""
-    value = squares / filled.n
-    frequency = filled.correct_sum.sum(-1, keepdim=True) / filled.n
-    reliability = float((filled.fraction * filled.gap**2).sum())
-    resolution = float((filled.fraction * (filled.accuracy - frequency) ** 2).sum())
-    uncertainty = label_length / filled.n - float((frequency**2).sum())
+    value = squares / histogram.n
+    frequency = histogram.correct_sum.sum(-1, keepdim=True) / histogram.n
+    reliability = float((histogram.fraction * histogram.gap**2).sum())
+    resolution = float((histogram.fraction * (histogram.accuracy - frequency) ** 2).sum())
+    uncertainty = label_length / histogram.n - float((frequency**2).sum())
     parts = {"reliability": reliability, "resolution": resolution, "uncertainty": uncertainty}
     parts["within_bins"] = value - (reliability - resolution + uncertainty)
-    bins = filled.counts.shape[-1]
-    about = replace(
-        about, estimator="Brier score", scope=None, unit="", bins=bins, edges=f"equal-width bins {filled.rule}"
+    bins = histogram.counts.shape[-1]
+    definition = replace(
+        definition, estimator="Brier score", scope=None, unit="", bins=bins, edges=f"equal-width bins {histogram.rule}"
     )
-    return Result(value, about, None, parts)
+    return Result(value, definition, None, parts)

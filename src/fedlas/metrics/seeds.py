@@ -93,7 +93,7 @@ def over_seeds(first: Sequence[Float64[Tensor, " n"]], second: Sequence[Float64[
         first: for each seed, the values of all test samples by the first method; their mean is the metric.
         second: values by the second method, with the same seeds and samples in the same order.
     """
-    differences = [ours - theirs for ours, theirs in zip(first, second, strict=True)]
+    differences = [value - other_value for value, other_value in zip(first, second, strict=True)]
     if len({len(values) for values in differences}) > 1:
         raise UserError("seeds were evaluated on different numbers of samples; a comparison needs the same test set")
     averaged = torch.stack(differences).mean(0)

@@ -105,7 +105,9 @@ class AURC(AbstractArea):
         traced, best = curve(samples), _best_aurc(samples)
         value = float(traced.risk.mean())
         details = {"e_aurc": value - best, "augrc": float(traced.generalised.mean())}
-        return Result(value, replace(samples.about, estimator=self.title, norm="mean over k = 1..n"), None, details)
+        return Result(
+            value, replace(samples.definition, estimator=self.title, norm="mean over k = 1..n"), None, details
+        )
 
 
 class EAURC(AbstractArea):
@@ -119,8 +121,8 @@ class EAURC(AbstractArea):
 
     def of_pairs(self, samples: Pairs) -> Result:
         best = _best_aurc(samples)
-        about = replace(samples.about, estimator=self.title, norm="mean over k = 1..n")
-        return Result(float(curve(samples).risk.mean()) - best, about, None, {"best_aurc": best})
+        definition = replace(samples.definition, estimator=self.title, norm="mean over k = 1..n")
+        return Result(float(curve(samples).risk.mean()) - best, definition, None, {"best_aurc": best})
 
 
 class AUGRC(AbstractArea):
@@ -133,8 +135,8 @@ class AUGRC(AbstractArea):
     order = 160
 
     def of_pairs(self, samples: Pairs) -> Result:
-        about = replace(samples.about, estimator=self.title, norm="mean over k = 1..n")
-        return Result(float(curve(samples).generalised.mean()), about)
+        definition = replace(samples.definition, estimator=self.title, norm="mean over k = 1..n")
+        return Result(float(curve(samples).generalised.mean()), definition)
 
 
 aurc, e_aurc, augrc = AURC(), EAURC(), AUGRC()
@@ -153,8 +155,8 @@ def risk_at_coverage(
     # 0.7 * 10 is 7.000000000000001, which would round up to 8 samples.
     index = max(math.ceil(coverage * len(samples.confidence) - 1e-9), 1) - 1
     traced = curve(samples)
-    about = replace(samples.about, estimator=f"risk at {100 * coverage:g} % coverage")
-    return Result(float(traced.risk[index]), about, None, {"coverage": float(traced.coverage[index])})
+    definition = replace(samples.definition, estimator=f"risk at {100 * coverage:g} % coverage")
+    return Result(float(traced.risk[index]), definition, None, {"coverage": float(traced.coverage[index])})
 
 
 def coverage_at_risk(
@@ -168,7 +170,7 @@ def coverage_at_risk(
     traced = curve(samples)
     enough = (traced.risk <= risk + 1e-12).nonzero()
     value = float(traced.coverage[enough[-1]]) if len(enough) else 0.0
-    return Result(value, replace(samples.about, estimator=f"coverage at {100 * risk:g} % risk"))
+    return Result(value, replace(samples.definition, estimator=f"coverage at {100 * risk:g} % risk"))
 
 
 def ranked_pairs(probs: MetricInput, labels: Array | None = None, **which: Unpack[Which]) -> Pairs:

@@ -48,17 +48,17 @@ class SketchStore(AbstractHistogram):
 
     def take(self, batch: Pairs | Rows) -> None:
         batch = as_pairs(batch)
-        filled = bin_statistics(batch.confidence, batch.correct, self.edges, EdgeRule.RIGHT)
+        cells = bin_statistics(batch.confidence, batch.correct, self.edges, EdgeRule.RIGHT)
         values = exact(batch.confidence)
         index = bin_index(batch.confidence, self.edges, EdgeRule.RIGHT).to(values.device)
-        low = torch.full_like(filled.confidence_sum, torch.inf).scatter_reduce(0, index, values, "amin")
-        high = torch.full_like(filled.confidence_sum, -torch.inf).scatter_reduce(0, index, values, "amax")
-        self._take(filled, low, high, batch.about)
+        low = torch.full_like(cells.confidence_sum, torch.inf).scatter_reduce(0, index, values, "amin")
+        high = torch.full_like(cells.confidence_sum, -torch.inf).scatter_reduce(0, index, values, "amax")
+        self._take(cells, low, high, batch.definition)
 
     def merge(self, other: AbstractStore) -> None:
         same_kind = self.same(other)
         if same_kind.cells is not None:
-            self._take(same_kind.cells, same_kind.low, same_kind.high, same_kind.about)
+            self._take(same_kind.cells, same_kind.low, same_kind.high, same_kind.definition)
 
     def histogram(self) -> Histogram:
         cells, last, _ = self._ends()
@@ -68,8 +68,10 @@ class SketchStore(AbstractHistogram):
         ends = torch.cat([torch.zeros_like(last[:1]), last + 1])
         edges = cells.edges.to(last.device)[ends]
         sums = (add_up(cells.confidence_sum, group, bins), add_up(cells.correct_sum, group, bins))
-        about = self.binning.define(self.about)
-        return Histogram(Bins(edges, counts, *sums, cells.n), replace(about, edges=f"{about.edges}, of whole cells"))
+        definition = self.binning.define(self.definition)
+        return Histogram(
+            Bins(edges, counts, *sums, cells.n), replace(definition, edges=f"{definition.edges}, of whole cells")
+        )
 
     def error_bound(self) -> float:
         cells, last, ends = self._ends()
@@ -96,24 +98,27 @@ class SketchStore(AbstractHistogram):
             counts, confidence, correct = (cast("Tensor", state[name]) for name in BIN_SUMS)
             low, high = (torch.stack(list(state[name])) for name in ("low", "high"))
             n = int(counts.sum())
-            self.cells, self.about = Bins(self.edges, counts, confidence, correct, n), replace(self.about, n=n)
+            self.cells, self.definition = (
+                Bins(self.edges, counts, confidence, correct, n),
+                replace(self.definition, n=n),
+            )
             self.low, self.high = low.amin(0), high.amax(0)
 
     def _ends(self) -> tuple[Bins, Tensor, Tensor]:
         """Return the last cell of each bin, and the number of samples up to the exact end of the bin."""
-        cells = self._filled()
+        cells = self._filled_cells()
         parts = torch.arange(1, self.binning.bins + 1, device=cells.counts.device)
         ends = parts * (cells.n // self.binning.bins) + parts.clamp_max(cells.n % self.binning.bins)
         return cells, torch.searchsorted(cells.counts.cumsum(0), ends), ends
 
-    def _take(self, cells: Bins, low: Tensor, high: Tensor, about: Definition) -> None:
+    def _take(self, cells: Bins, low: Tensor, high: Tensor, definition: Definition) -> None:
         before = self.cells
         self.cells = cells if before is None else before + cells
         self.low = low if before is None else torch.minimum(self.low, low.to(self.low.device))
         self.high = high if before is None else torch.maximum(self.high, high.to(self.high.device))
-        self.about = merge_definitions(self.about, about)
+        self.definition = merge_definitions(self.definition, definition)
 
-    def _filled(self) -> Bins:
+    def _filled_cells(self) -> Bins:
         if self.cells is None:
             raise UserError("no samples yet; call update first")
         return self.cells

@@ -86,8 +86,8 @@ def smooth_curve(
     ones = torch.ones_like(correct)
     count, total, positives = (_on_grid(confidence, values, cells) for values in (ones, confidence, correct))
     grid, center = (torch.linspace(0, 1, size, dtype=torch.float64, device=count.device) for size in (cells, points))
-    filled = count > 0  # skips empty cells
-    grid, count, total, positives = (values[filled] for values in (grid, count, total, positives))
+    occupied = count > 0  # skips empty cells
+    grid, count, total, positives = (values[occupied] for values in (grid, count, total, positives))
     # Use samples and their mirror images up to a distance of two; the width is at most 1, so others have no weight.
     images = [sign * grid + shift for sign in (1, -1) for shift in (-2, 0, 2)]
     kernel = sum(((center[:, None] - image) / width).square().div(-2).exp() for image in images)
@@ -119,18 +119,20 @@ def smooth_result(samples: Pairs) -> Result:
             )
         return _smoothed_error(grids[points], width)
 
-    wide, narrow = 1.0, 0.0
-    value = error(wide)
-    if value <= wide:
+    upper, lower = 1.0, 0.0
+    value = error(upper)
+    if value <= upper:
         for _ in range(10):
-            middle = (wide + narrow) / 2
+            middle = (upper + lower) / 2
             middle_error = math.inf if middle < SMALLEST else error(middle)
             if middle < middle_error:
-                narrow = middle
+                lower = middle
             else:
-                wide, value = middle, middle_error
-    about = replace(samples.about, estimator="smooth ECE", norm="L1", edges="Gaussian kernel reflected at 0 and 1")
-    return Result(value, about, None, {"bandwidth": wide})
+                upper, value = middle, middle_error
+    definition = replace(
+        samples.definition, estimator="smooth ECE", norm="L1", edges="Gaussian kernel reflected at 0 and 1"
+    )
+    return Result(value, definition, None, {"bandwidth": upper})
 
 
 def _cells(width: float) -> int:
@@ -237,5 +239,7 @@ def kde_ece(
     grids = [_double_ends(_on_grid(confidence, weights, KDE_POINTS)) for weights in (torch.ones_like(correct), correct)]
     density, positives = _convolved(_mirrored(torch.stack(grids)), _around(kernel, KDE_POINTS)) / n
     value = float(torch.trapezoid((grid * density - positives).abs(), grid))
-    about = replace(samples.about, estimator="KDE-ECE", norm="L1", edges="triweight kernel reflected at 0 and 1")
-    return Result(value, about, None, {"bandwidth": width})
+    definition = replace(
+        samples.definition, estimator="KDE-ECE", norm="L1", edges="triweight kernel reflected at 0 and 1"
+    )
+    return Result(value, definition, None, {"bandwidth": width})

@@ -51,8 +51,8 @@ def check_model(name: str, **options: Any) -> None:
     """
     entry, library = _entry(name)
     known = keywords(CATALOG.find(entry))
-    own = {option: value for option, value in options.items() if option in known or "settings" not in known}
-    CATALOG.check(entry, **{"num_classes": 2, **library, **own})
+    network_options = {option: value for option, value in options.items() if option in known or "settings" not in known}
+    CATALOG.check(entry, **{"num_classes": 2, **library, **network_options})
 
 
 def list_models() -> list[CatalogRecord[AbstractNetwork]]:

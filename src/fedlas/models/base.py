@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from fedlas.catalog import nearest
 from fedlas.errors import UserError, UserTypeError, warn_caller
-from fedlas.models.pretrained import Source, load_weights, misfit, read_weights
+from fedlas.models.pretrained import Source, load_weights, mismatch, read_weights
 
 __all__ = [
     "AbstractLibrary",
@@ -238,7 +238,7 @@ class AbstractNetwork(ABC):
         self.num_classes, self.in_channels, self.pretrained = num_classes, in_channels, pretrained
 
     @abstractmethod
-    def drawn(self) -> nn.Module:
+    def random_init(self) -> nn.Module:
         """Build the network with randomly initialised weights."""
 
     def source(self) -> Source:
@@ -252,15 +252,15 @@ class AbstractNetwork(ABC):
     def build(self) -> nn.Module:
         """Build the network, with pre-trained weights if requested."""
         if self.pretrained is False:
-            return self.drawn()
+            return self.random_init()
         path = self.source().fetch() if self.pretrained is True else Path(self.pretrained)
         weights = read_weights(path)
-        model = self.drawn()
+        model = self.random_init()
         head = _find_head(model)
-        if misfit(model, weights, head):
+        if mismatch(model, weights, head):
             weights = self.converted(weights, model)
-        if fault := misfit(model, weights, head):
-            raise UserError(f"{path} does not fit the network {self.name!r}: {fault}")
+        if problem := mismatch(model, weights, head):
+            raise UserError(f"{path} does not fit the network {self.name!r}: {problem}")
         load_weights(model, weights, head)
         return model
 
@@ -455,14 +455,14 @@ def _item(result: Any, output: int | str) -> Any:
 def _warn_of_softmax(model: nn.Module) -> bool:
     """Warn if the last layer is a softmax, and return whether it is: losses would treat its probabilities as logits."""
     last = [name for name, layer in model.named_modules() if not list(layer.children())][-1:]
-    found = bool(last) and isinstance(model.get_submodule(last[0]), nn.Softmax)
-    if found:
+    ends_in_softmax = bool(last) and isinstance(model.get_submodule(last[0]), nn.Softmax)
+    if ends_in_softmax:
         warnings.warn(
             f"the last layer, {last[0]!r}, is a softmax: the network returns probabilities, but losses need "
             "logits; train it without that layer",
             stacklevel=3,
         )
-    return found
+    return ends_in_softmax
 
 
 def _find_head(model: nn.Module) -> str:
@@ -497,12 +497,12 @@ def _ends(name: str, module: nn.Module, pointwise: bool = False) -> dict[str, nn
     parts, pointwise = _parts(module, pointwise)
     ends: dict[str, nn.Module] = {}
     for n, (path, part) in enumerate(parts, start=1):
-        here = f"{name}.{path}" if name else path
+        module_path = f"{name}.{path}" if name else path
         input_widths = {_widths(_layers(later, pointwise)[0][1])[0] for _, later in parts[n:]}
         if not input_widths:
-            ends |= _ends(here, part, pointwise)
+            ends |= _ends(module_path, part, pointwise)
         elif _is_plain(part):  # the output width of convolutions or attention is unknown
-            last, layer = _layers(part, pointwise, here)[-1]
+            last, layer = _layers(part, pointwise, module_path)[-1]
             if not input_widths & {_widths(layer)[1], 0}:  # 0: a lazy layer accepts any width
                 ends[last] = layer
     return ends

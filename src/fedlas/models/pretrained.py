@@ -89,8 +89,8 @@ class Source:
             with self.path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             if not digest.startswith(self.checksum):
-                fault = f"its SHA-256 is {digest} and should begin with {self.checksum}"
-                raise UserError(f"{self.path} is damaged ({fault}); delete it to download it again from {self.url}")
+                problem = f"its SHA-256 is {digest} and should begin with {self.checksum}"
+                raise UserError(f"{self.path} is damaged ({problem}); delete it to download it again from {self.url}")
         return self.path
 
     def _in_cache(self) -> Path | None:
@@ -139,19 +139,21 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     return dict(weights)
 
 
-def misfit(model: nn.Module, weights: Mapping[str, Tensor], head: str) -> str:
+def mismatch(model: nn.Module, weights: Mapping[str, Tensor], head: str) -> str:
     """Describe the weights that do not match a network; empty if only the number of classes differs."""
-    own, skipped = model.state_dict(), _left_out(model, weights, head)
+    model_state, skipped = model.state_dict(), _left_out(model, weights, head)
     # Files of old versions of torch have no num_batches_tracked.
-    missing = [n for n in own if n not in weights and n not in skipped and not n.endswith("num_batches_tracked")]
-    unknown = [n for n in weights if n not in own]
-    reshaped = [
-        f"{n} {tuple(weights[n].shape)} instead of {tuple(own[n].shape)}"
-        for n in own
-        if n in weights and n not in skipped and weights[n].shape != own[n].shape
+    missing = [
+        n for n in model_state if n not in weights and n not in skipped and not n.endswith("num_batches_tracked")
     ]
-    faults = {"missing": missing, "unknown": unknown, "of another shape": reshaped}
-    return "; ".join(f"{fault}: {_some(names)}" for fault, names in faults.items() if names)
+    unknown = [n for n in weights if n not in model_state]
+    reshaped = [
+        f"{n} {tuple(weights[n].shape)} instead of {tuple(model_state[n].shape)}"
+        for n in model_state
+        if n in weights and n not in skipped and weights[n].shape != model_state[n].shape
+    ]
+    problems = {"missing": missing, "unknown": unknown, "of another shape": reshaped}
+    return "; ".join(f"{problem}: {_some(names)}" for problem, names in problems.items() if names)
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], head: str) -> None:

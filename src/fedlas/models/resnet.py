@@ -46,7 +46,7 @@ class AbstractResNetCIFAR(AbstractResNet):
 
     image_size = 32
 
-    def drawn(self) -> nn.Module:
+    def random_init(self) -> nn.Module:
         model = self._torchvision()
         _replace_stem(model, self.in_channels)
         for layer in model.modules():
@@ -60,7 +60,7 @@ class AbstractResNetTiny(AbstractResNet):
 
     image_size = 64
 
-    def drawn(self) -> nn.Module:
+    def random_init(self) -> nn.Module:
         model = self._torchvision()
         _replace_stem(model, self.in_channels)
         _init_convolution(model.conv1)
@@ -95,7 +95,7 @@ class AbstractResNetImageNet(AbstractResNet):
         self.dropout = self.published_dropout if dropout is None else dropout
         self.tag = tag
 
-    def drawn(self) -> nn.Module:
+    def random_init(self) -> nn.Module:
         model = self._torchvision()
         if self.dropout:
             model.fc = Head(model.fc.in_features, self.num_classes, nn.Dropout(self.dropout))

@@ -51,7 +51,7 @@ class SmallCNN(AbstractNetwork):
             raise UserError(f"width is {width!r}; expected a multiple of {GROUPS}, such as 32")
         self.norm, self.width = norm, width
 
-    def drawn(self) -> nn.Module:
+    def random_init(self) -> nn.Module:
         parts: OrderedDict[str, nn.Module] = OrderedDict()
         channels = self.in_channels
         for n, width in enumerate((self.width, 2 * self.width, 4 * self.width), start=1):

@@ -44,8 +44,8 @@ class ViTBasePatch16At384(AbstractNetwork):
         super().__init__(num_classes, **common)
         self.pre_norm, self.tag, self.settings = pre_norm, tag, without_weights(settings)
 
-    def drawn(self) -> nn.Module:
-        model = _drawn(self.name, self.num_classes, self.in_channels, self.settings)
+    def random_init(self) -> nn.Module:
+        model = _create_model(self.name, self.num_classes, self.in_channels, self.settings)
         if self.pre_norm:
             # The norm acts on each token separately, so the head can apply it to its only token.
             head = Head(model.head.in_features, self.num_classes, before=model.norm)
@@ -79,8 +79,8 @@ class Timm(AbstractLibrary):
     def has(cls, network: str) -> bool:
         return bool(optional_module("timm", "train").is_model(network))  # accepts NAME.TAG too
 
-    def drawn(self) -> nn.Module:
-        model: nn.Module = _drawn(self.network, self.num_classes, self.in_channels, self.settings)
+    def random_init(self) -> nn.Module:
+        model: nn.Module = _create_model(self.network, self.num_classes, self.in_channels, self.settings)
         return model
 
     def source(self) -> Source:
@@ -90,7 +90,7 @@ class Timm(AbstractLibrary):
         return _converted(weights, model)
 
 
-def _drawn(network: str, num_classes: int, in_channels: int, settings: Mapping[str, Any]) -> Any:
+def _create_model(network: str, num_classes: int, in_channels: int, settings: Mapping[str, Any]) -> Any:
     channels = {} if in_channels == 3 else {"in_chans": in_channels}  # not all networks have this option
     return optional_module("timm", "train").create_model(network, num_classes=num_classes, **channels, **settings)
 

@@ -21,7 +21,7 @@ class Torchvision(AbstractLibrary):
         names: list[str] = models.list_models(module=models)  # classifiers only
         return names
 
-    def drawn(self) -> nn.Module:
+    def random_init(self) -> nn.Module:
         models = optional_module("torchvision.models", "train")
         model: nn.Module = models.get_model(self.network, num_classes=self.num_classes, **self.settings)
         if self.in_channels != 3:

@@ -98,11 +98,11 @@ class _Samples:
     images: Any
     folders: Sequence[Path] | None = None
 
-    def about(self, row: int) -> Plain:
+    def identification(self, row: int) -> Plain:
         """Return the name, path and picture key of a sample."""
         names = {"id": self.ids, "path": self.paths}
-        about = {field: text_data(values[row]) for field, values in names.items() if values is not None}
-        return about | {"picture": f"{self.key}{row}"}
+        identification = {field: text_data(values[row]) for field, values in names.items() if values is not None}
+        return identification | {"picture": f"{self.key}{row}"}
 
     @property
     def pictured(self) -> bool:
@@ -299,7 +299,7 @@ def _data(
     left_out = outside = 0
     for page_model, samples in zip(models, samples_by_model.values(), strict=True):
         for sample in (sample for kind in page_model.get("samples", {}).values() for sample in kind):
-            sample.update(samples.about(sample["row"]))
+            sample.update(samples.identification(sample["row"]))
             missing = samples.pictured and not _keep_picture(pictures, samples, sample)
             is_outside = missing and samples.outside(sample["row"])
             outside, left_out = outside + is_outside, left_out + (missing and not is_outside)

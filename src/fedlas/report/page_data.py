@@ -144,7 +144,7 @@ def risk_data(pairs: Pairs) -> Plain:
     """
     traced = curve(pairs)
     # All correct predictions before all incorrect ones.
-    best = curve(Pairs(exact(pairs.correct), pairs.correct, pairs.about))
+    best = curve(Pairs(exact(pairs.correct), pairs.correct, pairs.definition))
     coverages = torch.tensor(COVERAGES, dtype=torch.float64, device=traced.risk.device)
     position = torch.searchsorted(traced.coverage, coverages - 1e-12).clamp_max(len(traced.risk) - 1)
     listed = zip(COVERAGES, traced.risk[position].tolist(), best.risk[position].tolist(), strict=True)
@@ -536,13 +536,13 @@ def comparison_data(names: Sequence[str], tests: "Iterable[PairedTest]") -> Plai
         return None
     rows: list[Plain] = []
     for test in tests:
-        about: Plain = {"first": names.index(test.first), "second": names.index(test.second), "metric": test.metric}
+        tested: Plain = {"first": names.index(test.first), "second": names.index(test.second), "metric": test.metric}
         comparison = test.comparison
         if comparison is None:
-            rows.append(about | {"reason": text_data(test.reason)})
+            rows.append(tested | {"reason": text_data(test.reason)})
             continue
         rows.append(
-            about
+            tested
             | {
                 "name": comparison.first.definition.estimator,
                 "percent": comparison.first.definition.unit == "fraction",

@@ -182,8 +182,8 @@ def _harms(samples: Pairs, column: _Column, bins: int) -> Float64[Tensor, " grou
 
 def _measure(samples: Pairs, column: _Column, group: int, bins: int, how: Resampling | None) -> Slice:
     rows = (column.codes == group).nonzero()[:, 0].to(samples.confidence.device)
-    about = replace(samples.about, n=len(rows))
-    part = Pairs(samples.confidence[rows], samples.correct[rows], about)
+    definition = replace(samples.definition, n=len(rows))
+    part = Pairs(samples.confidence[rows], samples.correct[rows], definition)
     options: dict[str, Any] = {"bins": bins}
     result = ece(part, **options) if how is None else ece.interval.measure(ece, part, None, how, **options)
     accuracy = float(exact(part.correct).mean())

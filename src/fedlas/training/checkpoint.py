@@ -164,9 +164,9 @@ def load(path: Path) -> dict[str, Any]:
         raise RunError(damaged) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise RunError(f"{path} is not a checkpoint that fedlas wrote")
-    fault = _find_fault(content)
-    if fault is not None:
-        raise invalid_checkpoint(path, fault)
+    problem = _find_problem(content)
+    if problem is not None:
+        raise invalid_checkpoint(path, problem)
     return content
 
 
@@ -176,7 +176,7 @@ def invalid_checkpoint(path: Path, reason: object) -> RunError:
     return RunError(f"{path} is damaged, or not a checkpoint of this run: {details}; remove its folder to start again")
 
 
-def _find_fault(content: Mapping[str, Any]) -> str | None:
+def _find_problem(content: Mapping[str, Any]) -> str | None:
     """Return what is missing or invalid in a checkpoint, which is untrusted input; None if it is valid."""
     for name, is_valid, expected in ENTRIES:
         if name not in content:

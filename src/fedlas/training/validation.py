@@ -51,8 +51,8 @@ def with_first_half(train: Split, validation: Split) -> Split:
 
 def feedback_samples(train: Split, count: int) -> Split:
     """Draw training samples that replace V1 as feedback (ablation)."""
-    drawn = np.random.RandomState(HALVES_SEED).permutation(len(train))[:count]
-    return train.picked(torch.from_numpy(drawn))
+    permutation = np.random.RandomState(HALVES_SEED).permutation(len(train))[:count]
+    return train.picked(torch.from_numpy(permutation))
 
 
 def tuning_predictions(run: Run) -> Predictions:

@@ -115,11 +115,11 @@ class Split:
         if cache is None:
             images = decoded(self.images, transform, None, workers)
         else:
-            part_images, positions = self.kept(transform, cache, workers=workers)
+            part_images, positions = self.cached_images(transform, cache, workers=workers)
             images = part_images[positions]
         return replace(self, images=images, part=None, positions=None)
 
-    def kept(
+    def cached_images(
         self, transform: Transform, cache: str | Path, *, workers: int | None = None
     ) -> tuple[UInt8[Tensor, "m channels stored stored"], Int[Tensor, " n"]]:
         """Return the decoded images of the official part, memory-mapped, and the positions of this split in it.

@@ -62,9 +62,9 @@ class Source:
         """Return instructions for a download by hand."""
         return f"put {self.name} into {folder} by hand: it is at {' or '.join(self.urls)} (MD5 {self.md5})"
 
-    def fault(self, path: Path) -> tuple[str, str, str] | None:
-        """Return the name, the actual and the expected value of the first wrong checksum, or None."""
-        return _fault(self.md5, self.sha256, lambda kind: _digest_of(path, kind))
+    def checksum_error(self, path: Path) -> str | None:
+        """Describe the first wrong checksum, or return None."""
+        return _checksum_error(self.md5, self.sha256, lambda kind: _digest_of(path, kind))
 
 
 def regular(path: Path, *, ours: bool = False) -> Path:
@@ -86,10 +86,10 @@ def _digest_of(path: Path, kind: str) -> str:
         return hashlib.file_digest(file, lambda: hashlib.new(kind, usedforsecurity=False)).hexdigest()
 
 
-def _fault(md5: str | None, sha256: str | None, digest_of: Callable[[str], str]) -> tuple[str, str, str] | None:
+def _checksum_error(md5: str | None, sha256: str | None, digest_of: Callable[[str], str]) -> str | None:
     for kind, name, expected in (("md5", "MD5", md5), ("sha256", "SHA-256", sha256)):
         if expected is not None and (actual := digest_of(kind)) != expected:
-            return name, actual, expected
+            return f"its {name} is {actual}, the published one {expected}"
     return None
 
 
@@ -99,9 +99,11 @@ def checked_bytes(path: Path, md5: str | None, sha256: str | None = None) -> byt
         content = regular(path).read_bytes()
     except FileNotFoundError:
         raise MissingFileError(f"{path} is not there: remove {path.parent} and unpack it again") from None
-    fault = _fault(md5, sha256, lambda kind: hashlib.new(kind, content, usedforsecurity=False).hexdigest())
-    if fault is not None:
-        raise DamagedFileError(f"{path} is damaged: its {fault[0]} is {fault[1]}, the published one {fault[2]}")
+    checksum_error = _checksum_error(
+        md5, sha256, lambda kind: hashlib.new(kind, content, usedforsecurity=False).hexdigest()
+    )
+    if checksum_error is not None:
+        raise DamagedFileError(f"{path} is damaged: {checksum_error}")
     return content
 
 
@@ -152,14 +154,14 @@ def _fetch_from_any(source: Source, path: Path, progress: Progress | None) -> No
             except (OSError, http.client.HTTPException) as error:
                 reasons.append(f"{url}: {error}")
                 continue
-            fault = source.fault(part)
-            if fault is None:
+            checksum_error = source.checksum_error(part)
+            if checksum_error is None:
                 with part.open("rb") as file:
                     os.fsync(file.fileno())
                 part.replace(path)
                 return
             part.unlink()  # the next try starts from the beginning
-            reasons.append(f"{url}: the downloaded file has the {fault[0]} {fault[1]}")
+            reasons.append(f"{url}: the downloaded file is damaged: {checksum_error}")
     tried = "; ".join(dict.fromkeys(reasons))
     raise MissingFileError(f"{path} could not be fetched ({tried}); {source.advice(path.parent)}")
 
@@ -214,9 +216,9 @@ def unpack(source: Source, root: Path, inside: str, *, download: bool = True, pr
     with locked(folder):
         if folder.exists():
             return folder
-        fault = source.fault(archive)
-        if fault is not None:
-            raise DamagedFileError(f"{archive} is damaged: its {fault[0]} is {fault[1]}, the published one {fault[2]}")
+        checksum_error = source.checksum_error(archive)
+        if checksum_error is not None:
+            raise DamagedFileError(f"{archive} is damaged: {checksum_error}")
         temporary = Path(tempfile.mkdtemp(prefix=f".{inside}.", dir=root))
         try:
             with _named(archive):

@@ -72,8 +72,8 @@ class RayExecutor(AbstractExecutor):
         if not self._names:
             wait_or_stop(lambda: time.sleep(timeout))
             return []
-        done, _ = wait_or_stop(lambda: self._ray.wait(list(self._names), timeout=timeout))
-        return [self._outcome(reference, self._names.pop(reference)) for reference in done]
+        ready, _ = wait_or_stop(lambda: self._ray.wait(list(self._names), timeout=timeout))
+        return [self._outcome(reference, self._names.pop(reference)) for reference in ready]
 
     def _outcome(self, reference: Any, name: str) -> Outcome:
         try:

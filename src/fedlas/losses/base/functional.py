@@ -56,14 +56,14 @@ def complement(log_p: Tensor) -> Tensor:
 
 def reduce(terms: dict[str, Tensor], batch: Batch, weight: Tensor | None, reduction: Reduction) -> dict[str, Tensor]:
     """Reduce each term over the valid samples; see the docstring of `fedlas.losses.base.loss`."""
-    each = terms
+    per_sample = terms
     if not batch.all_valid:
-        each = {name: torch.where(batch.valid, values, 0) for name, values in terms.items()}
+        per_sample = {name: torch.where(batch.valid, values, 0) for name, values in terms.items()}
     if reduction == "none":
-        return each
+        return per_sample
     if reduction == "mean" and batch.all_valid and weight is None and not batch.shared:
-        return {name: values.mean() for name, values in each.items()}
-    totals = {name: values.sum() for name, values in each.items()}
+        return {name: values.mean() for name, values in per_sample.items()}
+    totals = {name: values.sum() for name, values in per_sample.items()}
     if batch.shared:
         totals = {name: value * ranks.count() for name, value in totals.items()}
     if reduction == "sum":

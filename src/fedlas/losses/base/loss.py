@@ -165,10 +165,12 @@ class AbstractLoss(AbstractExact):
     def extra_repr(self) -> str:
         """Show the hyperparameters, and the common keywords that differ from their defaults."""
         defaults = {"num_classes": None, "ignore_index": IGNORE_INDEX, "reduction": "mean", "sync": True}
-        others = {name: getattr(self, name) for name, value in defaults.items() if getattr(self, name) != value}
+        changed_options = {
+            name: getattr(self, name) for name, value in defaults.items() if getattr(self, name) != value
+        }
         if self.weight is not None:
-            others["weight"] = f"<{len(self.weight)} classes>"
-        return ", ".join(f"{name}={value!r}" for name, value in {**self.hyperparameters, **others}.items())
+            changed_options["weight"] = f"<{len(self.weight)} classes>"
+        return ", ".join(f"{name}={value!r}" for name, value in {**self.hyperparameters, **changed_options}.items())
 
     def learn_from_epoch(self, validation: Predictions | None) -> None:
         """Update the state after an epoch; override it in losses with `learns_between_epochs`."""
@@ -206,8 +208,8 @@ class AbstractLoss(AbstractExact):
         self, logits: Tensor, labels: Tensor, features: Tensor | None = None, index: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Return the named terms of each sample, with the shape of hard labels, for custom combinations."""
-        each = self._reduced(logits, labels, features, index, "none")
-        return {name: values.reshape(shape_without_classes(logits)) for name, values in each.items()}
+        per_sample = self._reduced(logits, labels, features, index, "none")
+        return {name: values.reshape(shape_without_classes(logits)) for name, values in per_sample.items()}
 
     def _reduced(
         self, logits: Tensor, labels: Tensor, features: Tensor | None, index: Tensor | None, reduction: Reduction

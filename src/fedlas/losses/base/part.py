@@ -73,17 +73,21 @@ class AbstractPart(nn.Module, ABC):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        mine, theirs = type(self).__name__, local_metadata.get("class", type(self).__name__)
-        if mine != theirs:
-            error_msgs.append(f"{prefix[:-1] or 'this module'} is a {mine}, but the state was saved by a {theirs}")
+        class_name, saved_class_name = type(self).__name__, local_metadata.get("class", type(self).__name__)
+        if class_name != saved_class_name:
+            error_msgs.append(
+                f"{prefix[:-1] or 'this module'} is a {class_name}, but the state was saved by a {saved_class_name}"
+            )
             return
-        saved, own = local_metadata.get("hyperparameters", {}), self.hyperparameters
+        saved, hyperparameters = local_metadata.get("hyperparameters", {}), self.hyperparameters
         different = [
-            f"{name}={saved[name]!r} (here {own[name]!r})" for name in own if own[name] != saved.get(name, own[name])
+            f"{name}={saved[name]!r} (here {hyperparameters[name]!r})"
+            for name in hyperparameters
+            if hyperparameters[name] != saved.get(name, hyperparameters[name])
         ]
         if different:
             warnings.warn(
-                f"the loaded state of {mine} belongs to other hyperparameters: {', '.join(different)}",
+                f"the loaded state of {class_name} belongs to other hyperparameters: {', '.join(different)}",
                 UserWarning,
                 stacklevel=2,
             )

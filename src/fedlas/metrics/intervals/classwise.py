@@ -57,13 +57,13 @@ class ClassGaps(AbstractGaps):
     method = "bootstrap of all samples, test inversion"
 
     @cached_property
-    def filled(self) -> Bins:
+    def histogram(self) -> Bins:
         """Sums of each bin of each class."""
         return class_statistics(self.probs, self.labels, equal_width_edges(self.bins), EdgeRule.RIGHT, self._upper)
 
     @property
     def weighted(self) -> Floats:
-        return _numpy(self.filled.weighted_gap.flatten() / self.classes)
+        return _numpy(self.histogram.weighted_gap.flatten() / self.classes)
 
     @property
     def classes(self) -> int:
@@ -86,7 +86,7 @@ class ClassGaps(AbstractGaps):
         for part in parts_of(self.probs):
             squares[:, 0] += exact(part.float().square().sum(0))
         squares[:, 0] -= squares[:, 1:].sum(1)
-        sums = (self.filled.counts, self.filled.confidence_sum, squares)
+        sums = (self.histogram.counts, self.histogram.confidence_sum, squares)
         return Binomial.of(*(_numpy(values.flatten()) for values in sums))
 
     def resample(self, resamples: int | None, rng: np.random.Generator) -> BootstrapDistribution:
@@ -98,7 +98,7 @@ class ClassGaps(AbstractGaps):
         deviations, weighted = self.deviations(resamples or 1_000, rng), self.weighted
         expected = self.binomial()
         count, mean = expected.count, expected.mean
-        filled = count > 0
+        occupied = count > 0
         if not self.soft:
             error = np.sqrt(count * mean * (1 - mean)) / self.samples
             significant = np.sign(weighted) * np.maximum(np.abs(weighted) - 2 * error, 0)
@@ -106,7 +106,7 @@ class ClassGaps(AbstractGaps):
             observed = np.abs(deviations).mean(0) * self.samples
             expected_deviation = mean_deviation(count, rate) * expected.narrower
             deviations *= np.where(observed > 0, expected_deviation / np.where(observed > 0, observed, 1), 1.0)
-        return BootstrapDistribution(weighted[filled], deviations[:, filled], count[filled] / self.samples)
+        return BootstrapDistribution(weighted[occupied], deviations[:, occupied], count[occupied] / self.samples)
 
     def unseen(self, level: float) -> tuple[float, float]:
         """Return how much the total may be below and above the resampled totals if there are too few errors.

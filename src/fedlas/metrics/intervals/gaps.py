@@ -49,7 +49,7 @@ def _class_gaps(
     if binning.kind == "mass" or binning.compat is not None:
         raise UserError("intervals of class-wise errors exist for equal-width bins with the rule of this package only")
     table = rows(probs, labels, scope, ignore_index)
-    return ClassGaps(table.probs, table.labels, binning.bins, "soft" in (table.about.scope or ""))
+    return ClassGaps(table.probs, table.labels, binning.bins, "soft" in (table.definition.scope or ""))
 
 
 def noise_floor(
@@ -64,9 +64,9 @@ def noise_floor(
     """Return the calibration error that a perfectly calibrated model with these confidences has on average."""
     rule = Binning(bins, binning)
     reduce = rows if scope in EVERY_CLASS else pairs
-    about = rule.define(reduce(probs, labels, scope, ignore_index).about)
+    definition = rule.define(reduce(probs, labels, scope, ignore_index).definition)
     gaps = gaps_of(probs, labels, rule, scope, ignore_index)
-    return Result(gaps.noise_floor(), replace(about, estimator="expected ECE of a calibrated model", norm="L1"))
+    return Result(gaps.noise_floor(), replace(definition, estimator="expected ECE of a calibrated model", norm="L1"))
 
 
 def _numpy(values: Tensor) -> Any:

@@ -100,14 +100,16 @@ def _grid(first: float, last: float) -> Floats:
 def difference_interval(first: Curve, second: Curve, correlation: float, level: float) -> tuple[float, float]:
     """Combine the intervals of two totals into one of their difference (MOVER; Zou and Donner)."""
     ends = []
-    for ours, theirs, side in ((first, second, 1), (second, first, -1)):
-        low, middle = ours.at((1 + level) / 2), ours.at(0.5)
+    for curve, other_curve, sign in ((first, second, 1), (second, first, -1)):
+        low, middle = curve.at((1 + level) / 2), curve.at(0.5)
         # A limit that is clipped at zero has no valid distance from the estimate; use the distance on the other side.
-        below = max(middle - low, ours.at((1 - level) / 2) - middle if low == 0 else 0.0)
-        other, high = theirs.at(0.5), theirs.at((1 - level) / 2)
-        above = high - other
-        reach = math.sqrt(max(below**2 + above**2 - 2 * correlation * below * above, 0))
-        ends.append(side * max(low - high, middle - other - reach))
+        distance_below = max(middle - low, curve.at((1 - level) / 2) - middle if low == 0 else 0.0)
+        other, high = other_curve.at(0.5), other_curve.at((1 - level) / 2)
+        distance_above = high - other
+        reach = math.sqrt(
+            max(distance_below**2 + distance_above**2 - 2 * correlation * distance_below * distance_above, 0)
+        )
+        ends.append(sign * max(low - high, middle - other - reach))
     return ends[0], ends[1]
 
 

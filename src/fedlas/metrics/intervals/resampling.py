@@ -338,11 +338,11 @@ def cell_deviations(index: Ints, gap: Floats, bins: int, resamples: int, rng: np
     n = len(gap)
     key = index * (2 * LEVELS + 1) + np.floor((gap + 1) * LEVELS).astype(np.int64)
     all_counts = np.bincount(key)
-    filled = np.flatnonzero(all_counts)
-    count = all_counts[filled]
-    mean = np.bincount(key, gap)[filled] / count
-    variance = np.maximum(np.bincount(key, gap**2)[filled] / count - mean**2, 0)
-    bin_of = np.eye(bins)[filled // (2 * LEVELS + 1)]
+    occupied = np.flatnonzero(all_counts)
+    count = all_counts[occupied]
+    mean = np.bincount(key, gap)[occupied] / count
+    variance = np.maximum(np.bincount(key, gap**2)[occupied] / count - mean**2, 0)
+    bin_of = np.eye(bins)[occupied // (2 * LEVELS + 1)]
     draws = rng.multinomial(n, count / n, size=resamples).astype(np.float64)
     noise = np.sqrt(draws @ (bin_of * variance[:, None])) * rng.standard_normal((resamples, bins))
     return np.asarray(draws @ (bin_of * mean[:, None]) + noise) / n - np.bincount(index, gap, bins) / n
@@ -445,9 +445,9 @@ def mean_deviations(values: Floats, resamples: int, rng: np.random.Generator) ->
     groups = np.array_split(np.sort(values / unit), min(n, 200))
     mean = np.array([group.mean() for group in groups])
     variance = np.array([group.var() for group in groups])
-    drawn, normal, rng.bit_generator.state = _group_draws(n, len(groups), resamples, _GeneratorKey(rng))
-    noise = np.sqrt(drawn @ variance) * normal
-    return unit * (np.asarray(drawn @ mean + noise) / n - float((values / unit).mean()))
+    draws, normal, rng.bit_generator.state = _group_draws(n, len(groups), resamples, _GeneratorKey(rng))
+    noise = np.sqrt(draws @ variance) * normal
+    return unit * (np.asarray(draws @ mean + noise) / n - float((values / unit).mean()))
 
 
 def far_unit(values: Floats) -> float:
