@@ -63,8 +63,8 @@ def test_percentages_appear_only_in_text(result):
     assert f"{result}" == str(result)
 
 
-def test_noise_floor_is_shown_with_the_value(cooled):
-    found = bootstrap(ece, cooled, resamples=100)
+def test_noise_floor_is_shown_with_the_value(temperature_scaled):
+    found = bootstrap(ece, temperature_scaled, resamples=100)
     shown = formatting.percent(found.details["noise_floor"], found.interval.low, found.interval.high)
     assert f"{shown} by chance" in str(found)
 

@@ -15,12 +15,12 @@ MAPIE = {"ks": (1.3652637974082311, 0.3442561605495269), "kuiper": (1.7286560718
 MAPIE_SPIEGELHALTER = (-0.6364683434433089, 0.7377643960445939)
 
 
-def test_tests_equal_mapie(cooled):
+def test_tests_equal_mapie(temperature_scaled):
     for test, (statistic, p_value) in ((ks_test, MAPIE["ks"]), (kuiper_test, MAPIE["kuiper"])):
-        found = test(cooled).details
+        found = test(temperature_scaled).details
         assert found["statistic"] == pytest.approx(statistic, abs=1e-6)
         assert found["p_value"] == pytest.approx(p_value, abs=1e-6)
-    found = spiegelhalter_test(cooled)
+    found = spiegelhalter_test(temperature_scaled)
     assert found == pytest.approx(MAPIE_SPIEGELHALTER[0], abs=1e-6)
     assert found.details["p_value"] == pytest.approx(2 * (1 - MAPIE_SPIEGELHALTER[1]), abs=1e-6)
 
