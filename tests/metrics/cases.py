@@ -43,8 +43,8 @@ def binary(n: int, seed: int = 0, shift: float = 0.0) -> tuple[Tensor, Tensor]:
     """Confidences and hits of a model that promises `shift` more than it keeps."""
     random = np.random.default_rng(seed)
     confidence = 0.1 + 0.9 * random.beta(4, 1.2, n)
-    hits = random.random(n) < np.clip(confidence - shift, 0, 1)
-    return torch.from_numpy(confidence), torch.from_numpy(hits.astype(np.int64))
+    correct = random.random(n) < np.clip(confidence - shift, 0, 1)
+    return torch.from_numpy(confidence), torch.from_numpy(correct.astype(np.int64))
 
 
 def two_classes(
