@@ -165,7 +165,7 @@ def test_equal_mass_class_histograms_have_edges_per_class():
 
 
 def test_sums_are_on_the_cpu_if_a_device_has_no_float64(monkeypatch):
-    """There is no such device here, so the CPU plays one: what matters is that every sum takes that path."""
+    """The CPU stands in for a device without float64: every sum must be moved."""
     moved_dtypes = []
     monkeypatch.setattr("fedlas.metrics.bin_sums.NO_FLOAT64", {"cpu"})
     original = torch.Tensor.cpu
@@ -206,7 +206,7 @@ def test_large_tables_are_processed_in_parts(monkeypatch, soft):
 
 
 def test_copies_of_cells_add_up():
-    """What a device does, on the CPU: a thread has a copy of every cell."""
+    """On a device each thread has a copy of every cell; a meta device tests shape and type."""
     index, values = torch.randint(5, (1000,)), torch.rand(1000, dtype=torch.float64)
     device = torch.device("meta")
     assert _scatter_add(values.to(device), index.to(device), 5).shape == (5,)

@@ -25,7 +25,7 @@ from metrics import cases
 
 
 def test_official_presets_match_reference_values(golden):
-    """Printed by the published code in float32; ours are float64 sums."""
+    """Printed by the published code, which sums in float32; this library sums in float64."""
     assert ece(golden, compat="official") == pytest.approx(0.24641016125679016, abs=5e-8)
     assert aece(golden, compat="official") == pytest.approx(0.24567577242851257, abs=5e-8)
     assert classwise_ece(golden, compat="official") == pytest.approx(0.10570194572210312, abs=5e-8)
@@ -118,7 +118,7 @@ def test_ties_of_the_top_probability_go_to_the_first_class():
 
 
 def test_bf16_agrees_with_float32():
-    """Sums in bf16 stick at 256; ours are float64 whatever comes in."""
+    """Sums in bf16 stop at 256; this library sums in float64 for every input type."""
     source = torch.Generator().manual_seed(1)
     probs = (torch.randn(20_000, 10, generator=source) * 2).softmax(1)
     labels = torch.randint(10, (20_000,), generator=source)

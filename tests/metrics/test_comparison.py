@@ -49,7 +49,7 @@ PAPER = {
 
 
 def two_models(random: np.random.Generator, n: int, first_scale: float, second_scale: float):
-    """Confidences of two models that see nearly the same thing, and the true chance of a hit."""
+    """Confidences of two models with correlated scores, and the true probability of the positive class."""
     score = random.normal(1.5, 1.5, n)
     other_score = score + random.normal(0, 0.5, n)
     first, second = 1 / (1 + np.exp(-score * first_scale)), 1 / (1 + np.exp(-other_score * second_scale))
@@ -93,7 +93,7 @@ def test_coverage_of_the_difference_of_two_models(first_scale, second_scale, n):
 
 
 def two_saturated_models(random: np.random.Generator, n: int):
-    """Two models of which one is certain of 60 % of samples and errs in 3 % of them, the other of 40 % and in 1 %."""
+    """Two models: one has confidence 1 in 60 % of samples and errs in 3 % of those, the other in 40 % and 1 %."""
     probability = random.uniform(0.6, 1, n)
     uniform = random.random(n)
     first = np.where(uniform < 0.6, 1.0, probability)
@@ -121,7 +121,7 @@ def test_coverage_of_the_difference_of_saturated_models(metric):
 
 
 def test_the_interval_of_an_ece_difference_does_not_depend_on_the_grid(monkeypatch):
-    """At 50,000 samples the fixed grid of possible truths was so coarse that intervals were five times too wide."""
+    """Regression: for 50,000 samples a fixed grid of true errors was too coarse; intervals were five times too wide."""
     random = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(50_000, 3, generator=random)
     labels = logits.softmax(1).multinomial(1, generator=random)[:, 0]
@@ -166,18 +166,18 @@ def test_a_level_in_percent_raises(golden, temperature_scaled):
 
 @pytest.mark.campaign
 def test_equal_models_rarely_differ_significantly():
-    """False alarms: the same calibrated model with independent noise must not be called better."""
+    """False positives: neither of two calibrated models that differ only in noise may be called better."""
     random = np.random.default_rng(0)
-    alarms = 0
+    significant_count = 0
     for trial in range(40):
         score = random.normal(1.5, 1.5, 600)
         probability = 1 / (1 + np.exp(-score))
         noisy = [torch.from_numpy(1 / (1 + np.exp(-(score + random.normal(0, 0.1, 600))))) for _ in range(2)]
         correct = torch.from_numpy((random.random(600) < probability).astype(np.int64))
         comparison = paired_bootstrap(ece, *noisy, correct, scope="positive", resamples=200, seed=trial)
-        alarms += comparison.better is not None
+        significant_count += comparison.better is not None
         assert (comparison.p_value < 0.05) == (comparison.better is not None) or abs(comparison.p_value - 0.05) < 0.03
-    assert alarms <= 4
+    assert significant_count <= 4
 
 
 @pytest.mark.parametrize("metric", [ece, aece, nll, brier])
@@ -340,21 +340,21 @@ def test_comparing_samples_with_other_names_raises(name):
     ("metric", "seeds"), [(nll, 15), *(pytest.param(score, 60, marks=pytest.mark.campaign) for score in (nll, brier))]
 )
 def test_neither_model_is_better_without_significance(metric, seeds):
-    """A few samples that make most of the difference used to give a verdict beside p = 0.25, in one case of six."""
-    verdicts = 0
+    """Regression: in one case of six a model was called better at p = 0.25, because few samples made the difference."""
+    significant_count = 0
     for seed in range(seeds):
         generator = torch.Generator().manual_seed(seed)
         labels = torch.randint(0, 4, (300,), generator=generator)
         base = torch.randn(300, 4, generator=generator) + 1.5 * torch.nn.functional.one_hot(labels, 4)
         models = []
-        for _ in range(2):  # of one law: neither is better
+        for _ in range(2):  # of the same distribution: neither is better
             noise_scale = 3 * (torch.rand(300, 1, generator=generator) < 0.02) + 0.01
             models.append(Predictions(base + noise_scale * torch.randn(300, 4, generator=generator), labels))
         comparison = paired_bootstrap(metric, *models, resamples=300)
         assert (comparison.better is None) == (comparison.p_value >= 0.05)
         assert (comparison.better is None) == (comparison.interval.low <= 0 <= comparison.interval.high)
-        verdicts += comparison.better is not None
-    assert verdicts <= 7 / 60 * seeds  # one in twenty is expected
+        significant_count += comparison.better is not None
+    assert significant_count <= 7 / 60 * seeds  # one in twenty is expected
 
 
 def read_top_labels(tmp_path, name, rows):
@@ -366,13 +366,13 @@ def read_top_labels(tmp_path, name, rows):
 
 
 def test_top_label_predictions_are_compared_by_class_name(tmp_path):
-    """A word that one file never mentions was a class that its model does not know."""
+    """Regression: a class that does not occur in one file was taken for a class that its model does not have."""
     label_names = ["bee", "cow", "cow", "dog"] * 5
     first = read_top_labels(tmp_path, "a", [(label, label) for label in label_names])
     second = read_top_labels(
         tmp_path, "b", [("ant" if row % 2 else label, label) for row, label in enumerate(label_names)]
     )
-    assert first.labels.tolist() != second.labels.tolist()  # each numbers its own words
+    assert first.labels.tolist() != second.labels.tolist()  # each file numbers its own class names
     assert paired_bootstrap(accuracy, first, second, resamples=50).difference == pytest.approx(0.5)
     full = Predictions(
         5 * torch.eye(5)[[1, 2, 2, 3] * 5], [1, 2, 2, 3] * 5, class_names=["ant", "bee", "cow", "dog", "emu"]
@@ -399,7 +399,7 @@ def test_equal_class_numbers_with_different_names_are_different_labels(tmp_path)
 
 @pytest.mark.parametrize("names", [None, ["a", "b", "c", "d"], ["0", "1", "2", "3"]])
 def test_numbers_in_top_label_files_are_class_numbers(tmp_path, names):
-    labels = [1, 3] * 10  # 0 and 1 among the words of the file
+    labels = [1, 3] * 10  # numbered 0 and 1 by the file
     top = read_top_labels(tmp_path, "a", [(label, label) for label in labels])
     full = Predictions(5 * torch.eye(4)[labels], labels, class_names=names)
     for pair in ((top, full), (full, top)):
@@ -424,21 +424,21 @@ def test_numbers_that_name_columns_in_another_order_are_names(tmp_path):
     ("level", "resamples", "needed"), [(0.95, 39, "40"), (0.99, 100, "200"), (0.9995, 2_000, "4,000")]
 )
 def test_too_few_resamples_for_the_level_raise(level, resamples, needed):
-    """95.98 against 9.79 % of 797 samples was "no difference is shown", with 30 resamples."""
+    """Regression: with 30 resamples, accuracies of 95.98 and 9.79 % of 797 samples did not differ significantly."""
     with pytest.raises(ValueError, match=rf"\b{needed}\b"):
         check_draws(level, resamples)
     check_draws(level, int(needed.replace(",", "")))
 
 
 def test_p_values_and_intervals_agree(golden):
-    """Those of gaps ended at half of what those of means did, beside each other in one table."""
+    """Regression: the smallest p-value of calibration errors was half of the smallest one of means."""
     worse = Predictions(-5 * golden.logits, golden.labels)
     p_values = [paired_bootstrap(metric, golden, worse, resamples=99).p_value for metric in (accuracy, ece, nll)]
     assert p_values == pytest.approx([2 / 100] * 3)
 
 
 def test_an_nll_that_is_a_lower_bound_is_not_better():
-    """The same predictions rounded to two decimals: labels of probability zero are floored at half of the last one."""
+    """After rounding to two decimals, labels of probability zero are floored at half of the last decimal."""
     source = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(2_000, 5, generator=source)
     labels = (logits / 3).softmax(1).multinomial(1, generator=source)[:, 0]

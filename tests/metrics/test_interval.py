@@ -67,7 +67,7 @@ def confidences_near_one(random: np.random.Generator, n: int) -> np.ndarray:
 
 
 def partly_saturated(probability_of_one: float) -> Callable[[np.random.Generator, int], np.ndarray]:
-    """Confidences of which a share is exactly 1."""
+    """Confidences that are exactly 1 with the given probability."""
     return lambda random, n: np.where(random.random(n) < probability_of_one, 1.0, broad_confidences(random, n))
 
 
@@ -82,11 +82,11 @@ def float32_softmax(scale: float) -> Callable[[np.random.Generator, int], np.nda
 
 
 def accuracy_with_errors_at_one(error_rate: float, below_one: Accuracy = lambda c: c) -> Accuracy:
-    """Answers of which a share is wrong where confidence is 1."""
+    """Accuracy `1 - error_rate` where confidence is 1, and `below_one(confidence)` elsewhere."""
     return lambda c: np.where(c == 1, 1 - error_rate, below_one(np.minimum(c, 1 - 1e-9)))
 
 
-# How confidences are spread, how accurate they are, and how many samples there are.
+# Distribution of confidences, accuracy as a function of confidence, number of samples.
 MODELS: dict[str, tuple[Callable[[np.random.Generator, int], np.ndarray], Accuracy, int]] = {
     "calibrated": (broad_confidences, lambda c: c, 1_000),
     "slightly over-confident": (broad_confidences, lambda c: np.clip(c - 0.01, 0, 1), 3_000),
@@ -126,7 +126,7 @@ MODELS |= SATURATED | SMALL_SAMPLES
 
 
 def true_value(metric: Callable[..., float], name: str) -> float:
-    """The value on very many samples whose labels are the true probabilities, or are drawn where they must be hard."""
+    """The metric of very many samples with true probabilities as labels; E-AURC needs class labels, which are drawn."""
     draw, accuracy_at, _ = MODELS[name]
     random = np.random.default_rng(12345)
     confidence = draw(random, 300_000 if metric is not e_aurc else 3_000_000)
@@ -141,7 +141,7 @@ def coverage(metric: Callable[..., float], name: str, trials: int, resamples: in
     draw, accuracy_at, n = MODELS[name]
     random = np.random.default_rng(0)
     expected = true_value(metric, name)
-    # A calibrated model's own value is zero; the sums leave 1e-16 of it.
+    # The error of a calibrated model is zero; rounding of the sums leaves 1e-16.
     expected = 0.0 if expected < 1e-9 else expected
     covered = 0
     for trial in range(trials):
@@ -170,7 +170,7 @@ METRICS_ON_TWO_MODELS = [
 @pytest.mark.parametrize(("metric", "name"), METRICS_ON_EVERY_MODEL + METRICS_ON_TWO_MODELS)
 def test_95_percent_intervals_cover_in_91_to_99_percent(metric, name):
     """With 400 trials the standard error of a coverage of 95 % is one point."""
-    # A true error of zero is the lower end itself, and cannot be missed from below: 97.5 % is then what to expect.
+    # No interval lies below a true error of zero, so that 97.5 % rather than 95 % of intervals should contain it.
     upper_limit = 1.0 if metric in (rms_error, debiased_l2) and "calibrated" in name else 0.99
     assert 0.91 <= coverage(metric, name, trials=400, resamples=1_000) <= upper_limit
 
@@ -179,9 +179,9 @@ def test_95_percent_intervals_cover_in_91_to_99_percent(metric, name):
 @pytest.mark.parametrize("name", [*SATURATED, *SMALL_SAMPLES])
 @pytest.mark.parametrize("metric", [ece, aece, rms_error])
 def test_intervals_of_saturated_models_and_of_few_samples_cover(metric, name):
-    """Errors are counted in ones, so that such intervals can only be too wide: no upper limit is set.
+    """Numbers of errors are discrete, which makes these intervals too wide, never too narrow: no upper limit is set.
 
-    A bin of confidence 1 without an error showed no noise at all: 28 to 73 % were covered.
+    Regression: the estimated variance of a bin of confidence 1 without errors was zero; coverage was 28 to 73 %.
     """
     assert coverage(metric, name, trials=250, resamples=400) >= 0.91
 
@@ -209,7 +209,7 @@ def test_the_interval_of_a_single_bin_is_that_of_its_accuracy(metric):
 
 @pytest.mark.parametrize(("metric", "power"), [(ece, 1), (rms_error, 2)])
 def test_the_interval_of_two_bins_is_that_of_all_pairs_of_counts(metric, power):
-    """The chances of all pairs of counts, of which the observed total is the 2.5 % and the 97.5 % quantile."""
+    """Expected: the shifts for which the observed error is the 2.5 or 97.5 % quantile over all pairs of counts."""
     binom, k, n = cases.oracle("scipy.stats").binom, np.arange(151), 150
     confidence = torch.tensor([0.75, 0.25], dtype=torch.float64).repeat_interleave(n)
     correct = torch.cat([torch.arange(n) < 97, torch.arange(n) < 53]).long()
@@ -233,7 +233,7 @@ def test_the_interval_of_two_bins_is_that_of_all_pairs_of_counts(metric, power):
 
 @pytest.mark.parametrize("metric", [ece, aece, rms_error])
 def test_intervals_of_few_errors_and_of_few_samples_are_exact(metric):
-    """A bin of confidence 1 without an error showed no noise at all."""
+    """Regression: the estimated variance of a bin of confidence 1 without errors was zero."""
     for n, errors in ((200, 0), (200, 3), (400, 15)):
         interval = interval_ends(
             metric, torch.ones(n), (torch.arange(n) >= errors).long(), scope="positive", resamples=500
@@ -246,13 +246,13 @@ def test_intervals_of_few_errors_and_of_few_samples_are_exact(metric):
             samples = torch.full((n,), confidence, dtype=torch.float64), torch.ones(n, dtype=label_dtype)
             interval = interval_ends(metric, *samples, scope="positive", resamples=500)
             assert interval == pytest.approx((0, expected_high), abs=1e-4)
-    # A certain sample cannot be under-confident, but samples of bins without any can.
+    # A sample of confidence 1 cannot be under-confident, but unseen samples of empty bins can.
     under = bootstrap(under_ece, torch.ones(1), torch.ones(1).long(), scope="positive", resamples=50)
     assert under.interval.high == pytest.approx(scipy_proportion_interval(0, 1, "exact")[1])
 
 
 def test_few_samples_without_errors_have_a_wide_interval():
-    """All intervals of a model that is certain and right reach as far as the exact range of its errors."""
+    """Intervals of a model with confidence 1 and no errors end at the exact upper bound of its error rate."""
     n = 200
     probs, labels = torch.eye(3)[torch.arange(n) % 3], torch.arange(n) % 3
     error_rate_bound = 1 - 0.025 ** (1 / n)
@@ -273,7 +273,7 @@ def test_few_samples_without_errors_have_a_wide_interval():
 
 @pytest.mark.parametrize("n", [1, 5, 20, 200])
 def test_no_interval_has_width_zero(n):
-    """Confidences of 1, soft labels equal to the probabilities, and constant losses show no noise at all."""
+    """Confidences of 1, soft labels equal to the probabilities, and constant losses have a sample variance of zero."""
     one_hot, uncertain = torch.eye(3)[torch.arange(n) % 3], torch.tensor([[0.5, 0.3, 0.2]]).repeat(n, 1)
     for probs, labels in (
         (one_hot, torch.arange(n) % 3),
@@ -296,7 +296,7 @@ def annotated_samples(random: np.random.Generator, n: int, annotators: int) -> t
 
 @pytest.mark.parametrize("metric", [accuracy, ece])
 def test_intervals_of_soft_labels_are_as_wide_as_the_spread_over_fresh_samples(metric):
-    """Ten annotators vary less than one: the intervals of hard labels were two to three times as wide."""
+    """The mean of ten annotators varies less than one: intervals for hard labels were two to three times too wide."""
     random = np.random.default_rng(0)
     values = [float(metric(*annotated_samples(random, 1_000, 10))) for _ in range(100)]
     widths = [bootstrap(metric, *annotated_samples(random, 1_000, 10), resamples=500).interval.width for _ in range(3)]
@@ -316,7 +316,7 @@ def test_intervals_of_soft_labels_cover_the_true_value(metric, n, annotators):
         expected in bootstrap(metric, *annotated_samples(random, n, annotators), resamples=400, seed=trial).interval
         for trial in range(600)
     ]
-    # With a sample or two in each bin of equal mass, nothing shows how much labels vary within bins.
+    # One or two samples per bin of equal mass are too few to estimate the variance of labels within bins.
     assert np.mean(covered) >= (0.82 if metric is aece and n == 20 else 0.9)
 
 
@@ -359,7 +359,7 @@ def test_ranked_errors_equal_binomial_quantiles(n, probability):
 
 
 def test_interval_of_a_calibrated_model_starts_at_zero():
-    """Rounding left 1e-19 of the last gap, and 0 was outside of one interval in fifteen."""
+    """Regression: rounding left a last gap of 1e-19, and one interval in fifteen did not contain 0."""
     for seed in range(20):
         confidence, correct = cases.binary(1_000, seed)
         low = bootstrap(ece, confidence, correct, scope="positive", resamples=200, seed=seed).interval.low
@@ -391,7 +391,7 @@ def coverages_of_over_and_under(name: str, trials: int, resamples: int) -> list[
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", list(MODELS))
 def test_coverage_of_over_and_under_confidence_is_at_least_90_percent(name):
-    """A part that is zero cannot be missed from below, and seldom from above."""
+    """Where the true over- or under-confidence is zero, nearly every interval contains it."""
     assert min(coverages_of_over_and_under(name, trials=250, resamples=400)) >= 0.9
 
 
@@ -414,7 +414,7 @@ def test_coverage_of_class_wise_ece():
 
 
 def exact_deviations(index: np.ndarray, gap: np.ndarray, resamples: int) -> np.ndarray:
-    """The bootstrap itself: samples drawn one by one."""
+    """Deviations by the plain bootstrap, which draws samples with replacement."""
     random, n = np.random.default_rng(7), len(gap)
     resampled_sums = np.empty((resamples, 15))
     for row in resampled_sums:
@@ -444,7 +444,7 @@ def test_bootstrap_on_cells_matches_the_exact_bootstrap(metric, name):
 
 
 def test_ten_thousand_resamples_of_fifty_thousand_predictions_are_fast():
-    """The goal is a second on two cores; shape checks and busy machines are allowed for."""
+    """The goal is one second on two cores; the limit leaves room for shape checks and busy machines."""
     source = torch.Generator().manual_seed(0)
     confidence = torch.rand(50_000, generator=source).sqrt()
     correct = (torch.rand(50_000, generator=source) < confidence).long()
@@ -472,7 +472,7 @@ def test_class_deviations_equal_dense_resampling(soft):
 
 @pytest.mark.campaign
 def test_class_wise_intervals_of_many_classes_are_fast():
-    """31 seconds were seen for five times as many samples; with room for busy machines."""
+    """Regression: 31 seconds for five times as many samples. The limit leaves room for busy machines."""
     source = torch.Generator().manual_seed(0)
     probs = torch.randn(10_000, 1_000, generator=source).mul(3).softmax(1)
     labels = torch.randint(1_000, (10_000,), generator=source)
@@ -529,7 +529,7 @@ def test_bootstrap_of_metrics_without_known_coverage_raises(metric, golden):
 
 
 def test_aurc_over_few_errors_has_no_interval(golden):
-    """A bootstrap of few errors knows little more than those."""
+    """A bootstrap of few errors cannot estimate how much the area varies."""
     confidence, sample_number = torch.linspace(0.6, 1, 500), torch.arange(500)
     for metric in (aurc, e_aurc, augrc):
         for correct in (sample_number >= 19, sample_number < 19):  # few errors, few correct predictions
@@ -586,13 +586,13 @@ def test_soft_and_multi_label_errors_have_intervals_too(golden):
 
 
 def test_samples_outside_of_all_bins_have_no_gap(golden):
-    """The published AECE leaves a sample out; the interval is about the same sum."""
+    """The published AECE omits a sample; its interval is computed from the same samples."""
     gaps = aece.gaps(golden, compat="official")
     assert np.abs(gaps.weighted).sum() == pytest.approx(aece(golden, compat="official"), abs=1e-12)
 
 
 def test_torchmetrics_bin_of_confidence_one_has_a_gap():
-    """torchmetrics counts confidences of 1 apart; the interval left them out, and the value lay above it."""
+    """Regression: torchmetrics has a separate bin for confidences of 1, which the interval omitted."""
     probs, labels = cases.saturated()
     result = bootstrap(ece, probs, labels, compat="torchmetrics", resamples=500)
     gaps = ece.gaps(probs, labels, compat="torchmetrics")
@@ -605,7 +605,7 @@ def test_torchmetrics_bin_of_confidence_one_has_a_gap():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("compat", [None, "torchmetrics"])
 def test_a_device_without_float64_gives_the_same_interval(monkeypatch, compat):
-    """Values are on the CPU then, and what falls into no bin was marked on the device."""
+    """Regression: values were on the CPU, but the mask of samples outside of all bins was on the device."""
     probs, labels = cases.saturated()
     cpu_result = bootstrap(ece, probs, labels, resamples=200, compat=compat)
     monkeypatch.setattr("fedlas.metrics.bin_sums.NO_FLOAT64", {"cuda"})
@@ -698,7 +698,7 @@ def test_mean_deviation_of_binomial_counts():
 
 
 def test_an_interval_may_lie_below_the_value():
-    """Noise only ever adds to a binned error, so a value can exceed every truth that explains it."""
+    """Noise increases a binned error, so that the value can exceed every true error in its interval."""
     confidence, correct = cases.binary(300, seed=1)
     result = bootstrap(ece, confidence, correct, bins=100, scope="positive", resamples=1_000)
     assert result.interval.low == 0.0
@@ -706,7 +706,7 @@ def test_an_interval_may_lie_below_the_value():
 
 
 def test_cached_draws_match_those_of_the_same_seed():
-    """A second mean over as many samples uses the draws of the first; nothing else may show that."""
+    """A second mean over equally many samples reuses the draws of the first, with unchanged results."""
     values = [np.random.default_rng(seed).random(700) for seed in (1, 2)]
     uncached = []
     for sample in values:
@@ -724,7 +724,7 @@ def test_cached_draws_match_those_of_the_same_seed():
 
 @pytest.mark.parametrize("size", [1e80, 1e150, 1e300])
 def test_interval_of_huge_losses_scales_with_them(size):
-    """Squares and cubes of losses of 1e150 are infinite; that was an error about quantiles."""
+    """Regression: squares and cubes of losses of 1e150 are infinite, which raised an error about quantiles."""
     logits, labels = torch.randn(300, 4, dtype=torch.float64), torch.randint(4, (300,))
     values = (logits.max(1).values - logits.gather(1, labels[:, None])[:, 0]).numpy()
     unscaled_interval = mean_interval(values, 0.95, 500, np.random.default_rng(0))
@@ -758,7 +758,7 @@ def test_models_with_enormous_logits_are_compared():
 
 
 def test_the_noise_floor_of_soft_labels_is_that_of_several_annotators():
-    """Ten annotators vary a third as much as one; the floor was that of one."""
+    """Regression: ten annotators vary a third as much as one, but the noise floor was that of one."""
     random = np.random.default_rng(0)
     confidence = random.beta(6, 1.5, (40, 500)) / 2 + 0.5
     votes = random.binomial(10, confidence) / 10
@@ -770,7 +770,7 @@ def test_the_noise_floor_of_soft_labels_is_that_of_several_annotators():
 
 
 def test_metrics_of_the_same_pairs_are_resampled_once(monkeypatch):
-    """Five metrics drew the same resamples, each for itself."""
+    """Regression: five metrics drew the same resamples five times."""
     confidence = torch.rand(500, generator=torch.Generator().manual_seed(1)) * 0.5 + 0.5
     correct = torch.rand(500, generator=torch.Generator().manual_seed(2)) < confidence
     calls = []

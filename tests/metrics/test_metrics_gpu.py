@@ -203,7 +203,7 @@ def test_non_finite_logits_on_the_gpu_raise(value: float) -> None:
 
 
 class DeviceToHostCopies(TorchDispatchMode):
-    """Notes the size of every tensor that an operation brings from the device to the host."""
+    """Records the size of every tensor that an operation copies from the device to the host."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Mistakes that other packages make, each as a test. Those that are not here stand where the thing itself is tested:
+"""Mistakes that other packages make, each as a test. Tests of these mistakes are in other files:
 
 confidence 1, 0; edges; number of bins; last bin; bin centres     test_calibration.py, test_bin_sums.py, test_presets.py
 NaN, empty input, rows that do not sum to one, ties of the top    test_calibration.py
@@ -71,7 +71,7 @@ def test_logits_inside_zero_to_one_are_still_logits():
 
 
 def test_logits_that_sum_to_one_are_still_softmaxed():
-    """Rows that sum to one, given as logits, are softened like any others."""
+    """Softmax is applied to logits even if each row sums to one."""
     rows = torch.tensor([[0.9, 0.1], [0.8, 0.2]])
     result = ece.accumulator().update_logits(rows, torch.tensor([0, 0])).compute()
     assert result == pytest.approx(1 - float(rows.softmax(1)[:, 0].double().mean()), abs=1e-7)
@@ -146,7 +146,7 @@ def test_the_mean_over_bins_is_another_metric_than_aece():
 
 
 def test_equal_mass_bins_of_tied_confidences_lose_no_sample():
-    """The published edges fill 11 of 15 bins of a saturated model; ours fill fewer than 15 too, with all samples."""
+    """Published edges fill 11 of 15 bins of a saturated model. The default fills fewer than 15, and loses no sample."""
     probs, labels = cases.saturated()
     published_bins = histogram(probs, labels, binning="mass", compat="official").bins
     default_bins = histogram(probs, labels, binning="mass").bins
@@ -235,7 +235,7 @@ def test_every_result_has_a_definition():
 
 
 def test_mmce_of_a_batch_without_errors_has_a_gradient():
-    """netcal's penalty is a root at 0 there: NaN."""
+    """The gradient of netcal's penalty, a square root, is NaN at 0."""
     loss = fedlas.build_loss("mmce", num_classes=3)
     logits = (8 * torch.eye(3)).requires_grad_()
     loss(logits, torch.arange(3)).backward()
@@ -244,7 +244,7 @@ def test_mmce_of_a_batch_without_errors_has_a_gradient():
 
 
 def test_the_weight_of_a_calibration_penalty_counts():
-    """netcal's DCA ignores its weight: 0.2455 for 1 and for 10. Ours that have one are MMCE and MDCA."""
+    """netcal's DCA ignores its weight: 0.2455 for 1 and for 10. In this library MMCE and MDCA have one."""
     source = torch.Generator().manual_seed(0)
     logits, labels = 3 * torch.randn(64, 5, generator=source), torch.randint(5, (64,), generator=source)
     cross_entropy = float(torch.nn.functional.cross_entropy(logits, labels))

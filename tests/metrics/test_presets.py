@@ -131,6 +131,6 @@ def test_definitions_that_share_a_name_differ(golden):
 
 
 def test_the_official_aece_leaves_the_least_confident_sample_out(golden):
-    """Regression vector: the published procedure and ours on the same samples."""
+    """Regression vector: the published procedure and this library on the same samples."""
     assert aece(golden, compat="official") == pytest.approx(0.2456757540, abs=1e-9)
     assert aece(golden) == pytest.approx(0.2449411, abs=1e-6)

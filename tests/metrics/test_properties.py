@@ -117,7 +117,7 @@ def test_finer_bins_do_not_decrease_the_error(problem, bins, parts):
 
 @given(st.integers(1, 30), st.integers(0, 10), st.integers(1, 20))
 def test_a_calibrated_model_has_no_error(groups, seed, bins):
-    """Whatever the bins: within each confidence k of 8 are right where k / 8 was promised."""
+    """Of 8 samples with confidence k / 8, k are correct: the error is 0 for any number of bins."""
     random = np.random.default_rng(seed)
     correct_counts = random.integers(0, 9, groups)
     confidence = torch.from_numpy(np.repeat(correct_counts / 8, 8))

@@ -12,7 +12,7 @@ from metrics import cases
 
 
 def areas_by_hand(correct: list[int]) -> tuple[float, float]:
-    """AURC and AUGRC of hits that are already in the order of confidence."""
+    """AURC and AUGRC of samples in descending order of confidence."""
     n, error_count, risk_sum, generalised = len(correct), 0, 0.0, 0.0
     for k, is_correct in enumerate(correct, start=1):
         error_count += 1 - is_correct

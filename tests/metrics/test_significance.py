@@ -1,4 +1,4 @@
-"""Tests of calibration: statistics, p-values, and that p-values mean what they say."""
+"""Tests of calibration: statistics, p-values, and that p-values of calibrated models are uniform."""
 
 import math
 

@@ -10,7 +10,7 @@ from metrics import cases
 
 
 def samples() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of confidence and hits: calibrated, over-confident, saturated, constant, a single one."""
+    """Confidences and correctness: calibrated, over-confident, saturated, constant, a single sample."""
     probs, labels = cases.saturated()
     return {
         "calibrated": cases.binary(3_000),
@@ -47,7 +47,7 @@ def test_samples_of_confidence_one_count_as_much_as_others(mass, at_one, elsewhe
 
 
 def test_a_narrow_kernel_is_convolved_as_relplot_does():
-    """Nearly calibrated data push the width to its end, where the grid has 10,001 points."""
+    """Nearly calibrated data have the smallest bandwidth, for which the grid has 10,001 points."""
     oracle = cases.oracle("relplot")
     confidence = torch.linspace(0, 1, 20_001, dtype=torch.float64)
     soft_labels = confidence.clone()
@@ -103,7 +103,7 @@ def test_predictions_and_soft_labels_work():
 
 
 def window_by_hand(confidence: np.ndarray, correct: np.ndarray, center: float, width: float) -> tuple[float, ...]:
-    """What the window around a place sees, sample by sample, with mirror images at both ends."""
+    """Weighted sums over samples in a Gaussian window around `center`, with reflections at 0 and 1."""
     mass, squares, confidence_sum, correct_sum = 0.0, 0.0, 0.0, 0.0
     for c, y in zip(confidence, correct, strict=True):
         weight = sum(

@@ -247,7 +247,7 @@ def test_sync_of_a_single_process_is_the_identity(golden):
 def compute_in_process(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     probs, labels = cases.saturated(301, 4)
-    # The second share leaves the first process with nothing.
+    # In the second split the first process has no samples.
     for name, end in (("split", 100), ("empty", 0)):
         rows = slice(0, end) if rank == 0 else slice(end, 301)
         results = []

@@ -238,11 +238,11 @@ def test_perfectly_separated_scores_have_a_nonempty_interval():
     precision = ood.aupr(id_data, ood_data)
     assert precision == 1.0
     assert 0.5 < precision.interval.low < 0.95
-    # One wrong pair must not make an interval start higher than none did.
+    # One misranked pair must not raise the lower end of an interval.
     mixed = torch.cat([ood_data[1:], torch.tensor([48.5])])
     assert ood.auroc(id_data, mixed).interval.low <= area.interval.low
     assert ood.aupr(id_data, mixed).interval.low <= precision.interval.low + 1e-3
-    single = ood.aupr(id_data, torch.tensor([10.5]))  # one sample has no variance: the range of unseen ones is wide
+    single = ood.aupr(id_data, torch.tensor([10.5]))  # one sample has no variance estimate: the interval is wide
     assert single.interval.method == ood.aupr(id_data, ood_data[:1]).interval.method
     constant = ood.auroc(torch.zeros(50), torch.zeros(30)).interval
     assert constant.low < 0.5 < constant.high

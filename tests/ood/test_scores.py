@@ -213,8 +213,8 @@ def test_probabilities_are_used_as_given():
     p = probs.double().numpy()
     entropy = -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), 0).sum(1)
     np.testing.assert_allclose(ood.score_of(predictions, "entropy"), entropy, rtol=1e-6)
-    general = ood.score_of(predictions, "generalised_entropy")
-    np.testing.assert_allclose(general, ((p * (1 - p)) ** 0.1).sum(1), rtol=1e-6)
+    generalised_entropy = ood.score_of(predictions, "generalised_entropy")
+    np.testing.assert_allclose(generalised_entropy, ((p * (1 - p)) ** 0.1).sum(1), rtol=1e-6)
     for name in ("max_logit", "energy"):
         with pytest.raises(ValueError, match=f"{name}.*logits"):
             ood.score_of(predictions, name)

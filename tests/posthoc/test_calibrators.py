@@ -1,4 +1,4 @@
-"""Each calibrator against its definition, written again, or against an independent implementation."""
+"""Each calibrator against a second implementation of its definition or against another library."""
 
 import inspect
 
@@ -28,7 +28,7 @@ from fedlas.predictions import Predictions
 
 
 def problem_scaled_by_class(n: int = 1500) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits whose classes are off by factors and offsets of their own."""
+    """Logits with a wrong factor and offset for each class."""
     logits, labels = problem(n, 3, scale=1.0)
     return logits / torch.tensor([0.5, 1.0, 2.0]) - torch.tensor([0.3, 0.0, -0.6]), labels
 
@@ -76,7 +76,7 @@ def test_affine_maps_are_invariant_to_the_scale_of_logits(cls: type, scale: floa
     logits, labels = problem_scaled_by_class()
     probs = cls().fit(logits, labels).transform(logits).softmax(1)
     probs_of_scaled = cls().fit(scale * logits, labels).transform(scale * logits).softmax(1)
-    if cls is not Dirichlet:  # which sees log-probabilities, and those are no multiples of each other
+    if cls is not Dirichlet:  # its inputs are log-probabilities, which are not proportional to logits
         torch.testing.assert_close(probs_of_scaled, probs, atol=1e-5, rtol=1e-4)
     assert functional.nll_loss(probs_of_scaled.log(), labels) < functional.cross_entropy(scale * logits, labels)
 
@@ -226,7 +226,7 @@ def test_probmetrics_calibrators_are_found_by_name_and_by_class():
 
 class TestFeatureClipping:
     def predictions(self, n: int = 800, *, large: float = 40.0) -> tuple[Predictions, torch.Tensor, torch.Tensor]:
-        """A head that is right except for one feature, whose large values say nothing."""
+        """Predictions of a linear layer that is correct except for uninformative large values of one feature."""
         random = torch.Generator().manual_seed(0)
         weight = torch.randn(3, 6, generator=random)
         bias = torch.randn(3, generator=random)

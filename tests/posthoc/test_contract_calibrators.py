@@ -21,7 +21,7 @@ RECORDS = {record.name: record for record in posthoc.list_calibrators()}
 NAMES = list(RECORDS)
 MULTICLASS = [name for name in NAMES if name != "platt"]  # platt is for two classes
 WITH_SOFT_LABELS = [name for name in MULTICLASS if name != "probmetrics"]
-SAVEABLE = [name for name in NAMES if name != "probmetrics"]  # what we can save
+SAVEABLE = [name for name in NAMES if name != "probmetrics"]  # those that can be saved
 
 
 def build(name: str) -> AbstractCalibrator:
@@ -249,7 +249,7 @@ def test_other_class_names_or_another_order_raise(name: str):
             calibrator.transform(reversed_classes)
         with pytest.raises(ValueError, match=r"1.*'b'.*'x'"):
             calibrator.transform(Predictions(logits, labels, class_names=["a", "x", "c", "d"][:classes]))
-    else:  # all classes alike: the same numbers, whatever the columns are called and wherever they stand
+    else:  # treats all classes alike: names and order of columns do not matter
         torch.testing.assert_close(calibrator.transform(reversed_classes).logits, calibrator.transform(logits).flip(1))
     for new_names in (names, None):
         transformed = calibrator.transform(Predictions(logits, labels, class_names=new_names))
@@ -263,7 +263,7 @@ def test_class_names_round_trip_and_are_optional_in_a_file(name: str, tmp_path: 
     calibrator.save(path)
     assert posthoc.load_calibrator(path).fitted == calibrator.fitted
     metadata, tensors = read(path)
-    del metadata["fitted"]["class_names"]  # as it was before names were kept
+    del metadata["fitted"]["class_names"]  # as in files of earlier versions
     loaded = type(calibrator).restore(metadata, tensors)
     assert loaded.fitted.class_names is None
     logits, labels = problem(50, calibrator.fitted.classes, seed=1)

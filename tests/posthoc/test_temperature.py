@@ -75,7 +75,7 @@ def test_temperature_matches_scikit_learn(scale: float):
     np.testing.assert_allclose(calibrated.numpy(), expected, atol=2e-5)
 
 
-# It sees probabilities, which are rounded to zero where logits are larger.
+# probmetrics takes probabilities, which are rounded to zero at larger scales.
 @pytest.mark.parametrize("scale", [0.05, 1, 3])
 def test_temperature_matches_probmetrics(scale: float):
     pytest.importorskip("probmetrics")
@@ -121,7 +121,7 @@ def test_derivatives_match_autograd():
 
 @pytest.mark.parametrize("margin", [1e-3, 0.2, 1.5, 40.0])
 def test_correct_samples_give_the_lower_bound(margin: float):
-    """Steps grew shorter and shorter: 100 of them ended at T = 0.0096, without a warning."""
+    """Regression: steps became ever shorter, and 100 of them ended at T = 0.0096 without a warning."""
     logits = torch.tensor([[margin, 0.0, 0.0]] * 20)
     with pytest.warns(UserWarning, match=r"20.*0\.001.*correct"):
         calibrator = Temperature().fit(logits, torch.zeros(20, dtype=torch.long))
@@ -131,7 +131,7 @@ def test_correct_samples_give_the_lower_bound(margin: float):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [0.2, 1.0, 4.0, 50.0])
 def test_solver_needs_few_evaluations(scale: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    """A last step of zero length was taken for a step out of the bracket: 26 bisections followed."""
+    """Regression: a last step of length zero was treated as leaving the bracket, and 26 bisections followed."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(2_000, 5, generator=generator)
     labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
@@ -242,7 +242,7 @@ def test_invalid_options_raise():
         _ = Temperature().temperature
 
 
-TRUE_TEMPERATURE = 2.3  # how much too far apart the logits of `over_confident` are
+TRUE_TEMPERATURE = 2.3  # factor by which the logits of `over_confident` are too large
 
 
 def over_confident(n: int = 6_000) -> Predictions:
