@@ -1,4 +1,4 @@
-"""Data that several tests of the metrics use, and the way to other people's packages."""
+"""Data for several tests of metrics, and import of the packages that tests compare with."""
 
 import importlib
 import warnings
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def oracle(name: str) -> Any:
-    """Import a package that tests compare with; its own warnings are not ours."""
+    """Import a package that tests compare with; the warnings of its import are ignored."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -40,11 +40,11 @@ def saturated(n: int = 2_000, classes: int = 10, seed: int = 0) -> tuple[Tensor,
 
 
 def binary(n: int, seed: int = 0, shift: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Confidences and hits of a model that promises `shift` more than it keeps."""
+    """Confidences of a model whose accuracy is smaller by `shift`, and whether each prediction is correct."""
     random = np.random.default_rng(seed)
     confidence = 0.1 + 0.9 * random.beta(4, 1.2, n)
-    hits = random.random(n) < np.clip(confidence - shift, 0, 1)
-    return torch.from_numpy(confidence), torch.from_numpy(hits.astype(np.int64))
+    correct = random.random(n) < np.clip(confidence - shift, 0, 1)
+    return torch.from_numpy(confidence), torch.from_numpy(correct.astype(np.int64))
 
 
 def two_classes(

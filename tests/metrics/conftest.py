@@ -12,7 +12,7 @@ def golden() -> Predictions:
 
 
 @pytest.fixture(scope="session")
-def cooled() -> Predictions:
+def temperature_scaled() -> Predictions:
     """Return the golden predictions, nearly calibrated by temperature scaling."""
     logits, labels = cases.golden_logits()
     return Predictions(logits / 2.4, labels)

@@ -45,8 +45,8 @@ class Spherical(AbstractMean):
 def spherical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> metrics.AbstractMetric:
     (tmp_path / "spherical.py").write_text(SPHERICAL)
     monkeypatch.setattr(metrics, "__path__", [*metrics.__path__, str(tmp_path)])
-    fresh = type(registry.CATALOG)("fedlas.metrics", metrics.AbstractMetric, "metric")
-    monkeypatch.setattr(registry, "CATALOG", fresh)
+    catalog = type(registry.CATALOG)("fedlas.metrics", metrics.AbstractMetric, "metric")
+    monkeypatch.setattr(registry, "CATALOG", catalog)
     yield registry.find_metric("spherical")
     sys.modules.pop("fedlas.metrics.spherical", None)
 
@@ -65,27 +65,27 @@ def test_an_added_metric_appears_everywhere(spherical, tmp_path):
     from fedlas.integrations.torchmetrics import calibration_metrics
     from fedlas.report.html import save_page
 
-    given = predictions()
-    expected = float(spherical(given))
-    report = fedlas.evaluate(given, posthoc="temperature", resamples=200)
-    found = report["spherical"]
-    assert float(found) == pytest.approx(expected, abs=1e-12)
-    assert found.interval is not None
-    assert expected in found.interval
+    first_model = predictions()
+    expected = float(spherical(first_model))
+    report = fedlas.evaluate(first_model, posthoc="temperature", resamples=200)
+    result = report["spherical"]
+    assert float(result) == pytest.approx(expected, abs=1e-12)
+    assert result.interval is not None
+    assert expected in result.interval
     assert "spherical score" in str(report)
-    assert report.after["temperature"].comparisons["spherical"].first == found
-    assert json.loads(report.to_json())["states"][0]["results"]["spherical"]["value"] == float(found)
-    tests = compare_models({"first": given, "second": predictions(0.3)}, resamples=200)
-    assert [one.comparison.better for one in tests if one.metric == "spherical"] == ["first"]
+    assert report.after["temperature"].comparisons["spherical"].first == result
+    assert json.loads(report.to_json())["states"][0]["results"]["spherical"]["value"] == float(result)
+    tests = compare_models({"first": first_model, "second": predictions(0.3)}, resamples=200)
+    assert [test.comparison.better for test in tests if test.metric == "spherical"] == ["first"]
     stream = spherical.accumulator()
     for rows in torch.arange(400).split(150):
-        stream.update_logits(given.logits[rows], given.labels[rows])
+        stream.update_logits(first_model.logits[rows], first_model.labels[rows])
     assert float(stream.compute()) == pytest.approx(expected, abs=1e-6)
     logged = ValidationMetrics()
-    logged.add(given.logits, given.labels)
+    logged.add(first_model.logits, first_model.labels)
     assert logged.read()["spherical"] == pytest.approx(expected, abs=1e-6)
     adapter = calibration_metrics("logits")["spherical"]
-    adapter.update(given.logits, given.labels)
+    adapter.update(first_model.logits, first_model.labels)
     assert float(adapter.compute()) == pytest.approx(expected, abs=1e-6)
     save_page({"model": report}, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()

@@ -25,11 +25,11 @@ from metrics import cases
 
 
 def test_official_presets_match_reference_values(golden):
-    """Printed by the published code in float32; ours are float64 sums."""
+    """Printed by the published code, which sums in float32; this library sums in float64."""
     assert ece(golden, compat="official") == pytest.approx(0.24641016125679016, abs=5e-8)
     assert aece(golden, compat="official") == pytest.approx(0.24567577242851257, abs=5e-8)
     assert classwise_ece(golden, compat="official") == pytest.approx(0.10570194572210312, abs=5e-8)
-    over, under = (one(golden, compat="official") for one in (over_ece, under_ece))
+    over, under = (part(golden, compat="official") for part in (over_ece, under_ece))
     assert over == pytest.approx(0.24567575120937923, abs=5e-8)
     assert under == pytest.approx(0.0007344150892041323, abs=5e-8)
 
@@ -47,18 +47,18 @@ def test_a_saturated_model_has_the_same_ece_in_float32_and_float64():
 
 def test_confidence_zero_is_counted_once():
     """torchmetrics#1646 indexed -1; the published code raises KeyError or drops it."""
-    filled = histogram(torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0, 1, 1]), scope="positive").bins
-    assert filled.counts[0] == 2
-    assert int(filled.counts.sum()) == 3
+    bins = histogram(torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0, 1, 1]), scope="positive").bins
+    assert bins.counts[0] == 2
+    assert int(bins.counts.sum()) == 3
     assert ece(torch.tensor([0.0, 0.0]), torch.tensor([0, 1]), scope="positive") == 0.5
 
 
 def test_number_of_bins_is_as_requested():
     """MAPIE's linspace(0, 1, bins) made one bin less."""
     for bins in (1, 10, 15):
-        grid = (torch.arange(bins) + 0.5) / bins
-        filled = histogram(grid, torch.ones(bins, dtype=torch.long), bins, scope="positive").bins
-        assert filled.counts.tolist() == [1] * bins
+        confidence = (torch.arange(bins) + 0.5) / bins
+        bin_sums = histogram(confidence, torch.ones(bins, dtype=torch.long), bins, scope="positive").bins
+        assert bin_sums.counts.tolist() == [1] * bins
 
 
 def test_gap_uses_mean_confidence_rather_than_bin_centre():
@@ -118,7 +118,7 @@ def test_ties_of_the_top_probability_go_to_the_first_class():
 
 
 def test_bf16_agrees_with_float32():
-    """Sums in bf16 stick at 256; ours are float64 whatever comes in."""
+    """Sums in bf16 stop at 256; this library sums in float64 for every input type."""
     source = torch.Generator().manual_seed(1)
     probs = (torch.randn(20_000, 10, generator=source) * 2).softmax(1)
     labels = torch.randint(10, (20_000,), generator=source)
@@ -127,8 +127,8 @@ def test_bf16_agrees_with_float32():
 
 def test_bin_fractions_are_float64(golden):
     """Dividing int64 counts by an int gives float32 in torch; the RMS error was off by 1e-9."""
-    filled = histogram(golden).bins
-    assert filled.fraction.dtype == torch.float64
+    bins = histogram(golden).bins
+    assert bins.fraction.dtype == torch.float64
     assert lp_error(golden, p=1) == pytest.approx(ece(golden), abs=1e-15)
 
 
@@ -159,29 +159,33 @@ def test_equal_mass_with_fewer_samples_than_bins():
 def test_equal_mass_with_ties_does_not_fail():
     """netcal raises "smallest edge difference is numerically 0" on saturated models."""
     probs, labels = cases.saturated()
-    found = aece(probs, labels)
-    assert 0 < found < 1
-    assert found.details["filled_bins"] < 15
+    error = aece(probs, labels)
+    assert 0 < error < 1
+    assert error.details["filled_bins"] < 15
 
 
 def test_classes_that_never_occur_are_counted():
     """The published code averages over max(label) + 1 classes: 5 of these 10."""
     probs = torch.full((10, 10), 0.1)
     labels = torch.arange(10) % 5
-    ours = classwise_ece(probs, labels)
-    assert len(ours.details["per_class"]) == 10
-    assert ours == pytest.approx(0.1, abs=1e-7)
+    error = classwise_ece(probs, labels)
+    assert len(error.details["per_class"]) == 10
+    assert error == pytest.approx(0.1, abs=1e-7)
     assert len(classwise_ece(probs, labels, compat="official").details["per_class"]) == 5
 
 
 def test_classwise_error_is_the_mean_over_columns(golden):
     probs, labels = golden.probs, golden.labels
-    columns = [float(ece(probs[:, k].contiguous(), (labels == k).long(), scope="positive")) for k in range(5)]
-    found = classwise_ece(golden)
-    assert found.details["per_class"] == pytest.approx(columns, abs=1e-12)
-    assert found == pytest.approx(sum(columns) / 5, abs=1e-12)
-    masses = [float(aece(probs[:, k].contiguous(), (labels == k).long(), scope="positive")) for k in range(5)]
-    assert classwise_ece(golden, binning="mass") == pytest.approx(sum(masses) / 5, abs=1e-12)
+    equal_width_errors = [
+        float(ece(probs[:, k].contiguous(), (labels == k).long(), scope="positive")) for k in range(5)
+    ]
+    error = classwise_ece(golden)
+    assert error.details["per_class"] == pytest.approx(equal_width_errors, abs=1e-12)
+    assert error == pytest.approx(sum(equal_width_errors) / 5, abs=1e-12)
+    equal_mass_errors = [
+        float(aece(probs[:, k].contiguous(), (labels == k).long(), scope="positive")) for k in range(5)
+    ]
+    assert classwise_ece(golden, binning="mass") == pytest.approx(sum(equal_mass_errors) / 5, abs=1e-12)
 
 
 def test_signed_ece_is_mean_confidence_minus_accuracy(golden):
@@ -210,8 +214,8 @@ def test_lp_errors_rise_with_p_to_the_maximum(golden):
 
 
 def test_debiased_error_of_a_calibrated_model_is_smaller():
-    confidence, hits = cases.binary(5_000)
-    assert debiased_l2(confidence, hits, scope="positive") < 0.5 * rms_error(confidence, hits, scope="positive")
+    confidence, labels = cases.binary(5_000)
+    assert debiased_l2(confidence, labels, scope="positive") < 0.5 * rms_error(confidence, labels, scope="positive")
 
 
 def test_soft_labels_match_the_mean_over_annotators():
@@ -225,27 +229,27 @@ def test_soft_labels_match_the_mean_over_annotators():
 
 
 def test_one_hot_labels_equal_class_numbers(golden):
-    hot = torch.nn.functional.one_hot(golden.labels, 5).float()
+    one_hot = torch.nn.functional.one_hot(golden.labels, 5).float()
     for metric in (ece, aece, classwise_ece, mce, signed_ece):
-        assert metric(golden.probs, hot) == pytest.approx(metric(golden), abs=1e-12)
+        assert metric(golden.probs, one_hot) == pytest.approx(metric(golden), abs=1e-12)
 
 
 def test_binary_samples_can_be_ignored():
-    found = ece(torch.tensor([0.9, 0.2, 0.7]), torch.tensor([1, -1, 0]), scope="positive", ignore_index=-1)
-    assert found.n == 2
-    assert found == pytest.approx((0.1 + 0.7) / 2)
+    error = ece(torch.tensor([0.9, 0.2, 0.7]), torch.tensor([1, -1, 0]), scope="positive", ignore_index=-1)
+    assert error.n == 2
+    assert error == pytest.approx((0.1 + 0.7) / 2)
 
 
 def test_binary_scope_takes_one_or_two_columns():
-    confidence, hits = cases.binary(500)
-    expected = ece(confidence, hits, scope="positive")
-    assert ece(confidence[:, None], hits, scope="positive") == expected
-    both = torch.stack([1 - confidence, confidence], 1)
-    assert ece(both, hits, scope="positive") == expected
-    assert ece(Predictions.from_probs(both, hits), scope="positive") == expected
-    assert ece(both, hits) != expected
+    confidence, labels = cases.binary(500)
+    expected = ece(confidence, labels, scope="positive")
+    assert ece(confidence[:, None], labels, scope="positive") == expected
+    two_columns = torch.stack([1 - confidence, confidence], 1)
+    assert ece(two_columns, labels, scope="positive") == expected
+    assert ece(Predictions.from_probs(two_columns, labels), scope="positive") == expected
+    assert ece(two_columns, labels) != expected
     with pytest.raises(ValueError, match="positive"):
-        ece(confidence, hits)
+        ece(confidence, labels)
     with pytest.raises(ValueError, match=r"positive.*\(3, 3\)"):
         ece(torch.eye(3), torch.arange(3), scope="positive")
     with pytest.raises(ValueError, match=r"row 1.*1\.5"):
@@ -255,8 +259,8 @@ def test_binary_scope_takes_one_or_two_columns():
 def test_multi_label_rows_need_not_sum_to_one():
     probs = torch.tensor([[0.9, 0.8], [0.9, 0.2]])
     labels = torch.tensor([[1, 1], [0, 0]])
-    found = ece(probs, labels, scope="multi-label")
-    assert found.details["per_class"] == pytest.approx((0.4, 0.2), abs=1e-7)
+    error = ece(probs, labels, scope="multi-label")
+    assert error.details["per_class"] == pytest.approx((0.4, 0.2), abs=1e-7)
     with pytest.raises(ValueError, match=r"multi-label.*\(2, 2\).*\(2,\)"):
         ece(probs, torch.tensor([0, 1]), scope="multi-label")
     with pytest.raises(ValueError, match="row 0"):
@@ -278,8 +282,8 @@ def test_ignored_positions_may_hold_invalid_values():
     maps = torch.randn(2, 4, 6, generator=source).softmax(1)
     labels = torch.randint(4, (2, 6), generator=source)
     labels[0, :2] = 255
-    kept = labels != 255
-    expected = ece(maps.movedim(1, -1)[kept], labels[kept])
+    valid = labels != 255
+    expected = ece(maps.movedim(1, -1)[valid], labels[valid])
     maps[0, :, 0] = math.nan
     for metric in (ece, classwise_ece):
         assert metric(maps, labels, ignore_index=255).n == 10
@@ -295,10 +299,10 @@ def test_per_image_is_the_mean_of_images():
     maps = torch.randn(3, 4, 7, generator=source).softmax(1)
     labels = torch.randint(4, (3, 7), generator=source)
     labels[2] = -100
-    found = per_image(ece, maps, labels, ignore_index=-100, bins=5)
-    each = [float(ece(maps[i : i + 1], labels[i : i + 1], bins=5)) for i in range(2)]
-    assert found == pytest.approx(sum(each) / 2)
-    assert (found.details["images"], found.details["left_out"], found.n) == (2, 1, 14)
+    error = per_image(ece, maps, labels, ignore_index=-100, bins=5)
+    image_errors = [float(ece(maps[i : i + 1], labels[i : i + 1], bins=5)) for i in range(2)]
+    assert error == pytest.approx(sum(image_errors) / 2)
+    assert (error.details["images"], error.details["left_out"], error.n) == (2, 1, 14)
     with pytest.raises(ValueError, match="image"):
         per_image(ece, maps, torch.full((3, 7), -100), ignore_index=-100)
 
@@ -310,10 +314,10 @@ def test_numpy_and_torch_and_predictions_agree(golden):
 
 
 def test_class_wise_metrics_of_top_label_predictions_raise():
-    known = TopLabelPredictions([0.8], [True])
-    assert ece(known) == pytest.approx(0.2)
+    predictions = TopLabelPredictions([0.8], [True])
+    assert ece(predictions) == pytest.approx(0.2)
     with pytest.raises(ValueError, match=r"\btop\b"):
-        classwise_ece(known)
+        classwise_ece(predictions)
 
 
 def test_class_wise_errors_of_bf16(golden):

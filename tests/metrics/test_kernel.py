@@ -21,18 +21,18 @@ torch.manual_seed(0)
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for rows, classes in ((7, 3), (70, 10), (5, 1000), (3, 1024), (2, 5000), (129, 1)):
         logits = (3 * torch.randn(rows, classes)).to(dtype)
-        total, place = top_label(logits)
+        total, index = top_label(logits)
         confidence, prediction = logits.double().softmax(1).max(1)  # torch's own float32 differs by processor
         torch.testing.assert_close(1 / total.double(), confidence, rtol=1e-6, atol=0)
-        assert torch.equal(place, prediction), (dtype, rows, classes)
-        assert place.dtype == torch.int64
-across = torch.randn(4, 6).t()
-assert torch.equal(top_label(across)[1], across.argmax(1))
+        assert torch.equal(index, prediction), (dtype, rows, classes)
+        assert index.dtype == torch.int64
+transposed = torch.randn(4, 6).t()
+assert torch.equal(top_label(transposed)[1], transposed.argmax(1))
 ties = torch.tensor([[0.0, 0.0, 1e-9, -1.0], [-3.0, 2.0, 2.0, 2.0]])
 assert top_label(ties)[1].tolist() == [0, 1]
-bad = torch.zeros(4, 5)
-bad[0, 1], bad[1, 0], bad[2, 4] = math.nan, math.inf, -math.inf
-assert torch.isnan(top_label(bad)[0]).tolist() == [True, True, True, False]
+non_finite = torch.zeros(4, 5)
+non_finite[0, 1], non_finite[1, 0], non_finite[2, 4] = math.nan, math.inf, -math.inf
+assert torch.isnan(top_label(non_finite)[0]).tolist() == [True, True, True, False]
 """
 
 
@@ -40,8 +40,10 @@ assert torch.isnan(top_label(bad)[0]).tolist() == [True, True, True, False]
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_kernel_matches_torch():
     settings = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    ran = subprocess.run([sys.executable, "-c", INTERPRETED], env=settings, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
+    process = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=settings, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr
 
 
 def test_kernel_is_not_used_on_the_cpu(monkeypatch):
@@ -64,14 +66,14 @@ def test_torch_is_used_if_the_kernel_cannot_be_compiled(monkeypatch):
 def test_parts_match_all_rows_at_once(monkeypatch, at_once, dtype, shape):
     monkeypatch.setattr(probabilities, "AT_ONCE", at_once)
     logits = (4 * torch.randn(shape)).to(dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    expected = logits.softmax(1, dtype=wide).max(1)
+    wide_dtype = torch.promote_types(dtype, torch.float32)
+    expected = logits.softmax(1, dtype=wide_dtype).max(1)
     confidence, prediction = top_of_logits(logits)
     assert torch.equal(confidence, expected.values)
     assert torch.equal(prediction, expected.indices)
     if len(shape) == 2:
         labels = torch.randint(4, (50,))
-        loss = torch.nn.functional.cross_entropy(logits.to(wide), labels)
+        loss = torch.nn.functional.cross_entropy(logits.to(wide_dtype), labels)
         assert metrics.nll(Predictions(logits, labels)) == pytest.approx(float(loss), rel=1e-5)
 
 
@@ -95,8 +97,8 @@ def test_non_finite_logits_raise_an_error_that_names_the_row(value):
 
 def test_huge_finite_logits_are_accepted():
     logits = torch.tensor([[3e38, -3e38, 0.0], [-3e38, -3e38, -3e38]])
-    found = metrics.ece.accumulator().update_logits(logits, torch.tensor([0, 0])).compute()
-    assert found == pytest.approx((0 + 2 / 3) / 2)
+    error = metrics.ece.accumulator().update_logits(logits, torch.tensor([0, 0])).compute()
+    assert error == pytest.approx((0 + 2 / 3) / 2)
 
 
 def test_no_logits_are_an_error():

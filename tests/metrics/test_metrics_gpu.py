@@ -80,11 +80,11 @@ STREAMS: dict[str, Callable[[], Any]] = {
 }
 
 
-def numbers(found: Any) -> list[float]:
+def numbers(output: Any) -> list[float]:
     """Values and intervals of one result or two."""
-    results = found if isinstance(found, tuple) else (found,)
-    ends = [end for one in results if one.interval for end in (one.interval.low, one.interval.high)]
-    return [float(one) for one in results] + ends
+    results = output if isinstance(output, tuple) else (output,)
+    bounds = [bound for result in results if result.interval for bound in (result.interval.low, result.interval.high)]
+    return [float(result) for result in results] + bounds
 
 
 def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -96,58 +96,60 @@ def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", list(FUNCTIONS))
 def test_functions_equal_the_cpu(name: str, dtype: torch.dtype) -> None:
     probs, labels = problem(dtype)
-    there = FUNCTIONS[name](probs.cuda(), labels.cuda())
-    here = FUNCTIONS[name](probs, labels)
-    assert numbers(there) == pytest.approx(numbers(here), abs=1e-7)
+    gpu_result = FUNCTIONS[name](probs.cuda(), labels.cuda())
+    cpu_result = FUNCTIONS[name](probs, labels)
+    assert numbers(gpu_result) == pytest.approx(numbers(cpu_result), abs=1e-7)
 
 
 @pytest.mark.parametrize("name", sorted(SOFT))
 def test_soft_labels_equal_the_cpu(name: str) -> None:
     probs, labels = problem(torch.float32)
     soft = 0.9 * torch.nn.functional.one_hot(labels, 10).float() + 0.01
-    there = FUNCTIONS[name](probs.cuda(), soft.cuda())
-    assert numbers(there) == pytest.approx(numbers(FUNCTIONS[name](probs, soft)), abs=1e-6)
+    gpu_result = FUNCTIONS[name](probs.cuda(), soft.cuda())
+    assert numbers(gpu_result) == pytest.approx(numbers(FUNCTIONS[name](probs, soft)), abs=1e-6)
 
 
 def test_other_scopes_equal_the_cpu() -> None:
-    confidence, hits = cases.binary(500)
-    one = metrics.ece(confidence.cuda(), hits.cuda(), scope="positive")
-    assert one == pytest.approx(metrics.ece(confidence, hits, scope="positive"), abs=1e-12)
-    probs, truth = torch.rand(200, 5), torch.randint(0, 2, (200, 5))
-    several = metrics.ece(probs.cuda(), truth.cuda(), scope="multi-label")
-    assert several == pytest.approx(metrics.ece(probs, truth, scope="multi-label"), abs=1e-9)
-    maps, places = torch.randn(3, 4, 9, 9).softmax(1), torch.randint(0, 4, (3, 9, 9))
-    places[0, 0] = 255
+    confidence, labels = cases.binary(500)
+    binary = metrics.ece(confidence.cuda(), labels.cuda(), scope="positive")
+    assert binary == pytest.approx(metrics.ece(confidence, labels, scope="positive"), abs=1e-12)
+    probs, targets = torch.rand(200, 5), torch.randint(0, 2, (200, 5))
+    multi_label = metrics.ece(probs.cuda(), targets.cuda(), scope="multi-label")
+    assert multi_label == pytest.approx(metrics.ece(probs, targets, scope="multi-label"), abs=1e-9)
+    maps, map_labels = torch.randn(3, 4, 9, 9).softmax(1), torch.randint(0, 4, (3, 9, 9))
+    map_labels[0, 0] = 255
     for metric in (metrics.ece, metrics.classwise_ece, metrics.nll):
-        pooled = metric(maps.cuda(), places.cuda(), ignore_index=255)
-        assert pooled == pytest.approx(metric(maps, places, ignore_index=255), abs=1e-6)
-    each = metrics.per_image(metrics.ece, maps.cuda(), places.cuda(), ignore_index=255)
-    assert each == pytest.approx(metrics.per_image(metrics.ece, maps, places, ignore_index=255), abs=1e-9)
+        pooled = metric(maps.cuda(), map_labels.cuda(), ignore_index=255)
+        assert pooled == pytest.approx(metric(maps, map_labels, ignore_index=255), abs=1e-6)
+    per_image = metrics.per_image(metrics.ece, maps.cuda(), map_labels.cuda(), ignore_index=255)
+    assert per_image == pytest.approx(metrics.per_image(metrics.ece, maps, map_labels, ignore_index=255), abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["ece", "classwise_ece", "nll", "brier", "aurc"])
 def test_predictions_may_be_on_the_gpu(name: str) -> None:
     logits, labels = cases.golden_logits()
-    here = Predictions(logits, labels)
-    there = Predictions(here.logits.cuda(), here.labels.cuda())
-    assert there.probs.device.type == "cuda"
-    assert numbers(FUNCTIONS[name](there, None)) == pytest.approx(numbers(FUNCTIONS[name](here, None)), abs=1e-6)
-    assert metrics.paired_bootstrap(metrics.ece, there, there, resamples=50).better is None
+    cpu_predictions = Predictions(logits, labels)
+    gpu_predictions = Predictions(cpu_predictions.logits.cuda(), cpu_predictions.labels.cuda())
+    assert gpu_predictions.probs.device.type == "cuda"
+    assert numbers(FUNCTIONS[name](gpu_predictions, None)) == pytest.approx(
+        numbers(FUNCTIONS[name](cpu_predictions, None)), abs=1e-6
+    )
+    assert metrics.paired_bootstrap(metrics.ece, gpu_predictions, gpu_predictions, resamples=50).better is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", list(STREAMS))
 def test_streams_equal_the_cpu(name: str, dtype: torch.dtype) -> None:
     probs, labels = problem(dtype)
-    here, there, mixed = (STREAMS[name]() for _ in range(3))
+    cpu_stream, gpu_stream, mixed_stream = (STREAMS[name]() for _ in range(3))
     for start in range(0, 3_000, 700):
         part = slice(start, start + 700)
-        here.update(probs[part], labels[part])
-        there.update(probs[part].cuda(), labels[part].cuda())
-        mixed.update(*((probs[part].cuda(), labels[part]) if start else (probs[part], labels[part])))
-    assert numbers(there.compute()) == pytest.approx(numbers(here.compute()), abs=1e-8)
-    assert numbers(mixed.compute()) == pytest.approx(numbers(here.compute()), abs=1e-8)
-    assert numbers(there.merge(here).compute()) == pytest.approx(
+        cpu_stream.update(probs[part], labels[part])
+        gpu_stream.update(probs[part].cuda(), labels[part].cuda())
+        mixed_stream.update(*((probs[part].cuda(), labels[part]) if start else (probs[part], labels[part])))
+    assert numbers(gpu_stream.compute()) == pytest.approx(numbers(cpu_stream.compute()), abs=1e-8)
+    assert numbers(mixed_stream.compute()) == pytest.approx(numbers(cpu_stream.compute()), abs=1e-8)
+    assert numbers(gpu_stream.merge(cpu_stream).compute()) == pytest.approx(
         numbers(STREAMS[name]().update(probs.repeat(2, 1), labels.repeat(2)).compute()), abs=1e-6
     )
 
@@ -158,9 +160,9 @@ def test_streams_of_logits_equal_the_cpu(name: str, dtype: torch.dtype) -> None:
     source = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(20_000, 12, generator=source)).to(dtype)
     labels = torch.randint(12, (20_000,), generator=source)
-    here = STREAMS[name]().update_logits(logits, labels).compute()
-    there = STREAMS[name]().update_logits(logits.cuda(), labels.cuda()).compute()
-    assert numbers(there) == pytest.approx(numbers(here), abs=1e-5)
+    cpu_result = STREAMS[name]().update_logits(logits, labels).compute()
+    gpu_result = STREAMS[name]().update_logits(logits.cuda(), labels.cuda()).compute()
+    assert numbers(gpu_result) == pytest.approx(numbers(cpu_result), abs=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -171,19 +173,19 @@ def test_kernel_matches_softmax(classes: int, dtype: torch.dtype) -> None:
     logits[3] = 0
     logits[4, :2] = logits[4].amax() + 1
     expected = logits.softmax(1, dtype=torch.float32).max(1)
-    found = inputs.top_of_logits_by_kernel(logits)
+    top = inputs.top_of_logits_by_kernel(logits)
     if classes > inputs.MOST_CLASSES:
-        assert found is None
-        found = top_of_logits(logits)
-    assert found is not None, "triton did not build the kernel"
-    torch.testing.assert_close(found[0], expected.values, rtol=2e-6, atol=0)
-    assert torch.equal(found[1], expected.indices)
-    assert found[1][3] == 0
-    assert found[1][4] == 0
-    wide = torch.randn(rows, 2 * classes, device="cuda").to(dtype)
-    for view in (wide[:, ::2], wide[:, :classes]):
-        cut = inputs.top_of_logits_by_kernel(view) or top_of_logits(view)
-        assert torch.equal(cut[1], view.softmax(1, dtype=torch.float32).max(1).indices)
+        assert top is None
+        top = top_of_logits(logits)
+    assert top is not None, "triton did not build the kernel"
+    torch.testing.assert_close(top[0], expected.values, rtol=2e-6, atol=0)
+    assert torch.equal(top[1], expected.indices)
+    assert top[1][3] == 0
+    assert top[1][4] == 0
+    wide_logits = torch.randn(rows, 2 * classes, device="cuda").to(dtype)
+    for view in (wide_logits[:, ::2], wide_logits[:, :classes]):
+        view_top = inputs.top_of_logits_by_kernel(view) or top_of_logits(view)
+        assert torch.equal(view_top[1], view.softmax(1, dtype=torch.float32).max(1).indices)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -200,8 +202,8 @@ def test_non_finite_logits_on_the_gpu_raise(value: float) -> None:
         metrics.ece.accumulator().update_logits(logits, labels)
 
 
-class Moves(TorchDispatchMode):
-    """Notes the size of every tensor that an operation brings from the device to the host."""
+class DeviceToHostCopies(TorchDispatchMode):
+    """Records the size of every tensor that an operation copies from the device to the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,21 +211,21 @@ class Moves(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if any(one.is_cuda for one in given):
-            self.sizes += [one.numel() for one in made if one.device.type == "cpu"]
+        input_tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        output_tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if any(tensor.is_cuda for tensor in input_tensors):
+            self.sizes += [tensor.numel() for tensor in output_tensors if tensor.device.type == "cpu"]
         return result
 
 
 @contextlib.contextmanager
-def moves() -> Iterator[list[int]]:
-    with Moves() as noted:
-        yield noted.sizes
+def recorded_copies() -> Iterator[list[int]]:
+    with DeviceToHostCopies() as recorder:
+        yield recorder.sizes
 
 
 def test_moves_are_noted() -> None:
-    with moves() as sizes:
+    with recorded_copies() as sizes:
         torch.zeros(5, device="cuda").cpu()
     assert 5 in sizes
 
@@ -234,7 +236,7 @@ def test_logits_never_leave_the_device(name: str) -> None:
     logits = torch.randn(rows, classes, device="cuda", dtype=torch.bfloat16)
     labels = torch.randint(classes, (rows,), device="cuda")
     stream = STREAMS[name]()
-    with moves() as sizes:
+    with recorded_copies() as sizes:
         stream.update_logits(logits, labels)
     assert max(sizes, default=0) <= 2  # the smallest and the largest label
 
@@ -259,16 +261,16 @@ def test_counts_are_right_beyond_two_to_the_24(dtype: torch.dtype) -> None:
     labels = (torch.arange(rows, device="cuda") % 4 == 0).long()
     for stream in (metrics.ece.accumulator(4), metrics.classwise_ece.accumulator(4)):
         stream.update(probs, labels).update(probs, labels)
-        filled = stream.store.histogram().bins
-        assert int(filled.counts[..., 2].max()) == 2 * rows
-        assert int(filled.counts.sum()) == filled.counts.shape.numel() // 4 * 2 * rows
-        assert float(filled.correct_sum[..., 2].max()) == 2 * rows * 0.75
+        bins = stream.store.histogram().bins
+        assert int(bins.counts[..., 2].max()) == 2 * rows
+        assert int(bins.counts.sum()) == bins.counts.shape.numel() // 4 * 2 * rows
+        assert float(bins.correct_sum[..., 2].max()) == 2 * rows * 0.75
         assert stream.compute() == pytest.approx(0, abs=1e-12)
         assert stream.compute().n == 2 * rows
 
 
 def test_more_probabilities_than_fit_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     probs, labels = problem(torch.float32)
-    whole = metrics.classwise_ece(probs.cuda(), labels.cuda())
+    expected = metrics.classwise_ece(probs.cuda(), labels.cuda())
     monkeypatch.setattr("fedlas.metrics.bin_sums.MOST_AT_ONCE", 10_000)
-    assert metrics.classwise_ece(probs.cuda(), labels.cuda()) == pytest.approx(whole, abs=1e-12)
+    assert metrics.classwise_ece(probs.cuda(), labels.cuda()) == pytest.approx(expected, abs=1e-12)

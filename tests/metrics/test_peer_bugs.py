@@ -1,4 +1,4 @@
-"""Mistakes that other packages make, each as a test. Those that are not here stand where the thing itself is tested:
+"""Mistakes that other packages make, each as a test. Tests of these mistakes are in other files:
 
 confidence 1, 0; edges; number of bins; last bin; bin centres     test_calibration.py, test_bin_sums.py, test_presets.py
 NaN, empty input, rows that do not sum to one, ties of the top    test_calibration.py
@@ -37,8 +37,8 @@ from fedlas.predictions.arrays import as_tensor
 from metrics import cases
 
 
-def positive(confidence: list[float], hits: list[int], **options) -> float:
-    return float(ece(torch.tensor(confidence, dtype=torch.float64), torch.tensor(hits), scope="positive", **options))
+def positive_ece(confidence: list[float], labels: list[int], **options) -> float:
+    return float(ece(torch.tensor(confidence, dtype=torch.float64), torch.tensor(labels), scope="positive", **options))
 
 
 def test_nan_probabilities_raise():
@@ -60,21 +60,21 @@ def test_logits_inside_zero_to_one_are_still_logits():
     logits = torch.rand(400, 3, generator=torch.Generator().manual_seed(0))
     labels = torch.zeros(400, dtype=torch.long)
     expected = float(ece(logits.softmax(1), labels))
-    one_way, other = ece.accumulator(), ece.accumulator()
+    in_parts, at_once = ece.accumulator(), ece.accumulator()
     for part in range(0, 400, 100):
-        one_way.update_logits(logits[part : part + 100], labels[part : part + 100])
-    other.update_logits(logits, labels)
-    assert one_way.compute() == pytest.approx(expected, abs=1e-12)
-    assert other.compute() == pytest.approx(expected, abs=1e-12)
+        in_parts.update_logits(logits[part : part + 100], labels[part : part + 100])
+    at_once.update_logits(logits, labels)
+    assert in_parts.compute() == pytest.approx(expected, abs=1e-12)
+    assert at_once.compute() == pytest.approx(expected, abs=1e-12)
     assert ece(Predictions(logits, labels)) == pytest.approx(expected, abs=1e-12)
     assert abs(expected - float(ece(logits / logits.sum(1, keepdim=True), labels))) > 0.01
 
 
 def test_logits_that_sum_to_one_are_still_softmaxed():
-    """Rows that sum to one, given as logits, are softened like any others."""
+    """Softmax is applied to logits even if each row sums to one."""
     rows = torch.tensor([[0.9, 0.1], [0.8, 0.2]])
-    found = ece.accumulator().update_logits(rows, torch.tensor([0, 0])).compute()
-    assert found == pytest.approx(1 - float(rows.softmax(1)[:, 0].double().mean()), abs=1e-7)
+    result = ece.accumulator().update_logits(rows, torch.tensor([0, 0])).compute()
+    assert result == pytest.approx(1 - float(rows.softmax(1)[:, 0].double().mean()), abs=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -82,22 +82,22 @@ def test_the_documented_edge_rule_and_the_other_one(dtype):
     """(lower, upper] by default, [lower, upper) by `compat`; MONAI's eps made `right=` do nothing at the edges."""
     for bins in (10, 15, 16):
         on_edge = (torch.arange(1, bins, dtype=torch.float64) / bins).to(dtype)
-        hits = torch.ones(bins - 1, dtype=torch.long)
-        ours = histogram(on_edge, hits, bins, scope="positive")
-        assert ours.bins.counts.tolist() == [1] * (bins - 1) + [0]
-        assert "equal-width bins (lower, upper]" in ours.about.edges
+        correct = torch.ones(bins - 1, dtype=torch.long)
+        default_histogram = histogram(on_edge, correct, bins, scope="positive")
+        assert default_histogram.bins.counts.tolist() == [1] * (bins - 1) + [0]
+        assert "equal-width bins (lower, upper]" in default_histogram.about.edges
     # Sixteenths are exact in every type, so that no rounding blurs the other rule.
-    theirs = histogram(on_edge, hits, bins, scope="positive", compat="netcal")
-    assert theirs.bins.counts.tolist() == [0] + [1] * 15
-    assert "equal-width bins [lower, upper)" in theirs.about.edges
+    netcal_histogram = histogram(on_edge, correct, bins, scope="positive", compat="netcal")
+    assert netcal_histogram.bins.counts.tolist() == [0] + [1] * 15
+    assert "equal-width bins [lower, upper)" in netcal_histogram.about.edges
 
 
 def test_confidences_of_zero_and_one_are_counted_once():
     """A saturated binary model: nothing may be dropped at either end, nor counted twice."""
-    assert positive([0.0, 1.0, 0.0, 1.0], [0, 1, 1, 0], bins=10) == 0.5
-    assert positive([0.0, 1.0], [0, 1]) == 0.0
-    found = histogram(torch.tensor([0.0, 1.0, 0.5]), torch.tensor([0, 1, 1]), 2, scope="positive").bins
-    assert found.counts.tolist() == [2, 1]
+    assert positive_ece([0.0, 1.0, 0.0, 1.0], [0, 1, 1, 0], bins=10) == 0.5
+    assert positive_ece([0.0, 1.0], [0, 1]) == 0.0
+    bins = histogram(torch.tensor([0.0, 1.0, 0.5]), torch.tensor([0, 1, 1]), 2, scope="positive").bins
+    assert bins.counts.tolist() == [2, 1]
 
 
 def test_saturated_half_precision_logits_give_finite_metrics():
@@ -115,21 +115,21 @@ def test_saturated_half_precision_logits_give_finite_metrics():
 @pytest.mark.parametrize("metric", [ece, aece, classwise_ece, mce, rms_error, debiased_l2, smooth_ece, aurc, augrc])
 def test_zero_error_is_a_float_in_every_norm(metric):
     """torchmetrics gives an int64 zero for its L2 norm."""
-    found = metric(torch.eye(4), torch.arange(4))
-    assert isinstance(found, float)
-    assert type(found.value) is float
-    assert found == pytest.approx(0.0, abs=1e-12)
+    error = metric(torch.eye(4), torch.arange(4))
+    assert isinstance(error, float)
+    assert type(error.value) is float
+    assert error == pytest.approx(0.0, abs=1e-12)
 
 
 def test_debiased_l2_differs_from_the_plain_error():
     """torchmetrics and torch-uncertainty have a `debias=` that nothing can turn on."""
-    confidence, hits = cases.binary(1_000)
-    plain = rms_error(confidence, hits, binning="mass", scope="positive")
-    debiased = debiased_l2(confidence, hits, scope="positive")
-    filled = histogram(confidence, hits, binning="mass", scope="positive").bins
-    chance = (filled.fraction * filled.accuracy * (1 - filled.accuracy) / (filled.counts - 1)).sum()
-    assert debiased**2 == pytest.approx(max(plain**2 - float(chance), 0), abs=1e-12)
-    assert debiased < plain
+    confidence, correct = cases.binary(1_000)
+    biased = rms_error(confidence, correct, binning="mass", scope="positive")
+    debiased = debiased_l2(confidence, correct, scope="positive")
+    bins = histogram(confidence, correct, binning="mass", scope="positive").bins
+    variance = (bins.fraction * bins.accuracy * (1 - bins.accuracy) / (bins.counts - 1)).sum()
+    assert debiased**2 == pytest.approx(max(biased**2 - float(variance), 0), abs=1e-12)
+    assert debiased < biased
     assert "debiased" in debiased.norm
 
 
@@ -137,8 +137,8 @@ def test_the_mean_over_bins_is_another_metric_than_aece():
     """netcal and MONAI call it ACE: every bin weighs the same, however few samples it holds."""
     oracle = cases.oracle("netcal.metrics")
     probs, labels = (part.numpy() for part in cases.saturated())
-    filled = histogram(probs, labels, compat="netcal").bins
-    average = float(filled.gap[filled.counts > 0].abs().mean())
+    bins = histogram(probs, labels, compat="netcal").bins
+    average = float(bins.gap[bins.counts > 0].abs().mean())
     assert average == pytest.approx(oracle.ACE(15).measure(probs, labels), abs=1e-6)
     assert abs(average - float(aece(probs, labels))) > 0.01
     assert aece(probs, labels).estimator == "AECE"
@@ -146,64 +146,66 @@ def test_the_mean_over_bins_is_another_metric_than_aece():
 
 
 def test_equal_mass_bins_of_tied_confidences_lose_no_sample():
-    """The published edges fill 11 of 15 bins of a saturated model; ours fill fewer than 15 too, with all samples."""
+    """Published edges fill 11 of 15 bins of a saturated model. The default fills fewer than 15, and loses no sample."""
     probs, labels = cases.saturated()
-    published = histogram(probs, labels, binning="mass", compat="official").bins
-    ours = histogram(probs, labels, binning="mass").bins
-    assert int(published.counts.sum()) == len(labels) - 1
-    assert int((published.counts > 0).sum()) < 15
-    assert int(ours.counts.sum()) == len(labels)
-    assert ours.counts.max() >= int((probs.amax(1) == 1).sum())
+    published_bins = histogram(probs, labels, binning="mass", compat="official").bins
+    default_bins = histogram(probs, labels, binning="mass").bins
+    assert int(published_bins.counts.sum()) == len(labels) - 1
+    assert int((published_bins.counts > 0).sum()) < 15
+    assert int(default_bins.counts.sum()) == len(labels)
+    assert default_bins.counts.max() >= int((probs.amax(1) == 1).sum())
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("bins", [1, 2, 15])
 def test_a_constant_predictor_has_its_true_error(share, bins):
     """np.unique of equal quantiles leaves no bin at all, and an error of 0."""
-    hits = (torch.arange(100) < 100 * share).long()
+    correct = (torch.arange(100) < 100 * share).long()
     confidence = torch.full((100,), 0.6, dtype=torch.float64)
     for metric in (ece, aece, mce, rms_error):
-        assert metric(confidence, hits, bins, scope="positive") == pytest.approx(abs(0.6 - share), abs=1e-12)
+        assert metric(confidence, correct, bins, scope="positive") == pytest.approx(abs(0.6 - share), abs=1e-12)
 
 
 def test_rounded_scores_use_the_same_debiased_estimator():
     """uncertainty-calibration takes scores for discrete when fewer than a quarter of them are distinct."""
-    confidence, hits = cases.binary(4_000, shift=0.1)
+    confidence, correct = cases.binary(4_000, shift=0.1)
     rounded = (confidence * 100).round() / 100
     assert len(rounded.unique()) < len(rounded) / 4
-    exact, coarse = (debiased_l2(c, hits, scope="positive") for c in (confidence, rounded))
+    exact, coarse = (debiased_l2(c, correct, scope="positive") for c in (confidence, rounded))
     assert exact.definition == coarse.definition
     assert coarse == pytest.approx(float(exact), abs=3e-3)
-    halves = debiased_l2(confidence.bfloat16(), hits, scope="positive")
-    assert halves.norm == exact.norm
-    assert halves == pytest.approx(float(exact), abs=3e-3)
+    half_precision = debiased_l2(confidence.bfloat16(), correct, scope="positive")
+    assert half_precision.norm == exact.norm
+    assert half_precision == pytest.approx(float(exact), abs=3e-3)
 
 
 def test_class_wise_ece_has_no_threshold():
     """SCE and TACE drop small probabilities; a number that did would have to say so in its name."""
     assert "threshold" not in inspect.signature(classwise_ece).parameters
     probs = torch.full((50, 100), 0.01)
-    found = classwise_ece(probs, torch.zeros(50, dtype=torch.long))
-    assert found == pytest.approx((0.99 + 99 * 0.01) / 100, abs=1e-6)
-    assert found.norm == "L1"
+    result = classwise_ece(probs, torch.zeros(50, dtype=torch.long))
+    assert result == pytest.approx((0.99 + 99 * 0.01) / 100, abs=1e-6)
+    assert result.norm == "L1"
 
 
 def test_classwise_ece_is_a_mean_over_classes_not_a_sum():
     probs, labels = cases.saturated(500, 4)
-    found = classwise_ece(probs, labels)
-    assert found == pytest.approx(sum(found.details["per_class"]) / 4, abs=1e-15)
+    result = classwise_ece(probs, labels)
+    assert result == pytest.approx(sum(result.details["per_class"]) / 4, abs=1e-15)
     wider = torch.cat([probs, torch.zeros(500, 4)], 1)
-    assert classwise_ece(wider, labels) == pytest.approx(float(found) / 2, abs=1e-12)
+    assert classwise_ece(wider, labels) == pytest.approx(float(result) / 2, abs=1e-12)
 
 
 def test_smooth_ece_names_its_kernel_and_accepts_every_dtype():
     """torch-uncertainty has a logit kernel under the same name (0.105 where this one gives 0.063)."""
     probs, labels = cases.saturated()
-    confidence, hits = probs.amax(1), probs.argmax(1) == labels
-    found = smooth_ece(probs, labels)
-    assert "Gaussian" in found.edges
+    confidence, correct = probs.amax(1), probs.argmax(1) == labels
+    result = smooth_ece(probs, labels)
+    assert "Gaussian" in result.edges
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
-        assert smooth_ece(confidence.to(dtype), hits.long(), scope="positive") == pytest.approx(float(found), abs=3e-3)
+        assert smooth_ece(confidence.to(dtype), correct.long(), scope="positive") == pytest.approx(
+            float(result), abs=3e-3
+        )
 
 
 def test_arrays_of_other_libraries_are_accepted():
@@ -233,7 +235,7 @@ def test_every_result_has_a_definition():
 
 
 def test_mmce_of_a_batch_without_errors_has_a_gradient():
-    """netcal's penalty is a root at 0 there: NaN."""
+    """The gradient of netcal's penalty, a square root, is NaN at 0."""
     loss = fedlas.build_loss("mmce", num_classes=3)
     logits = (8 * torch.eye(3)).requires_grad_()
     loss(logits, torch.arange(3)).backward()
@@ -242,12 +244,16 @@ def test_mmce_of_a_batch_without_errors_has_a_gradient():
 
 
 def test_the_weight_of_a_calibration_penalty_counts():
-    """netcal's DCA ignores its weight: 0.2455 for 1 and for 10. Ours that have one are MMCE and MDCA."""
+    """netcal's DCA ignores its weight: 0.2455 for 1 and for 10. In this library MMCE and MDCA have one."""
     source = torch.Generator().manual_seed(0)
     logits, labels = 3 * torch.randn(64, 5, generator=source), torch.randint(5, (64,), generator=source)
-    plain = float(torch.nn.functional.cross_entropy(logits, labels))
+    cross_entropy = float(torch.nn.functional.cross_entropy(logits, labels))
     for name, keyword in (("mmce", "lambda_"), ("mdca", "beta")):
-        one, ten = (float(fedlas.build_loss(name, num_classes=5, **{keyword: w})(logits, labels)) for w in (1.0, 10.0))
-        assert one != ten, name
+        loss_of_weight_1, loss_of_weight_10 = (
+            float(fedlas.build_loss(name, num_classes=5, **{keyword: weight})(logits, labels)) for weight in (1.0, 10.0)
+        )
+        assert loss_of_weight_1 != loss_of_weight_10, name
         if name == "mmce":
-            assert (ten - plain) == pytest.approx(10 * (one - plain), rel=1e-4)
+            assert (loss_of_weight_10 - cross_entropy) == pytest.approx(
+                10 * (loss_of_weight_1 - cross_entropy), rel=1e-4
+            )

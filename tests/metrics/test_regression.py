@@ -35,48 +35,52 @@ def generated(name: str) -> Predictions | TopLabelPredictions:
     logits = 2.5 * rng.standard_normal((samples, classes))
     probs = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     labels = (probs.cumsum(1) < rng.random((samples, 1))).sum(1).clip(max=classes - 1)
-    shown = torch.from_numpy(scale * logits)
+    scaled_logits = torch.from_numpy(scale * logits)
     if name == "soft":
-        return Predictions(shown, torch.from_numpy(probs), split="test")
+        return Predictions(scaled_logits, torch.from_numpy(probs), split="test")
     if name == "top_label":
-        confidence, top = shown.softmax(1).max(1)
+        confidence, top = scaled_logits.softmax(1).max(1)
         return TopLabelPredictions(confidence, correct=top == torch.from_numpy(labels), split="test")
-    return Predictions(shown, torch.from_numpy(labels), split="test")
+    return Predictions(scaled_logits, torch.from_numpy(labels), split="test")
 
 
 NAMES = ("overconfident", "underconfident", "binary", "saturated", "soft", "top_label")
 
 
-def numbers(name: str) -> dict[str, Any]:
+def computed_values(name: str) -> dict[str, Any]:
     """Return all metrics with intervals, before and after temperature scaling, and paired comparisons."""
-    given = generated(name)
-    posthoc = () if isinstance(given, TopLabelPredictions) else ("temperature",)
-    found: dict[str, Any] = {}
-    for state in evaluate(given, posthoc=posthoc, resamples=500, seed=7).states:
+    predictions = generated(name)
+    posthoc = () if isinstance(predictions, TopLabelPredictions) else ("temperature",)
+    computed: dict[str, Any] = {}
+    for state in evaluate(predictions, posthoc=posthoc, resamples=500, seed=7).states:
         for metric, result in state.results.items():
-            ends = [] if result.interval is None else [result.interval.low, result.interval.high]
-            found[f"{state.name} {metric}"] = [float(result), *ends]
-        for metric, test in state.comparisons.items():
-            found[f"{state.name} comparison {metric}"] = [test.interval.low, test.interval.high, test.p_value]
-    if isinstance(given, Predictions) and name != "soft":
-        other = Predictions(0.7 * given.logits, given.labels)
+            bounds = [] if result.interval is None else [result.interval.low, result.interval.high]
+            computed[f"{state.name} {metric}"] = [float(result), *bounds]
+        for metric, comparison in state.comparisons.items():
+            computed[f"{state.name} comparison {metric}"] = [
+                comparison.interval.low,
+                comparison.interval.high,
+                comparison.p_value,
+            ]
+    if isinstance(predictions, Predictions) and name != "soft":
+        other = Predictions(0.7 * predictions.logits, predictions.labels)
         for metric, function in {"nll": nll, "brier": brier, "aurc": aurc}.items():
-            test = paired_bootstrap(function, given, other, resamples=500)
-            found[f"paired {metric}"] = [test.interval.low, test.interval.high, test.p_value]
-    return {key: [value if math.isfinite(value) else None for value in values] for key, values in found.items()}
+            comparison = paired_bootstrap(function, predictions, other, resamples=500)
+            computed[f"paired {metric}"] = [comparison.interval.low, comparison.interval.high, comparison.p_value]
+    return {key: [value if math.isfinite(value) else None for value in values] for key, values in computed.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_metrics_match_the_pinned_values(name):
     expected = json.loads(EXPECTED.read_text())[name]
-    found = numbers(name)
-    assert found.keys() >= expected.keys()  # metrics may be added
+    computed = computed_values(name)
+    assert computed.keys() >= expected.keys()  # metrics may be added
     for key, values in expected.items():
         if abs(values[0]) < ROUNDING and "comparison" not in key:  # the interval of a gap of zero depends on rounding
-            assert abs(found[key][0]) < ROUNDING, key
+            assert abs(computed[key][0]) < ROUNDING, key
             continue
-        assert found[key] == pytest.approx(values, rel=1e-9, abs=ROUNDING), key
+        assert computed[key] == pytest.approx(values, rel=1e-9, abs=ROUNDING), key
 
 
 if __name__ == "__main__":
-    EXPECTED.write_text(json.dumps({name: numbers(name) for name in NAMES}, indent=1) + "\n")
+    EXPECTED.write_text(json.dumps({name: computed_values(name) for name in NAMES}, indent=1) + "\n")

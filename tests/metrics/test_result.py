@@ -15,8 +15,10 @@ from fedlas.metrics import Definition, Interval, Result, accuracy, bootstrap, cl
 
 @pytest.fixture
 def result() -> Result:
-    about = Definition("ECE", 15, "equal-width bins", "L1", "top-label", 10_000, "float32", "test")
-    return Result(0.0412, about, Interval(0.031, 0.052, 0.95, "bootstrap"), {"noise_floor": 0.009, "parts": (1, 2.5)})
+    definition = Definition("ECE", 15, "equal-width bins", "L1", "top-label", 10_000, "float32", "test")
+    return Result(
+        0.0412, definition, Interval(0.031, 0.052, 0.95, "bootstrap"), {"noise_floor": 0.009, "parts": (1, 2.5)}
+    )
 
 
 def test_result_behaves_as_a_float(result):
@@ -35,23 +37,28 @@ def test_result_behaves_as_a_float(result):
 
 
 def test_result_has_a_definition(golden):
-    found = ece(golden, bins=10)
-    assert (found.value, found.estimator, found.bins, found.norm) == (float(found), "ECE", 10, "L1")
-    assert (found.scope, found.n, found.dtype, found.split) == ("top-label", 1000, "float32", None)
-    assert "(lower, upper]" in found.edges
-    assert found.interval is None
-    assert found.with_split("val").split == "val"
+    ece_result = ece(golden, bins=10)
+    assert (ece_result.value, ece_result.estimator, ece_result.bins, ece_result.norm) == (
+        float(ece_result),
+        "ECE",
+        10,
+        "L1",
+    )
+    assert (ece_result.scope, ece_result.n, ece_result.dtype, ece_result.split) == ("top-label", 1000, "float32", None)
+    assert "(lower, upper]" in ece_result.edges
+    assert ece_result.interval is None
+    assert ece_result.with_split("val").split == "val"
     assert ece(golden, compat="netcal").compat == "netcal"
     with pytest.raises(AttributeError, match="colour"):
-        _ = found.colour
+        _ = ece_result.colour
 
 
 def test_the_split_of_predictions_is_carried():
     from fedlas.predictions import Predictions
 
-    known = Predictions(torch.randn(5, 3), torch.zeros(5, dtype=torch.long), split="test")
+    predictions = Predictions(torch.randn(5, 3), torch.zeros(5, dtype=torch.long), split="test")
     for metric in (ece, accuracy, nll, classwise_ece):
-        assert metric(known).split == "test"
+        assert metric(predictions).split == "test"
 
 
 def test_percentages_appear_only_in_text(result):
@@ -63,10 +70,12 @@ def test_percentages_appear_only_in_text(result):
     assert f"{result}" == str(result)
 
 
-def test_noise_floor_is_shown_with_the_value(cooled):
-    found = bootstrap(ece, cooled, resamples=100)
-    shown = formatting.percent(found.details["noise_floor"], found.interval.low, found.interval.high)
-    assert f"{shown} by chance" in str(found)
+def test_noise_floor_is_shown_with_the_value(temperature_scaled):
+    ece_result = bootstrap(ece, temperature_scaled, resamples=100)
+    noise_floor = formatting.percent(
+        ece_result.details["noise_floor"], ece_result.interval.low, ece_result.interval.high
+    )
+    assert f"{noise_floor} by chance" in str(ece_result)
 
 
 def test_json_round_trip(result):
@@ -76,10 +85,10 @@ def test_json_round_trip(result):
     assert fields["interval"] == {"low": 0.031, "high": 0.052, "level": 0.95, "method": "bootstrap", "note": ""}
     assert (fields["bins"], fields["edges"], fields["n"]) == (15, "equal-width bins", 10_000)
     assert fields["details"] == {"noise_floor": 0.009, "parts": [1, 2.5]}
-    back = Result.from_dict(fields)
-    assert back == result
-    assert back.definition == result.definition
-    assert back.interval == result.interval
+    restored = Result.from_dict(fields)
+    assert restored == result
+    assert restored.definition == result.definition
+    assert restored.interval == result.interval
 
 
 def test_json_has_null_for_nan():
@@ -91,16 +100,16 @@ def test_json_has_null_for_nan():
 
 def test_latex_has_the_value_and_interval(result):
     assert result.to_latex() == r"$4.1$ {\scriptsize $[3.1, 5.2]$}"
-    plain = Result(1.6474, Definition("NLL", unit="nats"))
-    assert plain.to_latex() == "$1.647$"
+    nll_result = Result(1.6474, Definition("NLL", unit="nats"))
+    assert nll_result.to_latex() == "$1.647$"
 
 
 def test_result_can_be_pickled_and_copied(result):
-    for back in (pickle.loads(pickle.dumps(result)), copy.deepcopy(result), copy.copy(result)):
-        assert back == result
-        assert back.definition == result.definition
-        assert back.interval == result.interval
-        assert dict(back.details) == dict(result.details)
+    for restored in (pickle.loads(pickle.dumps(result)), copy.deepcopy(result), copy.copy(result)):
+        assert restored == result
+        assert restored.definition == result.definition
+        assert restored.interval == result.interval
+        assert dict(restored.details) == dict(result.details)
 
 
 def test_details_cannot_be_changed(result):

@@ -25,9 +25,11 @@ def test_scoring_rules_equal_scikit_learn(golden):
     assert nll(probs, labels) == pytest.approx(oracle.log_loss(labels, probs), abs=1e-12)
     for k in (1, 2, 4):
         assert top_k(probs, labels, k) == oracle.top_k_accuracy_score(labels, probs, k=k, labels=range(5))
-    confidence, hits = cases.binary(300)
-    both = torch.stack([1 - confidence, confidence], 1)
-    assert brier(both, hits) == pytest.approx(2 * oracle.brier_score_loss(hits, confidence), abs=1e-12)
+    confidence, binary_labels = cases.binary(300)
+    two_columns = torch.stack([1 - confidence, confidence], 1)
+    assert brier(two_columns, binary_labels) == pytest.approx(
+        2 * oracle.brier_score_loss(binary_labels, confidence), abs=1e-12
+    )
 
 
 def test_top_k_of_equal_probabilities_prefers_the_first_class():
@@ -49,88 +51,88 @@ def test_accuracy_with_soft_labels_and_for_binary_probabilities():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_probability_of_zero_is_replaced_by_the_floor_and_counted(dtype):
     probs = torch.tensor([[1.0, 0.0], [0.5, 0.5]], dtype=dtype)
-    found = nll(probs, torch.tensor([1, 0]))
+    result = nll(probs, torch.tensor([1, 0]))
     floor = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
-    assert found == pytest.approx((-math.log(floor) + math.log(2)) / 2)
-    assert found.details == {"floor": floor, "floored": 1}
-    soft = nll(probs, torch.tensor([[0.5, 0.5], [1.0, 0.0]], dtype=dtype))
-    assert soft.details["floored"] == 1
-    assert soft == pytest.approx((-0.5 * math.log(floor) + math.log(2)) / 2)
+    assert result == pytest.approx((-math.log(floor) + math.log(2)) / 2)
+    assert result.details == {"floor": floor, "floored": 1}
+    soft_result = nll(probs, torch.tensor([[0.5, 0.5], [1.0, 0.0]], dtype=dtype))
+    assert soft_result.details["floored"] == 1
+    assert soft_result == pytest.approx((-0.5 * math.log(floor) + math.log(2)) / 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_probability_of_zero_has_one_floor_wherever_its_logarithm_is_taken(dtype):
     """Logits of probabilities had another floor, so that a calibrator and a report showed different NLLs."""
     labels = torch.tensor([1, 0])
-    given = Predictions.from_probs(torch.tensor([[1.0, 0.0], [0.5, 0.5]], dtype=dtype), labels)
-    assert float(nll(given)) == pytest.approx(float(nll(Predictions(given.logits, labels))), rel=1e-6)
-    assert mean_nll(given.logits, labels) == pytest.approx(float(nll(given)), rel=1e-6)
+    predictions = Predictions.from_probs(torch.tensor([[1.0, 0.0], [0.5, 0.5]], dtype=dtype), labels)
+    assert float(nll(predictions)) == pytest.approx(float(nll(Predictions(predictions.logits, labels))), rel=1e-6)
+    assert mean_nll(predictions.logits, labels) == pytest.approx(float(nll(predictions)), rel=1e-6)
 
 
 def test_zeros_of_other_classes_do_not_change_the_nll():
-    found = nll(torch.tensor([[1.0, 0.0]]), torch.tensor([0]))
-    assert (float(found), found.details["floored"]) == (0.0, 0)
+    result = nll(torch.tensor([[1.0, 0.0]]), torch.tensor([0]))
+    assert (float(result), result.details["floored"]) == (0.0, 0)
     assert nll(torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0]])) == 0.0
 
 
 def test_logits_need_no_floor():
     """The softmax of these logits underflows; the log-likelihood is still the logit's distance."""
-    known = Predictions(torch.tensor([[0.0, 300.0]]), torch.tensor([0]))
-    assert nll(known) == pytest.approx(300.0)
-    assert nll(known).details["floored"] == 0
-    assert nll(known.probs, known.labels).details["floored"] == 1
+    predictions = Predictions(torch.tensor([[0.0, 300.0]]), torch.tensor([0]))
+    assert nll(predictions) == pytest.approx(300.0)
+    assert nll(predictions).details["floored"] == 0
+    assert nll(predictions.probs, predictions.labels).details["floored"] == 1
 
 
 def test_soft_nll_is_the_cross_entropy():
-    logits, soft = torch.randn(50, 4), torch.randn(50, 4).softmax(1)
-    expected = torch.nn.functional.cross_entropy(logits.double(), soft.double())
-    assert nll(Predictions(logits, soft)) == pytest.approx(float(expected), abs=1e-6)
-    assert nll(logits.softmax(1), soft) == pytest.approx(float(expected), abs=1e-6)
+    logits, soft_labels = torch.randn(50, 4), torch.randn(50, 4).softmax(1)
+    expected = torch.nn.functional.cross_entropy(logits.double(), soft_labels.double())
+    assert nll(Predictions(logits, soft_labels)) == pytest.approx(float(expected), abs=1e-6)
+    assert nll(logits.softmax(1), soft_labels) == pytest.approx(float(expected), abs=1e-6)
 
 
 def test_ignored_labels_are_left_out():
     probs, labels = torch.randn(6, 3).softmax(1), torch.tensor([0, 1, -1, 2, -1, 0])
-    kept = labels >= 0
+    valid = labels >= 0
     for metric in (accuracy, nll, brier, top_k):
-        assert metric(probs, labels, ignore_index=-1) == metric(probs[kept], labels[kept])
+        assert metric(probs, labels, ignore_index=-1) == metric(probs[valid], labels[valid])
 
 
 @pytest.mark.parametrize("soft", [False, True])
 def test_brier_decomposition_equals_a_manual_calculation(soft):
     source = torch.Generator().manual_seed(0)
     probs = torch.randn(400, 3, generator=source).softmax(1)
-    hot = torch.randn(400, 3, generator=source).mul(2).softmax(1)
-    labels = hot if soft else torch.randint(3, (400,), generator=source)
-    rows = (hot if soft else torch.eye(3)[labels]).double().numpy()
+    soft_labels = torch.randn(400, 3, generator=source).mul(2).softmax(1)
+    labels = soft_labels if soft else torch.randint(3, (400,), generator=source)
+    label_rows = (soft_labels if soft else torch.eye(3)[labels]).double().numpy()
     p = probs.double().numpy()
     reliability = resolution = uncertainty = 0.0
     for k in range(3):
-        frequency = rows[:, k].mean()
-        uncertainty += (rows[:, k] ** 2).mean() - frequency**2
+        frequency = label_rows[:, k].mean()
+        uncertainty += (label_rows[:, k] ** 2).mean() - frequency**2
         index = np.ceil(p[:, k] * 15).astype(int)
         for b in set(index):
-            inside = index == b
-            share, often = inside.mean(), rows[inside, k].mean()
-            reliability += share * (p[inside, k].mean() - often) ** 2
-            resolution += share * (often - frequency) ** 2
-    found = brier(probs, labels, bins=15)
-    assert found == pytest.approx(float(brier(probs, labels)), abs=1e-15)
-    assert found == pytest.approx(((p - rows) ** 2).sum(1).mean(), abs=1e-6)
-    parts = found.details
+            in_bin = index == b
+            share, bin_frequency = in_bin.mean(), label_rows[in_bin, k].mean()
+            reliability += share * (p[in_bin, k].mean() - bin_frequency) ** 2
+            resolution += share * (bin_frequency - frequency) ** 2
+    score = brier(probs, labels, bins=15)
+    assert score == pytest.approx(float(brier(probs, labels)), abs=1e-15)
+    assert score == pytest.approx(((p - label_rows) ** 2).sum(1).mean(), abs=1e-6)
+    parts = score.details
     assert parts["reliability"] == pytest.approx(reliability, abs=1e-6)
     assert parts["resolution"] == pytest.approx(resolution, abs=1e-6)
     assert parts["uncertainty"] == pytest.approx(uncertainty, abs=1e-6)
-    together = parts["reliability"] - parts["resolution"] + parts["uncertainty"] + parts["within_bins"]
-    assert together == pytest.approx(float(found), abs=1e-14)
+    total = parts["reliability"] - parts["resolution"] + parts["uncertainty"] + parts["within_bins"]
+    assert total == pytest.approx(float(score), abs=1e-14)
 
 
 def test_constant_forecasts_have_no_within_bin_term():
     probs = torch.tensor([[0.8, 0.2]] * 10, dtype=torch.float64)
-    found = brier(probs, torch.tensor([0] * 8 + [1] * 2), bins=15)
-    assert found.details["reliability"] == pytest.approx(0, abs=1e-15)
-    assert found.details["resolution"] == pytest.approx(0, abs=1e-15)
-    assert found.details["within_bins"] == pytest.approx(0, abs=1e-15)
-    assert found == pytest.approx(0.32)
+    score = brier(probs, torch.tensor([0] * 8 + [1] * 2), bins=15)
+    assert score.details["reliability"] == pytest.approx(0, abs=1e-15)
+    assert score.details["resolution"] == pytest.approx(0, abs=1e-15)
+    assert score.details["within_bins"] == pytest.approx(0, abs=1e-15)
+    assert score == pytest.approx(0.32)
 
 
 def test_units_are_shown(golden):
@@ -141,13 +143,13 @@ def test_units_are_shown(golden):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_nll_of_logits_farther_apart_than_float32_reaches(dtype):
-    far = 3e38
-    logits = torch.tensor([[far, -far, 0.0], [0.0, 0.0, 0.0]], dtype=dtype)
-    apart = 2 * float(logits[0, 0])
-    hard = torch.tensor([1, 0])
-    assert float(nll(Predictions(logits, hard))) == pytest.approx((apart + math.log(3)) / 2, rel=1e-6)
-    soft = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
-    assert float(nll(Predictions(logits, soft))) == pytest.approx((apart / 2 + math.log(3)) / 2, rel=1e-6)
+    large = 3e38
+    logits = torch.tensor([[large, -large, 0.0], [0.0, 0.0, 0.0]], dtype=dtype)
+    distance = 2 * float(logits[0, 0])
+    hard_labels = torch.tensor([1, 0])
+    assert float(nll(Predictions(logits, hard_labels))) == pytest.approx((distance + math.log(3)) / 2, rel=1e-6)
+    soft_labels = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
+    assert float(nll(Predictions(logits, soft_labels))) == pytest.approx((distance / 2 + math.log(3)) / 2, rel=1e-6)
 
 
 def test_a_soft_label_of_zero_on_an_impossible_class_has_no_loss():

@@ -15,20 +15,22 @@ from fedlas.predictions import Predictions
 
 def test_without_variance_of_test_samples_it_is_the_paired_t_test():
     differences = (0.3, 0.1, 0.25, -0.05, 0.2)
-    found, expected = SeedComparison(differences, 0.0), stats.ttest_1samp(differences, 0.0)
-    assert found.p_value == pytest.approx(expected.pvalue)
-    ends = expected.confidence_interval(0.9)
-    assert (found.interval(0.9).low, found.interval(0.9).high) == pytest.approx((ends.low, ends.high))
+    comparison, expected = SeedComparison(differences, 0.0), stats.ttest_1samp(differences, 0.0)
+    assert comparison.p_value == pytest.approx(expected.pvalue)
+    interval = expected.confidence_interval(0.9)
+    assert (comparison.interval(0.9).low, comparison.interval(0.9).high) == pytest.approx((interval.low, interval.high))
 
 
 def test_the_variance_of_test_samples_is_that_of_the_seed_averaged_difference():
     generator = torch.Generator().manual_seed(0)
     first, second = (torch.rand(3, 50, generator=generator, dtype=torch.float64) for _ in range(2))
-    found = over_seeds(list(first), list(second))
+    comparison = over_seeds(list(first), list(second))
     averaged = (first - second).mean(0).numpy()
-    assert found.test_variance == pytest.approx(averaged.var(ddof=1) / 50)
-    assert found.differences == pytest.approx([float(row.mean()) for row in first - second])
-    assert found.standard_error == pytest.approx(math.sqrt(np.var(found.differences, ddof=1) / 3 + found.test_variance))
+    assert comparison.test_variance == pytest.approx(averaged.var(ddof=1) / 50)
+    assert comparison.differences == pytest.approx([float(row.mean()) for row in first - second])
+    assert comparison.standard_error == pytest.approx(
+        math.sqrt(np.var(comparison.differences, ddof=1) / 3 + comparison.test_variance)
+    )
 
 
 @pytest.mark.campaign
@@ -36,33 +38,33 @@ def test_the_variance_of_test_samples_is_that_of_the_seed_averaged_difference():
 @pytest.mark.parametrize("skewed", [False, True], ids=["normal", "skewed"])
 def test_the_interval_covers_the_true_difference(ratio, skewed):
     """Seeds, samples and their interaction vary; `ratio`: variance of the mean over seeds to that over samples."""
-    rng, n, seeds, trials, truth = np.random.default_rng(1), 200, 5, 1500, 0.2
+    rng, n, seeds, trials, true_difference = np.random.default_rng(1), 200, 5, 1500, 0.2
     covered = 0
     for _ in range(trials):
         of_samples = rng.exponential(1, n) - 1 if skewed else rng.standard_normal(n)
         of_seeds = rng.standard_normal(seeds) * math.sqrt(ratio * seeds / n)
-        both = truth + of_seeds[:, None] + of_samples + 0.5 * rng.standard_normal((seeds, n))
-        values = torch.from_numpy(both)
-        ends = over_seeds(list(values), [torch.zeros(n, dtype=torch.float64)] * seeds).interval()
-        covered += ends.low <= truth <= ends.high
+        differences = true_difference + of_seeds[:, None] + of_samples + 0.5 * rng.standard_normal((seeds, n))
+        values = torch.from_numpy(differences)
+        interval = over_seeds(list(values), [torch.zeros(n, dtype=torch.float64)] * seeds).interval()
+        covered += interval.low <= true_difference <= interval.high
     assert covered / trials >= 0.94
 
 
 def test_signed_gaps_average_to_the_ece():
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(400, 4, generator=generator, dtype=torch.float64)
-    given = Predictions(logits, torch.randint(4, (400,), generator=generator))
-    assert float(ece_values(given).mean()) == pytest.approx(float(ece(given)))
+    predictions = Predictions(logits, torch.randint(4, (400,), generator=generator))
+    assert float(ece_values(predictions).mean()) == pytest.approx(float(ece(predictions)))
 
 
 def test_the_aurc_of_each_sample_varies_as_the_bootstrap_does():
     generator, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
     logits = 2 * torch.randn(500, 4, generator=generator, dtype=torch.float64)
-    given = Predictions(logits, (logits + 2 * torch.randn(500, 4, generator=generator)).argmax(1))
-    each = of_each_sample(aurc, given)
-    assert float(each.values.mean()) == pytest.approx(float(aurc(given)))
-    drawn = [float(aurc(given[torch.from_numpy(rng.integers(0, 500, 500))])) for _ in range(200)]
-    assert float(each.values.std()) / math.sqrt(500) == pytest.approx(np.std(drawn), rel=0.15)
+    predictions = Predictions(logits, (logits + 2 * torch.randn(500, 4, generator=generator)).argmax(1))
+    sample_values = of_each_sample(aurc, predictions)
+    assert float(sample_values.values.mean()) == pytest.approx(float(aurc(predictions)))
+    resampled_areas = [float(aurc(predictions[torch.from_numpy(rng.integers(0, 500, 500))])) for _ in range(200)]
+    assert float(sample_values.values.std()) / math.sqrt(500) == pytest.approx(np.std(resampled_areas), rel=0.15)
 
 
 def test_one_seed_is_too_few_and_samples_must_be_the_same():

@@ -11,38 +11,38 @@ from fedlas.metrics.selective import area_values, ranked_pairs
 from metrics import cases
 
 
-def by_hand(order: list[int]) -> tuple[float, float]:
-    """AURC and AUGRC of hits that are already in the order of confidence."""
-    n, wrong, risks, general = len(order), 0, 0.0, 0.0
-    for k, hit in enumerate(order, start=1):
-        wrong += 1 - hit
-        risks += wrong / k
-        general += wrong / n
-    return risks / n, general / n
+def areas_by_hand(correct: list[int]) -> tuple[float, float]:
+    """AURC and AUGRC of samples in descending order of confidence."""
+    n, error_count, risk_sum, generalised = len(correct), 0, 0.0, 0.0
+    for k, is_correct in enumerate(correct, start=1):
+        error_count += 1 - is_correct
+        risk_sum += error_count / k
+        generalised += error_count / n
+    return risk_sum / n, generalised / n
 
 
 def test_risk_coverage_without_ties_equals_plain_loops():
     confidence = torch.tensor([0.9, 0.8, 0.7, 0.6])
-    hits = torch.tensor([1, 0, 1, 0])
-    area, general = by_hand([1, 0, 1, 0])
-    found = aurc(confidence, hits, scope="confidence")
-    assert found == pytest.approx(area)
-    assert augrc(confidence, hits, scope="confidence") == pytest.approx(general)
-    assert found.details["augrc"] == pytest.approx(general)
-    best, _ = by_hand([1, 1, 0, 0])
-    assert e_aurc(confidence, hits, scope="confidence") == pytest.approx(area - best)
-    assert found.details["e_aurc"] == pytest.approx(area - best)
+    correct = torch.tensor([1, 0, 1, 0])
+    area, generalised = areas_by_hand([1, 0, 1, 0])
+    result = aurc(confidence, correct, scope="confidence")
+    assert result == pytest.approx(area)
+    assert augrc(confidence, correct, scope="confidence") == pytest.approx(generalised)
+    assert result.details["augrc"] == pytest.approx(generalised)
+    best_area, _ = areas_by_hand([1, 1, 0, 0])
+    assert e_aurc(confidence, correct, scope="confidence") == pytest.approx(area - best_area)
+    assert result.details["e_aurc"] == pytest.approx(area - best_area)
 
 
 def test_ties_are_averaged_over_all_orders():
     """torch-uncertainty takes the order of the file: a spread of 14 % on bf16 scores."""
     confidence = torch.tensor([0.9, 0.7, 0.7, 0.7, 0.7, 0.2])
-    hits = torch.tensor([1, 1, 0, 0, 1, 0])
-    orders = [by_hand([1, *middle, 0]) for middle in itertools.permutations([1, 0, 0, 1])]
-    expected = [sum(values) / len(orders) for values in zip(*orders, strict=True)]
+    correct = torch.tensor([1, 1, 0, 0, 1, 0])
+    areas = [areas_by_hand([1, *middle, 0]) for middle in itertools.permutations([1, 0, 0, 1])]
+    expected = [sum(values) / len(areas) for values in zip(*areas, strict=True)]
     for order in (torch.arange(6), torch.tensor([5, 3, 1, 4, 0, 2])):
-        assert aurc(confidence[order], hits[order], scope="confidence") == pytest.approx(expected[0])
-        assert augrc(confidence[order], hits[order], scope="confidence") == pytest.approx(expected[1])
+        assert aurc(confidence[order], correct[order], scope="confidence") == pytest.approx(expected[0])
+        assert augrc(confidence[order], correct[order], scope="confidence") == pytest.approx(expected[1])
 
 
 def test_bf16_scores_give_one_value_in_any_order(golden):
@@ -52,8 +52,8 @@ def test_bf16_scores_give_one_value_in_any_order(golden):
 
 
 def test_a_constant_confidence_has_the_error_rate_everywhere():
-    confidence, hits = torch.full((8,), 0.5), torch.tensor([1, 0, 0, 1, 1, 1, 0, 1])
-    curve = risk_coverage(confidence, hits, scope="confidence")
+    confidence, correct = torch.full((8,), 0.5), torch.tensor([1, 0, 0, 1, 1, 1, 0, 1])
+    curve = risk_coverage(confidence, correct, scope="confidence")
     assert curve.risk.tolist() == pytest.approx([3 / 8] * 8)
     assert curve.coverage.tolist() == [k / 8 for k in range(1, 9)]
     assert curve.generalised.tolist() == pytest.approx([3 / 8 * k / 8 for k in range(1, 9)])
@@ -72,28 +72,28 @@ def test_the_curve_ends_at_the_error_rate(golden):
 
 def test_risk_at_coverage_and_coverage_at_risk():
     confidence = torch.arange(10, 0, -1) / 10
-    hits = torch.tensor([1, 1, 1, 1, 0, 1, 1, 0, 0, 0])
-    assert risk_at_coverage(confidence, hits, 0.4, scope="confidence") == 0.0
-    assert risk_at_coverage(confidence, hits, 0.5, scope="confidence") == pytest.approx(0.2)
-    assert risk_at_coverage(confidence, hits, 0.7, scope="confidence").details["coverage"] == 0.7
-    assert risk_at_coverage(confidence, hits, 0.71, scope="confidence").details["coverage"] == 0.8
-    assert coverage_at_risk(confidence, hits, 0.0, scope="confidence") == 0.4
-    assert coverage_at_risk(confidence, hits, 1 / 7, scope="confidence") == 0.7
-    assert coverage_at_risk(confidence, hits, 0.4, scope="confidence") == 1.0
-    assert coverage_at_risk(confidence, 1 - hits, 0.1, scope="confidence") == 0.0
+    correct = torch.tensor([1, 1, 1, 1, 0, 1, 1, 0, 0, 0])
+    assert risk_at_coverage(confidence, correct, 0.4, scope="confidence") == 0.0
+    assert risk_at_coverage(confidence, correct, 0.5, scope="confidence") == pytest.approx(0.2)
+    assert risk_at_coverage(confidence, correct, 0.7, scope="confidence").details["coverage"] == 0.7
+    assert risk_at_coverage(confidence, correct, 0.71, scope="confidence").details["coverage"] == 0.8
+    assert coverage_at_risk(confidence, correct, 0.0, scope="confidence") == 0.4
+    assert coverage_at_risk(confidence, correct, 1 / 7, scope="confidence") == 0.7
+    assert coverage_at_risk(confidence, correct, 0.4, scope="confidence") == 1.0
+    assert coverage_at_risk(confidence, 1 - correct, 0.1, scope="confidence") == 0.0
     with pytest.raises(ValueError, match="coverage"):
-        risk_at_coverage(confidence, hits, 0.0, scope="confidence")
+        risk_at_coverage(confidence, correct, 0.0, scope="confidence")
 
 
 def test_soft_labels_count_as_shares_of_errors():
-    confidence, soft = torch.tensor([0.9, 0.1]), torch.tensor([0.75, 0.5])
-    assert aurc(confidence, soft, scope="confidence") == pytest.approx((0.25 + 0.375) / 2)
+    confidence, soft_labels = torch.tensor([0.9, 0.1]), torch.tensor([0.75, 0.5])
+    assert aurc(confidence, soft_labels, scope="confidence") == pytest.approx((0.25 + 0.375) / 2)
 
 
 def test_a_better_ranking_has_a_smaller_area():
-    confidence, hits = cases.binary(1_000)
-    assert aurc(confidence, hits, scope="confidence") < aurc(1 - confidence, hits, scope="positive")
-    assert e_aurc(hits.float(), hits, scope="confidence") == pytest.approx(0, abs=1e-15)
+    confidence, correct = cases.binary(1_000)
+    assert aurc(confidence, correct, scope="confidence") < aurc(1 - confidence, correct, scope="positive")
+    assert e_aurc(correct.float(), correct, scope="confidence") == pytest.approx(0, abs=1e-15)
 
 
 def test_saturated_logits_are_ranked_by_what_is_left_for_other_classes():
@@ -102,15 +102,15 @@ def test_saturated_logits_are_ranked_by_what_is_left_for_other_classes():
     logits = 150 * torch.rand(2_000, 1, generator=source) * torch.eye(10)[torch.arange(2_000) % 10]
     logits += torch.randn(2_000, 10, generator=source)
     labels = (logits / 15).softmax(1).multinomial(1, generator=source)[:, 0]
-    exact = logits.double()
-    top = exact.argmax(1)
-    others = exact.scatter(1, top[:, None], -torch.inf).logsumexp(1) - exact.logsumexp(1)
-    area, general = by_hand((top == labels)[others.argsort()].long().tolist())
-    given = Predictions(logits, labels)
-    assert aurc(given) == pytest.approx(area, rel=1e-9)
-    assert augrc(given) == pytest.approx(general, rel=1e-9)
-    assert float(area_values(ranked_pairs(given), "aurc").mean()) == pytest.approx(area, rel=1e-9)
-    assert evaluate(given, intervals=False)["aurc"] == pytest.approx(area, rel=1e-9)
+    float64_logits = logits.double()
+    top = float64_logits.argmax(1)
+    log_remainder = float64_logits.scatter(1, top[:, None], -torch.inf).logsumexp(1) - float64_logits.logsumexp(1)
+    area, generalised = areas_by_hand((top == labels)[log_remainder.argsort()].long().tolist())
+    predictions = Predictions(logits, labels)
+    assert aurc(predictions) == pytest.approx(area, rel=1e-9)
+    assert augrc(predictions) == pytest.approx(generalised, rel=1e-9)
+    assert float(area_values(ranked_pairs(predictions), "aurc").mean()) == pytest.approx(area, rel=1e-9)
+    assert evaluate(predictions, intervals=False)["aurc"] == pytest.approx(area, rel=1e-9)
     stream = metrics.aurc.accumulator()
     for part in (slice(0, 700), slice(700, 2_000)):
         stream.update_logits(logits[part], labels[part])
@@ -121,12 +121,12 @@ def test_saturated_logits_are_ranked_by_what_is_left_for_other_classes():
 def test_two_classes_are_ranked_alike_by_one_logit_or_two():
     logits = torch.linspace(-80, 80, 400)
     labels = (logits + 30 * torch.sin(torch.arange(400.0)) > 0).long()
-    given = Predictions(logits, labels)
-    wrong = ((logits > 0).long() != labels)[logits.abs().argsort(descending=True, stable=True)]
-    area, _ = by_hand((~wrong).long().tolist())
-    assert aurc(given, scope="positive") == pytest.approx(aurc(given))
-    assert aurc(given) == pytest.approx(area, rel=0.02)  # each distance from zero occurs twice
-    for one in (logits, torch.stack([torch.zeros(400), logits], 1)):
-        stream = metrics.aurc.accumulator(scope="positive", ignore_index=255).update_logits(one, labels)
-        stream.update_logits(one[:3], torch.full((3,), 255))
-        assert stream.compute() == pytest.approx(aurc(given))
+    predictions = Predictions(logits, labels)
+    is_wrong = ((logits > 0).long() != labels)[logits.abs().argsort(descending=True, stable=True)]
+    area, _ = areas_by_hand((~is_wrong).long().tolist())
+    assert aurc(predictions, scope="positive") == pytest.approx(aurc(predictions))
+    assert aurc(predictions) == pytest.approx(area, rel=0.02)  # each distance from zero occurs twice
+    for head_logits in (logits, torch.stack([torch.zeros(400), logits], 1)):
+        stream = metrics.aurc.accumulator(scope="positive", ignore_index=255).update_logits(head_logits, labels)
+        stream.update_logits(head_logits[:3], torch.full((3,), 255))
+        assert stream.compute() == pytest.approx(aurc(predictions))

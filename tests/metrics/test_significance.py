@@ -1,4 +1,4 @@
-"""Tests of calibration: statistics, p-values, and that p-values mean what they say."""
+"""Tests of calibration: statistics, p-values, and that p-values of calibrated models are uniform."""
 
 import math
 
@@ -15,67 +15,70 @@ MAPIE = {"ks": (1.3652637974082311, 0.3442561605495269), "kuiper": (1.7286560718
 MAPIE_SPIEGELHALTER = (-0.6364683434433089, 0.7377643960445939)
 
 
-def test_tests_equal_mapie(cooled):
+def test_tests_equal_mapie(temperature_scaled):
     for test, (statistic, p_value) in ((ks_test, MAPIE["ks"]), (kuiper_test, MAPIE["kuiper"])):
-        found = test(cooled).details
-        assert found["statistic"] == pytest.approx(statistic, abs=1e-6)
-        assert found["p_value"] == pytest.approx(p_value, abs=1e-6)
-    found = spiegelhalter_test(cooled)
-    assert found == pytest.approx(MAPIE_SPIEGELHALTER[0], abs=1e-6)
-    assert found.details["p_value"] == pytest.approx(2 * (1 - MAPIE_SPIEGELHALTER[1]), abs=1e-6)
+        details = test(temperature_scaled).details
+        assert details["statistic"] == pytest.approx(statistic, abs=1e-6)
+        assert details["p_value"] == pytest.approx(p_value, abs=1e-6)
+    result = spiegelhalter_test(temperature_scaled)
+    assert result == pytest.approx(MAPIE_SPIEGELHALTER[0], abs=1e-6)
+    assert result.details["p_value"] == pytest.approx(2 * (1 - MAPIE_SPIEGELHALTER[1]), abs=1e-6)
 
 
 def test_statistics_equal_a_manual_calculation():
     confidence = torch.tensor([0.2, 0.6, 0.9], dtype=torch.float64)
-    hits = torch.tensor([1, 0, 1])
+    correct = torch.tensor([1, 0, 1])
     scale = math.sqrt(0.2 * 0.8 + 0.6 * 0.4 + 0.9 * 0.1) / 3
     steps = [0.8 / 3, 0.2 / 3, 0.3 / 3]
-    assert ks_test(confidence, hits, scope="positive") == pytest.approx(max(steps))
-    assert ks_test(confidence, hits, scope="positive").details["statistic"] == pytest.approx(max(steps) / scale)
-    assert kuiper_test(confidence, hits, scope="positive") == pytest.approx(max(steps) - 0)
+    assert ks_test(confidence, correct, scope="positive") == pytest.approx(max(steps))
+    assert ks_test(confidence, correct, scope="positive").details["statistic"] == pytest.approx(max(steps) / scale)
+    assert kuiper_test(confidence, correct, scope="positive") == pytest.approx(max(steps) - 0)
     weights = [(0.8, 0.6), (-0.6, -0.2), (0.1, -0.8)]
-    below = sum(w * w * c * (1 - c) for (_, w), c in zip(weights, (0.2, 0.6, 0.9), strict=True))
-    expected = sum(d * w for d, w in weights) / math.sqrt(below)
-    assert spiegelhalter_test(confidence, hits, scope="positive") == pytest.approx(expected)
+    variance = sum(w * w * c * (1 - c) for (_, w), c in zip(weights, (0.2, 0.6, 0.9), strict=True))
+    expected = sum(d * w for d, w in weights) / math.sqrt(variance)
+    assert spiegelhalter_test(confidence, correct, scope="positive") == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("test", "at", "p_value"), [(ks_test, 2.2414, 0.05), (kuiper_test, 2.4977, 0.05)])
-def test_p_values_equal_published_critical_values(test, at, p_value):
+@pytest.mark.parametrize(("test", "critical_value", "p_value"), [(ks_test, 2.2414, 0.05), (kuiper_test, 2.4977, 0.05)])
+def test_p_values_equal_published_critical_values(test, critical_value, p_value):
     """Known 5 % points of the maximum and the range; the two series on either side of 1 meet there."""
     from fedlas.metrics import calibration_tests
 
     tail = calibration_tests._ks_tail if test is ks_test else calibration_tests._kuiper_tail
-    assert tail(at) == pytest.approx(p_value, abs=1e-4)
+    assert tail(critical_value) == pytest.approx(p_value, abs=1e-4)
     assert tail(1 + 1e-9) == pytest.approx(tail(1 - 1e-9), abs=1e-7)
     assert tail(0.0) == 1.0
     assert 0 < tail(20.0) < 1e-80
 
 
 def test_p_values_of_calibrated_models_are_uniform():
-    found: dict[str, list[float]] = {"ks": [], "kuiper": [], "spiegelhalter": []}
+    p_values: dict[str, list[float]] = {"ks": [], "kuiper": [], "spiegelhalter": []}
     for seed in range(300):
-        confidence, hits = cases.binary(400, seed)
-        found["ks"].append(ks_test(confidence, hits, scope="positive").details["p_value"])
-        found["kuiper"].append(kuiper_test(confidence, hits, scope="positive").details["p_value"])
-        found["spiegelhalter"].append(spiegelhalter_test(confidence, hits, scope="positive").details["p_value"])
-    for name, values in found.items():
+        confidence, correct = cases.binary(400, seed)
+        p_values["ks"].append(ks_test(confidence, correct, scope="positive").details["p_value"])
+        p_values["kuiper"].append(kuiper_test(confidence, correct, scope="positive").details["p_value"])
+        p_values["spiegelhalter"].append(spiegelhalter_test(confidence, correct, scope="positive").details["p_value"])
+    for name, values in p_values.items():
         assert 0.01 <= np.mean(np.array(values) < 0.05) <= 0.09, name
         assert 0.4 <= np.mean(np.array(values) < 0.5) <= 0.62, name
 
 
 def test_miscalibrated_models_have_small_p_values():
-    confidence, hits = cases.binary(2_000, shift=0.1)
+    confidence, correct = cases.binary(2_000, shift=0.1)
     for test in (ks_test, kuiper_test, spiegelhalter_test):
-        assert test(confidence, hits, scope="positive").details["p_value"] < 1e-6
+        assert test(confidence, correct, scope="positive").details["p_value"] < 1e-6
 
 
 def test_order_does_not_matter_even_with_ties():
     confidence = torch.tensor([0.5] * 50 + [0.9] * 50, dtype=torch.float64)
-    hits = torch.arange(100) % 3 % 2
+    correct = torch.arange(100) % 3 % 2
     order = torch.randperm(100)
     for test in (ks_test, kuiper_test, spiegelhalter_test):
-        one, two = test(confidence, hits, scope="positive"), test(confidence[order], hits[order], scope="positive")
-        assert one == pytest.approx(float(two), abs=1e-12)
+        in_order, shuffled = (
+            test(confidence, correct, scope="positive"),
+            test(confidence[order], correct[order], scope="positive"),
+        )
+        assert in_order == pytest.approx(float(shuffled), abs=1e-12)
 
 
 def test_confidences_of_zero_and_one_have_p_value_zero_or_one():

@@ -18,38 +18,40 @@ from metrics import cases
 METRICS = list(all_metrics().values())
 
 
-def values(found) -> list[float]:
-    return [float(found)]
+def values(result) -> list[float]:
+    return [float(result)]
 
 
-@pytest.mark.parametrize("metric", METRICS, ids=lambda one: one.name)
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
 @settings(max_examples=15)
 @given(cuts=st.lists(st.integers(0, 200), max_size=4), seed=st.integers(0, 3))
 def test_batches_match_all_data_at_once(metric, cuts, seed):
     probs, labels = cases.saturated(200, 4, seed)
-    ends = [0, *sorted(cuts), 200]
-    parts = [(probs[a:b], labels[a:b]) for a, b in itertools.pairwise(ends) if b > a]
-    fed = metric.accumulator()
+    boundaries = [0, *sorted(cuts), 200]
+    parts = [(probs[a:b], labels[a:b]) for a, b in itertools.pairwise(boundaries) if b > a]
+    accumulator = metric.accumulator()
     for part in parts[::2]:
-        fed.update(*part)
+        accumulator.update(*part)
     other = metric.accumulator()
     for part in parts[1::2]:
         other.update(*part)
-    found = fed.merge(other).compute()
-    whole = metric(probs, labels)
-    assert values(found) == pytest.approx(values(whole), abs=1e-12)
-    assert found.definition == whole.definition
+    result = accumulator.merge(other).compute()
+    expected = metric(probs, labels)
+    assert values(result) == pytest.approx(values(expected), abs=1e-12)
+    assert result.definition == expected.definition
 
 
-@pytest.mark.parametrize("metric", METRICS, ids=lambda one: one.name)
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
 def test_logits_match_probabilities(metric, golden):
-    fed = metric.accumulator().update_logits(golden.logits[:500], golden.labels[:500])
-    fed.update_logits(golden.logits[500:].numpy(), golden.labels[500:].numpy())
-    assert values(fed.compute()) == pytest.approx(values(metric(golden)), abs=1e-12)
-    assert values(metric.accumulator().update(golden).compute()) == pytest.approx(values(fed.compute()), abs=1e-12)
+    accumulator = metric.accumulator().update_logits(golden.logits[:500], golden.labels[:500])
+    accumulator.update_logits(golden.logits[500:].numpy(), golden.labels[500:].numpy())
+    assert values(accumulator.compute()) == pytest.approx(values(metric(golden)), abs=1e-12)
+    assert values(metric.accumulator().update(golden).compute()) == pytest.approx(
+        values(accumulator.compute()), abs=1e-12
+    )
 
 
-@pytest.mark.parametrize("metric", METRICS, ids=lambda one: one.name)
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
 def test_merge_adds_into_the_first_and_returns_it(metric, golden):
     first, second = metric.accumulator().update(golden), metric.accumulator().update(golden)
     assert first.merge(second) is first
@@ -59,7 +61,7 @@ def test_merge_adds_into_the_first_and_returns_it(metric, golden):
     assert values(metric.accumulator().merge(second).compute()) == pytest.approx(values(second.compute()), abs=1e-12)
 
 
-@pytest.mark.parametrize("metric", METRICS, ids=lambda one: one.name)
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
 def test_compute_without_samples_raises(metric):
     with pytest.raises(ValueError, match="update"):
         metric.accumulator().compute()
@@ -87,17 +89,17 @@ def test_equal_width_accumulators_store_only_sums():
     ):
         for _ in range(3):
             stream.update(probs, labels)
-        kept = [t for t in tensors_in(stream) if t.ndim]
-        assert sum(t.numel() for t in kept) <= 3 * 15 * classes + 16, stream.metric.name
+        stored_tensors = [t for t in tensors_in(stream) if t.ndim]
+        assert sum(t.numel() for t in stored_tensors) <= 3 * 15 * classes + 16, stream.metric.name
 
 
-def tensors_in(thing, depth: int = 4) -> list[torch.Tensor]:
-    if isinstance(thing, torch.Tensor):
-        return [thing]
+def tensors_in(value, depth: int = 4) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
     if depth == 0:
         return []
-    inside = thing if isinstance(thing, list) else list(vars(thing).values()) if hasattr(thing, "__dict__") else []
-    return [tensor for one in inside for tensor in tensors_in(one, depth - 1)]
+    children = value if isinstance(value, list) else list(vars(value).values()) if hasattr(value, "__dict__") else []
+    return [tensor for child in children for tensor in tensors_in(child, depth - 1)]
 
 
 def test_equal_mass_accumulators_store_five_bytes_per_sample():
@@ -115,18 +117,18 @@ def test_equal_mass_accumulators_store_five_bytes_per_sample():
 
 def test_bounded_equal_mass_stays_within_its_stated_error():
     for probs, labels in (cases.saturated(20_000, 10), cases.saturated(3_000, 3, seed=1)):
-        whole = metrics.aece(probs, labels)
+        expected = metrics.aece(probs, labels)
         stream = metrics.aece.accumulator(memory="bounded")
-        size = None
-        for part, truth in zip(probs.split(1_000), labels.split(1_000), strict=True):
-            stream.update(part, truth)
-            now = sum(t.numel() for t in tensors_in(stream))
-            assert size in (None, now)
-            size = now
-        found = stream.compute()
-        stated = found.details["error_bound"]
-        assert abs(found - whole) <= stated + 1e-12
-        assert stated < 0.02
+        expected_size = None
+        for part_probs, part_labels in zip(probs.split(1_000), labels.split(1_000), strict=True):
+            stream.update(part_probs, part_labels)
+            stored_values = sum(t.numel() for t in tensors_in(stream))
+            assert expected_size in (None, stored_values)
+            expected_size = stored_values
+        result = stream.compute()
+        error_bound = result.details["error_bound"]
+        assert abs(result - expected) <= error_bound + 1e-12
+        assert error_bound < 0.02
         assert int(stream.store.histogram().bins.counts.sum()) == len(labels)
     with pytest.raises(ValueError, match="official"):
         metrics.aece.accumulator(memory="bounded", compat="official")
@@ -138,9 +140,9 @@ def test_bounded_streams_merge():
         metrics.aece.accumulator(memory="bounded").update(p, y)
         for p, y in zip(probs.split(1_000), labels.split(1_000), strict=True)
     ]
-    found = metrics.aece.accumulator(memory="bounded").merge(parts[0]).merge(parts[1]).merge(parts[2]).compute()
-    assert found == metrics.aece.accumulator(memory="bounded").update(probs, labels).compute()
-    assert found.n == 3_000
+    result = metrics.aece.accumulator(memory="bounded").merge(parts[0]).merge(parts[1]).merge(parts[2]).compute()
+    assert result == metrics.aece.accumulator(memory="bounded").update(probs, labels).compute()
+    assert result.n == 3_000
     with pytest.raises(ValueError, match="function"):
         metrics.aece.accumulator(memory="bounded", scope="class-wise")
 
@@ -153,46 +155,46 @@ def test_counts_are_right_beyond_two_to_the_24():
     stream = metrics.ece.accumulator(4)
     for _ in range(20):
         stream.update(probs, labels)
-    filled = stream.store.histogram().bins
-    assert filled.counts.tolist() == [0, 0, 20_000_000, 0]
-    assert filled.correct_sum[2] == 15_000_000
+    bins = stream.store.histogram().bins
+    assert bins.counts.tolist() == [0, 0, 20_000_000, 0]
+    assert bins.correct_sum[2] == 15_000_000
     assert stream.compute() == 0.0
     assert stream.compute().n == 20_000_000
 
 
 def test_logits_in_bf16_are_softened_in_float32(golden):
     logits = golden.logits.bfloat16()
-    found = metrics.ece.accumulator().update_logits(logits, golden.labels).compute()
-    assert found == metrics.ece(logits.float().softmax(1), golden.labels)
-    assert found == pytest.approx(metrics.ece(golden), abs=5e-3)
+    result = metrics.ece.accumulator().update_logits(logits, golden.labels).compute()
+    assert result == metrics.ece(logits.float().softmax(1), golden.labels)
+    assert result == pytest.approx(metrics.ece(golden), abs=5e-3)
 
 
 def test_binary_and_multi_label_heads():
-    confidence, hits = cases.binary(300)
+    confidence, labels = cases.binary(300)
     logits = torch.logit(confidence)
-    expected = metrics.ece(confidence, hits, scope="positive")
+    expected = metrics.ece(confidence, labels, scope="positive")
     for shape in ((300,), (300, 1)):
-        fed = metrics.ece.accumulator(scope="positive").update_logits(logits.reshape(shape), hits)
-        assert fed.compute() == pytest.approx(expected, abs=1e-9)
-    pair = torch.stack([torch.zeros_like(logits), logits], 1)
-    assert metrics.ece.accumulator(scope="positive").update_logits(pair, hits).compute() == pytest.approx(
+        accumulator = metrics.ece.accumulator(scope="positive").update_logits(logits.reshape(shape), labels)
+        assert accumulator.compute() == pytest.approx(expected, abs=1e-9)
+    two_columns = torch.stack([torch.zeros_like(logits), logits], 1)
+    assert metrics.ece.accumulator(scope="positive").update_logits(two_columns, labels).compute() == pytest.approx(
         expected, abs=1e-9
     )
     with pytest.raises(ValueError, match=r'\(300,\).*scope="positive"'):
-        metrics.ece.accumulator().update_logits(logits, hits)
-    several = torch.randn(50, 3)
-    truth = torch.randint(0, 2, (50, 3))
-    fed = metrics.ece.accumulator(scope="multi-label").update_logits(several, truth)
-    assert fed.compute() == metrics.ece(several.sigmoid(), truth, scope="multi-label")
+        metrics.ece.accumulator().update_logits(logits, labels)
+    multi_label_logits = torch.randn(50, 3)
+    multi_label_targets = torch.randint(0, 2, (50, 3))
+    accumulator = metrics.ece.accumulator(scope="multi-label").update_logits(multi_label_logits, multi_label_targets)
+    assert accumulator.compute() == metrics.ece(multi_label_logits.sigmoid(), multi_label_targets, scope="multi-label")
 
 
 def test_maps_and_ignored_labels():
     logits, labels = torch.randn(2, 3, 4, 5), torch.randint(3, (2, 4, 5))
     labels[0, 0] = 255
-    fed = metrics.ece.accumulator(ignore_index=255)
+    accumulator = metrics.ece.accumulator(ignore_index=255)
     for i in range(2):
-        fed.update_logits(logits[i : i + 1], labels[i : i + 1])
-    assert fed.compute() == pytest.approx(metrics.ece(logits.softmax(1), labels, ignore_index=255), abs=1e-12)
+        accumulator.update_logits(logits[i : i + 1], labels[i : i + 1])
+    assert accumulator.compute() == pytest.approx(metrics.ece(logits.softmax(1), labels, ignore_index=255), abs=1e-12)
     assert metrics.nll.accumulator(ignore_index=255).update_logits(logits, labels).compute() == pytest.approx(
         float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=255)), abs=1e-6
     )
@@ -213,45 +215,47 @@ def test_accumulators_that_do_not_exist_raise():
 
 
 def test_presets_and_equal_mass_stream_too(golden):
-    half = golden.probs[:500], golden.labels[:500]
-    rest = golden.probs[500:], golden.labels[500:]
+    first_half = golden.probs[:500], golden.labels[:500]
+    second_half = golden.probs[500:], golden.labels[500:]
     for compat in ("official", "netcal", "torchmetrics", "uncertainty-calibration"):
-        fed = metrics.ece.accumulator(compat=compat).update(*half).update(*rest).compute()
-        assert fed == pytest.approx(metrics.ece(golden, compat=compat), abs=1e-12)
-    assert metrics.aece.accumulator(compat="official").update(*half).update(*rest).compute() == metrics.aece(
-        golden, compat="official"
-    )
-    sides = [
-        one.accumulator(binning="mass").update(*half).update(*rest).compute()
-        for one in (metrics.over_ece, metrics.under_ece)
+        result = metrics.ece.accumulator(compat=compat).update(*first_half).update(*second_half).compute()
+        assert result == pytest.approx(metrics.ece(golden, compat=compat), abs=1e-12)
+    assert metrics.aece.accumulator(compat="official").update(*first_half).update(
+        *second_half
+    ).compute() == metrics.aece(golden, compat="official")
+    parts = [
+        part.accumulator(binning="mass").update(*first_half).update(*second_half).compute()
+        for part in (metrics.over_ece, metrics.under_ece)
     ]
-    assert sum(sides) == pytest.approx(metrics.aece(golden), abs=1e-12)
+    assert sum(parts) == pytest.approx(metrics.aece(golden), abs=1e-12)
 
 
 def test_definition_names_two_dtypes(golden):
-    fed = metrics.ece.accumulator().update(golden.probs, golden.labels).update(golden.probs.double(), golden.labels)
-    assert fed.compute().dtype == "float32 and float64"
+    accumulator = (
+        metrics.ece.accumulator().update(golden.probs, golden.labels).update(golden.probs.double(), golden.labels)
+    )
+    assert accumulator.compute().dtype == "float32 and float64"
 
 
 def test_sync_of_a_single_process_is_the_identity(golden):
     for metric in METRICS:
-        fed = metric.accumulator().update(golden)
-        before = values(fed.compute())
-        assert values(fed.sync().compute()) == before
+        accumulator = metric.accumulator().update(golden)
+        before = values(accumulator.compute())
+        assert values(accumulator.sync().compute()) == before
 
 
-def work(rank: int, folder: str) -> None:
+def compute_in_process(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     probs, labels = cases.saturated(301, 4)
-    # The second share leaves the first process with nothing.
+    # In the second split the first process has no samples.
     for name, end in (("split", 100), ("empty", 0)):
-        mine = slice(0, end) if rank == 0 else slice(end, 301)
-        found = []
+        rows = slice(0, end) if rank == 0 else slice(end, 301)
+        results = []
         for stream in [*(metric.accumulator() for metric in METRICS), metrics.aece.accumulator(memory="bounded")]:
-            if len(labels[mine]):
-                stream.update(probs[mine], labels[mine])
-            found += values(stream.sync().compute())
-        torch.save(torch.tensor(found, dtype=torch.float64), f"{folder}/{name}{rank}.pt")
+            if len(labels[rows]):
+                stream.update(probs[rows], labels[rows])
+            results += values(stream.sync().compute())
+        torch.save(torch.tensor(results, dtype=torch.float64), f"{folder}/{name}{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -267,4 +271,4 @@ def test_two_processes_equal_one(tmp_path):
 
 def _work_with_path(rank: int, folder: str, path: list[str]) -> None:
     sys.path[:] = path
-    work(rank, folder)
+    compute_in_process(rank, folder)

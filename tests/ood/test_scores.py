@@ -35,18 +35,18 @@ def test_scores_match_their_formulas(dtype):
     logits = (3 * torch.randn(50, 7)).to(dtype)
     z = logits.double().numpy()
     p = softmax(z)
-    ranked = np.sort(p, 1)[:, ::-1]
-    close = {"rtol": 1e-12}
-    np.testing.assert_allclose(ood.max_probability(logits), 1 - p.max(1), **close)
-    np.testing.assert_allclose(ood.entropy(logits), -(p * np.log(p)).sum(1), **close)
-    np.testing.assert_allclose(ood.max_logit(logits), -z.max(1), **close)
-    np.testing.assert_allclose(ood.energy(logits), -np.log(np.exp(z).sum(1)), **close)
-    np.testing.assert_allclose(ood.energy(logits, 2.5), -2.5 * np.log(np.exp(z / 2.5).sum(1)), **close)
+    sorted_probs = np.sort(p, 1)[:, ::-1]
+    tolerance = {"rtol": 1e-12}
+    np.testing.assert_allclose(ood.max_probability(logits), 1 - p.max(1), **tolerance)
+    np.testing.assert_allclose(ood.entropy(logits), -(p * np.log(p)).sum(1), **tolerance)
+    np.testing.assert_allclose(ood.max_logit(logits), -z.max(1), **tolerance)
+    np.testing.assert_allclose(ood.energy(logits), -np.log(np.exp(z).sum(1)), **tolerance)
+    np.testing.assert_allclose(ood.energy(logits, 2.5), -2.5 * np.log(np.exp(z / 2.5).sum(1)), **tolerance)
     for top in (1, 3, 7, 100):
-        expected = ((ranked * (1 - ranked)) ** 0.1)[:, :top].sum(1)
-        np.testing.assert_allclose(ood.generalised_entropy(logits, top=top), expected, **close)
-    half = ((p * (1 - p)) ** 0.5).sum(1)
-    np.testing.assert_allclose(ood.generalised_entropy(logits, gamma=0.5), half, **close)
+        expected = ((sorted_probs * (1 - sorted_probs)) ** 0.1)[:, :top].sum(1)
+        np.testing.assert_allclose(ood.generalised_entropy(logits, top=top), expected, **tolerance)
+    expected_of_root = ((p * (1 - p)) ** 0.5).sum(1)
+    np.testing.assert_allclose(ood.generalised_entropy(logits, gamma=0.5), expected_of_root, **tolerance)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, math.inf])
@@ -100,17 +100,17 @@ def test_scores_are_invariant_to_a_shift_of_logits(rows, shift):
 @pytest.mark.parametrize("score", OF_LOGITS, ids=lambda f: f.__name__)
 def test_rows_are_processed_in_blocks(score, monkeypatch):
     logits = torch.randn(23, 4)
-    whole = score(logits)
+    expected = score(logits)
     monkeypatch.setattr("fedlas.ood.scores.AT_ONCE", 20)
-    assert torch.equal(score(logits), whole)
+    assert torch.equal(score(logits), expected)
 
 
 @pytest.mark.parametrize("score", OF_LOGITS, ids=lambda f: f.__name__)
 def test_a_single_logit_is_a_binary_head(score):
-    z = torch.randn(9)
-    both = torch.stack([torch.zeros(9), z], 1)
-    assert torch.equal(score(z), score(both))
-    assert torch.equal(score(z[:, None]), score(both))
+    logits = torch.randn(9)
+    two_columns = torch.stack([torch.zeros(9), logits], 1)
+    assert torch.equal(score(logits), score(two_columns))
+    assert torch.equal(score(logits[:, None]), score(two_columns))
 
 
 @pytest.mark.parametrize("score", OF_LOGITS, ids=lambda f: f.__name__)
@@ -153,10 +153,10 @@ def test_knn_ignores_norms_and_accepts_zero_rows():
 
 
 @pytest.mark.parametrize("score", [*OF_LOGITS, ood.feature_norm], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_the_first_bad_row_is_named(score, bad):
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_the_first_bad_row_is_named(score, value):
     table = torch.zeros(5, 3)
-    table[2, 1] = table[4, 0] = bad
+    table[2, 1] = table[4, 0] = value
     with pytest.raises(ValueError, match="row 2"):
         score(table)
 
@@ -213,25 +213,25 @@ def test_probabilities_are_used_as_given():
     p = probs.double().numpy()
     entropy = -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), 0).sum(1)
     np.testing.assert_allclose(ood.score_of(predictions, "entropy"), entropy, rtol=1e-6)
-    general = ood.score_of(predictions, "generalised_entropy")
-    np.testing.assert_allclose(general, ((p * (1 - p)) ** 0.1).sum(1), rtol=1e-6)
+    generalised_entropy = ood.score_of(predictions, "generalised_entropy")
+    np.testing.assert_allclose(generalised_entropy, ((p * (1 - p)) ** 0.1).sum(1), rtol=1e-6)
     for name in ("max_logit", "energy"):
         with pytest.raises(ValueError, match=f"{name}.*logits"):
             ood.score_of(predictions, name)
 
 
 def test_a_missing_input_of_a_score_raises_an_error_that_names_it():
-    bare = Predictions(torch.randn(3, 2), [0, 1, 0])
+    without_features = Predictions(torch.randn(3, 2), [0, 1, 0])
     with pytest.raises(ValueError, match=r"l1_norm.*features"):
-        ood.score_of(bare, "l1_norm")
+        ood.score_of(without_features, "l1_norm")
     with pytest.raises(ValueError, match=r"knn.*train_features"):
         ood.score_of(Predictions(torch.randn(3, 2), [0, 1, 0], features=torch.randn(3, 4)), "knn")
     with pytest.raises(ValueError, match=r"'odin'.*max_probability, entropy"):
-        ood.score_of(bare, "odin")
-    top = TopLabelPredictions([0.6], [True])
-    assert ood.score_of(top, "max_probability").item() == pytest.approx(0.4)
+        ood.score_of(without_features, "odin")
+    top_label = TopLabelPredictions([0.6], [True])
+    assert ood.score_of(top_label, "max_probability").item() == pytest.approx(0.4)
     with pytest.raises(ValueError, match=r"entropy.*\btop\b"):
-        ood.score_of(top, "entropy")
+        ood.score_of(top_label, "entropy")
 
 
 @pytest.mark.gpu
@@ -240,16 +240,16 @@ def test_a_missing_input_of_a_score_raises_an_error_that_names_it():
 def test_gpu_scores_match_the_cpu(dtype):
     logits, features, train = 9 * torch.randn(300, 40), torch.randn(300, 64), torch.randn(900, 64)
     logits, features, train = (x.to(dtype) for x in (logits, features, train))
-    close = {"rtol": 1e-10, "atol": 1e-12}
+    tolerance = {"rtol": 1e-10, "atol": 1e-12}
     for score in OF_LOGITS:
-        torch.testing.assert_close(score(logits.cuda()).cpu(), score(logits), **close)
-    torch.testing.assert_close(ood.feature_norm(features.cuda()).cpu(), ood.feature_norm(features), **close)
-    here = ood.knn(features, train)
+        torch.testing.assert_close(score(logits.cuda()).cpu(), score(logits), **tolerance)
+    torch.testing.assert_close(ood.feature_norm(features.cuda()).cpu(), ood.feature_norm(features), **tolerance)
+    expected = ood.knn(features, train)
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
         for reference in (train, train.cuda()):
             result = ood.knn(features.cuda(), reference)
             assert result.device.type == "cuda"
-            torch.testing.assert_close(result.cpu(), here, **close)
+            torch.testing.assert_close(result.cpu(), expected, **tolerance)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False

@@ -19,15 +19,15 @@ NAMES = [record.name for record in posthoc.list_calibrators() if record.name not
 def test_gpu_fit_matches_the_cpu(name: str, dtype: torch.dtype):
     logits, labels = problem(2000)
     logits = logits.to(dtype)
-    here = posthoc.build_calibrator(name).fit(logits, labels)
-    there = posthoc.build_calibrator(name).fit(logits.cuda(), labels.cuda())
-    found = there.transform(logits.cuda())
-    assert found.device.type == "cuda"
+    cpu_calibrator = posthoc.build_calibrator(name).fit(logits, labels)
+    gpu_calibrator = posthoc.build_calibrator(name).fit(logits.cuda(), labels.cuda())
+    calibrated = gpu_calibrator.transform(logits.cuda())
+    assert calibrated.device.type == "cuda"
     # Probabilities, because an isotonic curve that starts at zero has logarithms that a last digit decides.
-    wanted = here.transform(logits).softmax(1)
-    torch.testing.assert_close(found.cpu().softmax(1), wanted, atol=1e-3, rtol=1e-3)
+    expected = cpu_calibrator.transform(logits).softmax(1)
+    torch.testing.assert_close(calibrated.cpu().softmax(1), expected, atol=1e-3, rtol=1e-3)
     # Fitted on one device, used on the other.
-    torch.testing.assert_close(there.transform(logits).softmax(1), wanted, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(gpu_calibrator.transform(logits).softmax(1), expected, atol=1e-3, rtol=1e-3)
 
 
 def test_evaluate_on_the_gpu_matches_the_cpu():
@@ -42,7 +42,9 @@ def test_evaluate_on_the_gpu_matches_the_cpu():
         )
         for device in ("cpu", "cuda")
     ]
-    for here, there in zip(*(report.states for report in reports), strict=True):
-        for name, result in here.results.items():
-            assert float(there[name]) == pytest.approx(float(result), rel=1e-4, abs=1e-6), name
-        assert there.detection["noise"]["entropy"].auroc == pytest.approx(here.detection["noise"]["entropy"].auroc)
+    for cpu_state, gpu_state in zip(*(report.states for report in reports), strict=True):
+        for name, result in cpu_state.results.items():
+            assert float(gpu_state[name]) == pytest.approx(float(result), rel=1e-4, abs=1e-6), name
+        assert gpu_state.detection["noise"]["entropy"].auroc == pytest.approx(
+            cpu_state.detection["noise"]["entropy"].auroc
+        )
