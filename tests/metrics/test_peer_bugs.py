@@ -85,11 +85,11 @@ def test_the_documented_edge_rule_and_the_other_one(dtype):
         correct = torch.ones(bins - 1, dtype=torch.long)
         default_histogram = histogram(on_edge, correct, bins, scope="positive")
         assert default_histogram.bins.counts.tolist() == [1] * (bins - 1) + [0]
-        assert "equal-width bins (lower, upper]" in default_histogram.about.edges
+        assert "equal-width bins (lower, upper]" in default_histogram.definition.edges
     # Sixteenths are exact in every type, so that no rounding blurs the other rule.
     netcal_histogram = histogram(on_edge, correct, bins, scope="positive", compat="netcal")
     assert netcal_histogram.bins.counts.tolist() == [0] + [1] * 15
-    assert "equal-width bins [lower, upper)" in netcal_histogram.about.edges
+    assert "equal-width bins [lower, upper)" in netcal_histogram.definition.edges
 
 
 def test_confidences_of_zero_and_one_are_counted_once():

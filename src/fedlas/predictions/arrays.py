@@ -155,7 +155,7 @@ def check_probs(
     below, above = (limits.below, limits.above) if limits is not None else (precision, precision)
     good = (sums >= 1 - below) & (sums <= 1 + above)
     good &= probs.amin(dim=1) >= 0
-    if above > precision:  # otherwise no entry of such a row is larger than the sum may be
+    if limits is not None:  # otherwise no entry of such a row is larger than its sum may be
         good &= probs.amax(dim=1) <= 1 + precision
     if ignored is not None:
         good |= ignored
