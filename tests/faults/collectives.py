@@ -1,8 +1,8 @@
 """Campaign on collectives: two processes exchange small tensors over gloo, many times.
 
-    python tests/faults/collectives.py                              as in fedlas, 20,000 rounds of five
-    python tests/faults/collectives.py --implementation compiled               as in a compiled loss
-    python tests/faults/collectives.py --implementation functional             with torch's functional collectives
+    python tests/faults/collectives.py                               as in fedlas, 20,000 rounds of five
+    python tests/faults/collectives.py --implementation compiled     as in a compiled loss
+    python tests/faults/collectives.py --implementation functional   with torch's functional collectives
 
 The results of every round are checked. With torch 2.15 on aarch64, `functional` ends in SIGABRT or SIGSEGV or hangs,
 usually within a few thousand rounds; waiting for each collective immediately only delays this.

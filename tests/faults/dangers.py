@@ -182,17 +182,17 @@ class Search:
             if (module := self.imported(node)) is not None:
                 self.module(node, module)
             elif not in_fedlas(node.args[0]) and not self.admitted(ast.unparse(node)):
-                self.report(node, f"imports what is computed: {ast.unparse(node)}")
+                self.report(node, f"imports a computed name: {ast.unparse(node)}")
         if last in {"getattr", "attrgetter", "methodcaller"}:
             texts = [text_of(argument) for argument in node.args[:2]]
-            if any(token and risky(token) for token in texts):
+            if any(text and risky(text) for text in texts):
                 self.report(node, f"{name} of {texts}")
             if len(texts) == 2 and texts[1] is None and self.module_name(node.args[0]):
-                self.report(node, f"{name} of a module, computed")
-        for token, value in dict(GUARDED.values()).items():
+                self.report(node, f"{name} of a module with a computed name")
+        for option, value in dict(GUARDED.values()).items():
             for keyword in node.keywords:
-                if keyword.arg == token and token != "pretrained" and not is_constant(keyword.value, value):
-                    self.report(node, f"{name} without {token}={value}")
+                if keyword.arg == option and option != "pretrained" and not is_constant(keyword.value, value):
+                    self.report(node, f"{name} without {option}={value}")
 
     def module_name(self, node: ast.expr) -> bool:
         """Return whether an expression is a module outside of fedlas."""

@@ -255,7 +255,7 @@ def coverage_at_risk(table: Table, risk: float = 0.05) -> float:
     return max((k / table.n for k, result in enumerate(risks(table), 1) if result <= allowed), default=0.0)
 
 
-def walk(table: Table) -> list[Fraction]:
+def cumulative_gaps(table: Table) -> list[Fraction]:
     tops = sorted(table.tops)
     result, total = [Fraction()], Fraction()
     for i, (confidence, correct) in enumerate(tops):
@@ -266,11 +266,11 @@ def walk(table: Table) -> list[Fraction]:
 
 
 def ks_test(table: Table) -> float:
-    return float(max(abs(step) for step in walk(table)))
+    return float(max(abs(step) for step in cumulative_gaps(table)))
 
 
 def kuiper_test(table: Table) -> float:
-    return float(max(walk(table)) - min(walk(table)))
+    return float(max(cumulative_gaps(table)) - min(cumulative_gaps(table)))
 
 
 def spiegelhalter_test(table: Table) -> float:
@@ -296,7 +296,7 @@ def histogram(table: Table, bins: int = 15, binning: str = "width", compat: str 
 @cache
 def oracle_of(name: str) -> Callable[..., object] | None:
     """Return the reference implementation of a metric or of its accumulator."""
-    not_metrics = {"binned", "gaps", "risks", "walk", "replace", "cache"}
+    not_metrics = {"binned", "gaps", "risks", "cumulative_gaps", "replace", "cache"}
     references = {
         key.replace("_", ""): value for key, value in globals().items() if callable(value) and key not in not_metrics
     }

@@ -39,7 +39,7 @@ class Counts:
     """Count the outcomes of executions and record the first findings."""
 
     def __init__(self, target: Any, limit: int, seconds: float) -> None:
-        self.target, self.limit, self.until = target, limit, time.monotonic() + seconds
+        self.target, self.limit, self.deadline = target, limit, time.monotonic() + seconds
         self.counts: Counter[str] = Counter()
         self.findings: dict[str, str] = {}
         self.engines: Counter[str] = Counter()
@@ -50,7 +50,7 @@ class Counts:
 
     @property
     def finished(self) -> bool:
-        return self.executed >= self.limit or time.monotonic() > self.until
+        return self.executed >= self.limit or time.monotonic() > self.deadline
 
     def execute(self, content: bytes, engine: str) -> None:
         self.engines[engine] += 1
@@ -62,8 +62,8 @@ class Counts:
                 self.findings.setdefault(str(error)[:60], f"{type(error).__name__}: {error} <- {content.hex()}")
 
     def record(self, seconds: float) -> dict[str, Any]:
-        summary = {"name": self.target.name, "kind": self.target.kind, "seconds": round(seconds, 1)}
-        return summary | {
+        header = {"name": self.target.name, "kind": self.target.kind, "seconds": round(seconds, 1)}
+        return header | {
             "engines": dict(self.engines),
             "counts": dict(self.counts),
             "findings": [*self.findings.values()],

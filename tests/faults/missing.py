@@ -224,9 +224,9 @@ def names_package(message: str, package: str) -> bool:
     names = {package, *modules(package)}
     has_name = any(re.search(rf"\b{re.escape(name)}\b", message) for name in names)
     commands = re.findall(r"pip install (?:-U )?'fedlas\[([a-z,]+)\]'", message)
-    installs = any(installs_package(extra, package) for command in commands for extra in command.split(","))
+    installs_extra = any(installs_package(extra, package) for command in commands for extra in command.split(","))
     installs_directly = re.search(rf"pip install [^\n]*{re.escape(package)}", message) is not None
-    return message.startswith("ImportError: ") and has_name and (installs or installs_directly)
+    return message.startswith("ImportError: ") and has_name and (installs_extra or installs_directly)
 
 
 def without_packages(packages: Sequence[str] | None = None) -> list[dict[str, str]]:

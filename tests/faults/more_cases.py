@@ -344,7 +344,7 @@ def check_bootstrap(draw: Draw) -> str:
         repeated_results = repeated if isinstance(repeated, tuple) else (repeated,)
         if [item.interval for item in repeated_results] != [item.interval for item in results]:
             raise FindingError(f"{name}: another interval from the same seed: {description}")
-    bin_options = {term: value for term, value in options.items() if term == "bins"}
+    bin_options = {option: value for option, value in options.items() if option == "bins"}
     return compare(name, result, rows, bin_options, description)
 
 
@@ -365,13 +365,13 @@ def check_pair(draw: Draw) -> str:
     if table is not None and table.ndim == 2 and table.numel() and table.dtype in FLOATS and draw.byte() % 8:
         n, classes = len(table) + (draw.byte() == 255), table.shape[1] + (draw.byte() == 255)
         second = as_container(draw, tensor_of(prob_rows(draw, n, classes), n, classes, draw.pick(FLOATS)))
-    verdicts = [validity(model, labels) for model in (first, second)]
-    validities = [valid for valid, _ in verdicts]
+    checked = [validity(model, labels) for model in (first, second)]
+    validities = [valid for valid, _ in checked]
     valid = False if not options_valid or name == "mce" or False in validities else None if None in validities else True
     description = Description(name, first, second, labels, options)
     call = lambda: metrics.paired_bootstrap(metric, first, second, labels, **options)  # noqa: E731
     result = check_result(f"paired bootstrap of {name}", call, valid, description)
-    if result is None or any(rows is None for _, rows in verdicts):
+    if result is None or any(rows is None for _, rows in checked):
         return "refused" if result is None else "taken"
     check_interval(name, result.interval, description, -math.inf, math.inf)
     low, high = result.interval.low, result.interval.high
@@ -379,7 +379,7 @@ def check_pair(draw: Draw) -> str:
     if result.better != expected or not 0 <= result.p_value <= 1:
         raise FindingError(f"{name}: {result.better!r} with p = {result.p_value} and {low}..{high}: {description}")
     outcomes = {compare(name, value, rows, {}, description)
-                for value, (_, rows) in zip((result.first, result.second), verdicts, strict=True) if rows}  # fmt: skip
+                for value, (_, rows) in zip((result.first, result.second), checked, strict=True) if rows}  # fmt: skip
     return "right" if outcomes == {"right"} else "taken"
 
 

@@ -48,7 +48,7 @@ def table(folder: Path) -> dict[str, Any]:
     path.write_bytes(("\ufeff" + "\r\n".join(rows) + "\r\n").encode())
     predictions = fedlas.read_predictions(path)
     report = fedlas.evaluate(predictions, seed=0, resamples=RESAMPLES)
-    copies = [folder / file_name(f"again ü{ending}") for ending in (".csv", ".parquet")]
+    copies = [folder / file_name(f"again ü{suffix}") for suffix in (".csv", ".parquet")]
     for copy in copies:
         fedlas.write_predictions(predictions, copy)
     copied = [fedlas.read_predictions(copy) for copy in copies]

@@ -310,7 +310,7 @@ def _text_files(add: Callable[..., Path], many_columns: int) -> None:
     add("predictions.csv", "many equal columns", ".csv", (",".join(["logit_a"] * many_columns) + "\n1\n").encode())
     add(
         "predictions.csv",
-        "many columns of words",
+        "many unknown columns",
         ".csv",
         (",".join(f"w{i}" for i in range(many_columns)) + "\n").encode(),
     )
@@ -326,10 +326,10 @@ def _text_files(add: Callable[..., Path], many_columns: int) -> None:
         ".csv",
         b'logit_a,logit_b,label\n1,"2' + b"\n0,0,0" * (many_columns // 2),
     )
-    add("predictions.csv", "numbers beyond all", ".csv", b"logit_a,logit_b,label\n1e999,nan,0\n")
+    add("predictions.csv", "infinite and missing numbers", ".csv", b"logit_a,logit_b,label\n1e999,nan,0\n")
     add("predictions.csv", "NUL bytes", ".csv", b"logit_a,logit_b,label\n1\x00,2,0\n")
     add("predictions.csv", "a label without end", ".csv", b"logit_a,logit_b,label\n1,2," + b"9" * 5000 + b"\n")
-    add("predictions.csv", "confidences of nothing", ".csv", b"confidence,prediction,label\n0.001,a,b\n" * 3)
+    add("predictions.csv", "very low confidences", ".csv", b"confidence,prediction,label\n0.001,a,b\n" * 3)
     for kind in (".json", ".jsonl"):
         name = f"predictions{kind}"
         add(name, "nested 100,000 deep", kind, b"[" * 100_000 + b"]" * 100_000)
@@ -341,15 +341,15 @@ def _text_files(add: Callable[..., Path], many_columns: int) -> None:
         add(name, "a lone surrogate", kind, b'{"logits": [[0.5, 1.5]], "labels": ["\\ud800"]}')
         add(name, "many names", kind, json.dumps({f"n{i}": [1] for i in range(many_columns)}).encode())
         add(name, "null", kind, b"null")
-        add(name, "words for tables", kind, b'{"logits": "abc", "labels": {"a": 1}, "class_names": 3}')
+        add(name, "strings in place of tables", kind, b'{"logits": "abc", "labels": {"a": 1}, "class_names": 3}')
         add(
             name,
-            "class names that are none",
+            "invalid class names",
             kind,
             b'{"logits": [[1.0, 2.0]], "labels": [0], "class_names": [[1], null]}',
         )
-        add(name, "an index of words", kind, b'{"logits": [[1.0, 2.0]], "labels": [0], "index": ["a"]}')
-        add(name, "a split that is no word", kind, b'{"logits": [[1.0, 2.0]], "labels": [0], "split": [1]}')
+        add(name, "an index of strings", kind, b'{"logits": [[1.0, 2.0]], "labels": [0], "index": ["a"]}')
+        add(name, "a split that is not a string", kind, b'{"logits": [[1.0, 2.0]], "labels": [0], "split": [1]}')
 
 
 def _arrays(add: Callable[..., Path], payload_file: Path, bomb_bytes: int, many_columns: int) -> None:
@@ -366,9 +366,14 @@ def _arrays(add: Callable[..., Path], payload_file: Path, bomb_bytes: int, many_
     add("predictions.npz", "an array of objects", ".npz", zip_of({"logits.npy": objects, "labels.npy": npy([0])}))
     add("predictions.npz", "objects as class names", ".npz", zip_of(
         {"logits.npy": npy(np.zeros((1, 2))), "labels.npy": npy([0]), "class_names.npy": objects}))  # fmt: skip
-    add("predictions.npz", "a shape that is not there", ".npz", zip_of({"logits.npy": misdeclared}))
-    add("predictions.npz", "a name that climbs", ".npz", zip_of({"../../logits.npy": npy(np.zeros((1, 2)))}))
-    add("predictions.npz", "a word for a table", ".npz", zip_of({"logits.npy": npy("abc"), "labels.npy": npy(3)}))
+    add("predictions.npz", "a wrong declared shape", ".npz", zip_of({"logits.npy": misdeclared}))
+    add("predictions.npz", "a name with parent folders", ".npz", zip_of({"../../logits.npy": npy(np.zeros((1, 2)))}))
+    add(
+        "predictions.npz",
+        "a string in place of a table",
+        ".npz",
+        zip_of({"logits.npy": npy("abc"), "labels.npy": npy(3)}),
+    )
     scalars = {"logits.npy": npy(1.0), "labels.npy": npy(0), "class_names.npy": npy("a"), "index.npy": npy(1.5)}
     add("predictions.npz", "tables without dimensions", ".npz", zip_of(scalars))
     add("predictions.npz", "one array, no archive", ".npz", npy(np.zeros((2, 2))))
@@ -384,7 +389,7 @@ def _arrays(add: Callable[..., Path], payload_file: Path, bomb_bytes: int, many_
                 file.write(bytes(2**24))
         add(kind, "a zip bomb", ".npz", content.getvalue())
     add("kept", "an array of objects", ".npz", zip_of({"labels.npy": objects, "logits.npy": objects}))
-    add("kept", "a shape that is not there", ".npz", zip_of({"labels.npy": misdeclared, "logits.npy": misdeclared}))
+    add("kept", "a wrong declared shape", ".npz", zip_of({"labels.npy": misdeclared, "logits.npy": misdeclared}))
     pyarrow, parquet = __import__("pyarrow"), __import__("pyarrow.parquet").parquet
     content = io.BytesIO()
     rows = 2**20
@@ -407,7 +412,7 @@ def _arrays(add: Callable[..., Path], payload_file: Path, bomb_bytes: int, many_
 def _tensors(add: Callable[..., Path], payload_file: Path, many_columns: int) -> None:
     import torch
 
-    def saved(value: Any, **options: Any) -> bytes:
+    def torch_bytes(value: Any, **options: Any) -> bytes:
         content = io.BytesIO()
         torch.save(value, content, **options)
         return content.getvalue()
@@ -421,37 +426,42 @@ def _tensors(add: Callable[..., Path], payload_file: Path, many_columns: int) ->
     for kind, suffix in (("predictions.pt", ".pt"), ("checkpoint", ".pt"), ("weights", ".pth"), ("official", ".pth")):
         for options in ({}, {"_use_new_zipfile_serialization": False}):
             format_name = "legacy" if options else "zip"
-            add(kind, f"an object inside, {format_name}", suffix, saved({"logits": Payload(payload_file)}, **options))
+            add(
+                kind,
+                f"an object inside, {format_name}",
+                suffix,
+                torch_bytes({"logits": Payload(payload_file)}, **options),
+            )
             add(
                 kind,
                 f"an object as a key, {format_name}",
                 suffix,
-                saved({("a", 1): torch.ones(2), "format": Payload(payload_file)}, **options),
+                torch_bytes({("a", 1): torch.ones(2), "format": Payload(payload_file)}, **options),
             )
         add(
             kind,
             "a tensor of 4 TB on 4 bytes",
             suffix,
-            saved({"logits": stretched, "labels": torch.zeros(1), "state_dict": {"a": stretched}}),
+            torch_bytes({"logits": stretched, "labels": torch.zeros(1), "state_dict": {"a": stretched}}),
         )
-        add(kind, "nested 200 deep", suffix, saved(nested))
-        add(kind, "itself inside of itself", suffix, saved(cyclic))
-        add(kind, "a list", suffix, saved([1, 2, 3]))
+        add(kind, "nested 200 deep", suffix, torch_bytes(nested))
+        add(kind, "a dictionary that contains itself", suffix, torch_bytes(cyclic))
+        add(kind, "a list", suffix, torch_bytes([1, 2, 3]))
         add(kind, "a pickle", suffix, pickle.dumps(Payload(payload_file), 2))
-        add(kind, "opcodes without end", suffix, b"\x80\x02" + b"]" * (3 * many_columns) + b".")
+        add(kind, "millions of opcodes", suffix, b"\x80\x02" + b"]" * (3 * many_columns) + b".")
     add(
         "predictions.pt",
         "a sparse table",
         ".pt",
-        saved({"logits": torch.eye(3).to_sparse(), "labels": torch.arange(3)}),
+        torch_bytes({"logits": torch.eye(3).to_sparse(), "labels": torch.arange(3)}),
     )
     add(
         "predictions.pt",
         "a complex table",
         ".pt",
-        saved({"logits": torch.eye(3).to(torch.cfloat), "labels": torch.arange(3)}),
+        torch_bytes({"logits": torch.eye(3).to(torch.cfloat), "labels": torch.arange(3)}),
     )
-    add("predictions.pt", "no tensors", ".pt", saved({"logits": "abc", "labels": None, "class_names": 3}))
+    add("predictions.pt", "no tensors", ".pt", torch_bytes({"logits": "abc", "labels": None, "class_names": 3}))
     add("program", "a pickle", ".pt2", pickle.dumps(Payload(payload_file), 2))
     add("program", "a pickle among the constants", ".pt2", zip_of({
         "f/archive_format": b"pt2", "f/byteorder": b"little", "f/.data/serialization_id": b"1",
@@ -508,7 +518,7 @@ def _checkpoints(add: Callable[..., Path], file: Path) -> None:
                     checkpoint | {"random": [random_state | {name: invalid}]},
                 )
     numpy = [generator, state, 10**9, *gauss]
-    write("numpy beyond its words", checkpoint | {"random": [random_state | {"numpy": numpy}]})
+    write("a numpy position out of range", checkpoint | {"random": [random_state | {"numpy": numpy}]})
 
 
 def _metadata(add: Callable[..., Path], payload_file: Path, many_columns: int) -> None:
@@ -522,15 +532,15 @@ def _metadata(add: Callable[..., Path], payload_file: Path, many_columns: int) -
     for kind, name in (("predictions.safetensors", "fedlas.predictions/1"), ("calibrator", "fedlas.calibrator/1")):
         valid_metadata = {"format": json.dumps(name)}
         add(kind, "a header without end", ".safetensors", struct.pack("<Q", 2**62) + b"{}")
-        add(kind, "nested words", ".safetensors", tensors(valid_metadata | {"split": nested, "name": nested}))
+        add(kind, "deeply nested metadata", ".safetensors", tensors(valid_metadata | {"split": nested, "name": nested}))
         add(
             kind,
-            "words that are no JSON",
+            "metadata that is not JSON",
             ".safetensors",
             tensors(valid_metadata | {"class_names": "{", "options": "{"}),
         )
         invalid = {"class_names": "3", "ids": "7", "name": '"../../etc"', "options": "[]", "fitted": "[]"}
-        add(kind, "words of another kind", ".safetensors", tensors(valid_metadata | invalid))
+        add(kind, "metadata of wrong types", ".safetensors", tensors(valid_metadata | invalid))
         add(kind, "offsets outside of the file", ".safetensors", tensors(valid_metadata, b""))
     for name in ("temperature", "os.system", "__class__", "isotonic", ["a"], 3, None):
         calibrator_metadata = {
@@ -555,7 +565,7 @@ def _metadata(add: Callable[..., Path], payload_file: Path, many_columns: int) -
         )
         add(
             kind,
-            "numbers for words",
+            "numbers in place of strings",
             suffix,
             b'{"format": 1, "data": 2, "model": [], "loss": {}, "seed": 1e400, "epochs": -1}',
         )
@@ -573,7 +583,7 @@ def _metadata(add: Callable[..., Path], payload_file: Path, many_columns: int) -
         add("log", f"the line {line!r}", ".jsonl", f"{line}\n".encode())
     add(
         "recipe",
-        "a name that climbs",
+        "a name with parent folders",
         ".json",
         b'{"data": "../../x", "model": "/etc", "loss": "..", "cache": "/nowhere/x"}',
     )
@@ -582,34 +592,34 @@ def _metadata(add: Callable[..., Path], payload_file: Path, many_columns: int) -
 def _archives(add: Callable[..., Path], bomb_bytes: int) -> None:
     bomb = zip_of({"inside/zeros": bytes(2**26)})
     add("idx", "a gzip bomb", ".gz", gzip.compress(bytes(2**24)) * max(1, bomb_bytes // 2**24))
-    add("idx", "a shape that is not there", ".gz", gzip.compress(b"\x00\x00\x08\xff" + b"\xff" * 1020))
+    add("idx", "a wrong declared shape", ".gz", gzip.compress(b"\x00\x00\x08\xff" + b"\xff" * 1020))
     add("idx", "no gzip", ".gz", b"abc")
     add("cifar", "a pickle", "", pickle.dumps(Payload(Path("/nowhere")), 2))
     add(
         "archive.zip",
-        "names that climb",
+        "names with parent folders",
         ".zip",
         zip_of({"inside/a": b"", "../../climbed.txt": b"x", "/abs/climbed.txt": b"x"}),
     )
     add("archive.zip", "archives inside of an archive", ".zip", zip_of({"inside/b.zip": bomb}))
-    add("archive.tar.gz", "names that climb", ".tar.gz", tar_of({"inside/a": b"", "../../climbed.txt": b"x"}))
+    add("archive.tar.gz", "names with parent folders", ".tar.gz", tar_of({"inside/a": b"", "../../climbed.txt": b"x"}))
     add("archive.tar.gz", "an absolute name", ".tar.gz", tar_of({"inside/a": b"", "/climbed-absolute.txt": b"x"}))
     add(
         "archive.tar.gz",
-        "a way out over a link",
+        "a file written through a link",
         ".tar.gz",
         tar_of({"inside/out": ("symbolic", "../../.."), "inside/out/climbed.txt": b"x"}),
     )
     add("archive.tar.gz", "a link to a secret", ".tar.gz", tar_of({"inside/secret": ("symbolic", "/etc/passwd")}))
     add("archive.tar.gz", "a hard link to a secret", ".tar.gz", tar_of({"inside/secret": ("hard", "/etc/passwd")}))
-    add("archive.tar.gz", "a tar that is none", ".tar.gz", gzip.compress(b"abc" * 1000))
+    add("archive.tar.gz", "not a tar archive", ".tar.gz", gzip.compress(b"abc" * 1000))
 
 
 def _images(add: Callable[..., Path]) -> None:
     for suffix in IMAGE_SUFFIXES:
         kind = f"image{suffix}"
         add(kind, "a text", suffix, b"no image\n" * 100)
-        add(kind, "a head alone", suffix, picture(suffix)[:60])
+        add(kind, "only a header", suffix, picture(suffix)[:60])
         for other_suffix in IMAGE_SUFFIXES:
             add(kind, f"of the kind {other_suffix}", suffix, picture(other_suffix))
     for side in (10_000, 13_000, 20_000, 2**31 - 1):
