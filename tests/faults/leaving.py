@@ -1,7 +1,7 @@
 """Campaign on process group shutdown: Python exits while a collective over gloo is still running.
 
-    python tests/faults/leaving.py                  as in `fit`, 40 pairs of processes
-    python tests/faults/leaving.py --variant kept       with a process group that torch still references, as before
+    python tests/faults/leaving.py                   as in `fit`, 40 pairs of processes
+    python tests/faults/leaving.py --variant kept    with a process group that torch still references, as before
 
 A gloo thread that releases a tensor needs the interpreter and aborts the process if the interpreter is shutting down.
 The process group and its threads must therefore be destroyed before. But functions of torch that are imported while a

@@ -234,7 +234,7 @@ def rows(results: dict[str, Any]) -> list[dict[str, Any]]:
             "campaign": "Ray, two nodes, a table of 12 runs",
             "killed": f"{killed['node']} times a node, {killed['driver']} times the driver",
             "runs": result["runs"],
-            "failures": len(result["failures"]),
+            "wrong": len(result["failures"]),
             "seconds": result["seconds"],
         })  # fmt: skip
     if results.get("torchrun"):
@@ -244,7 +244,7 @@ def rows(results: dict[str, Any]) -> list[dict[str, Any]]:
             "campaign": "torchrun, two processes",
             "killed": f"{len(worker_results)} times a worker; all had ended within {longest} s",
             "runs": len(worker_results),
-            "failures": sum(bool(item["failures"]) for item in worker_results),
+            "wrong": sum(bool(item["failures"]) for item in worker_results),
             "seconds": results["torchrun seconds"],
         })  # fmt: skip
     return table_rows

@@ -41,7 +41,7 @@ from fedlas.metrics.base import AbstractMetric  # noqa: E402
 from fedlas.metrics.registry import all_metrics  # noqa: E402
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-OTHERS = (torch.int64, torch.bool, torch.complex64, torch.uint8)
+OTHER_DTYPES = (torch.int64, torch.bool, torch.complex64, torch.uint8)
 ODD_LABELS = (torch.bool, torch.float32, torch.float16, torch.complex64)
 INTEGERS = (torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8)
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -193,7 +193,7 @@ FAULTS: dict[str, Callable[[Draw, Any, Any], tuple[Any, Any]]] = {
     "a number": lambda d, s, y: (s.sum(), y),
     "a label alone": lambda d, s, y: (s, y.sum()),
     "maps": lambda d, s, y: (s[..., None], y[..., None]),
-    "scores of another type": lambda d, s, y: (s.nan_to_num(0, 0, 0).to(d.pick(OTHERS)), y),
+    "scores of another type": lambda d, s, y: (s.nan_to_num(0, 0, 0).to(d.pick(OTHER_DTYPES)), y),
     "labels of another type": lambda d, s, y: (s, y.to(d.pick(ODD_LABELS))),
     "both elsewhere": lambda d, s, y: (s.to("meta"), y.to("meta")),
     "scores elsewhere": lambda d, s, y: (s.to("meta"), y),
