@@ -365,5 +365,5 @@ def test_chunked_parallel_and_single_pass_streams_agree():
 
 @pytest.mark.campaign
 def test_threaded_and_batched_streams_agree():
-    for row in stream_numbers.ways(n=4_000, seed=1):
+    for row in stream_numbers.compare_variants(n=4_000, seed=1):
         assert row["largest_difference"] <= 1e-12, row
