@@ -108,18 +108,18 @@ class Search:
     """Collect the suspicious names and calls in one file."""
 
     def __init__(self, text: str, where: str) -> None:
-        self.tree, self.where, self.found = ast.parse(text), where, []
+        self.tree, self.where, self.findings = ast.parse(text), where, []
         self.nodes = list(ast.walk(self.tree))
         self.names = dict(SHORT)
-        self.own = {node.name for node in self.nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)} | {
+        self.defined = {node.name for node in self.nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)} | {
             "self",
             "cls",
         }
         self.calls = {id(node.func): node for node in self.nodes if isinstance(node, ast.Call)}
         self.parts = {id(node.value) for node in self.nodes if isinstance(node, ast.Attribute)}
 
-    def report(self, node: ast.AST, words: str) -> None:
-        self.found.append(f"{self.where}:{node.lineno} {words}")
+    def report(self, node: ast.AST, message: str) -> None:
+        self.findings.append(f"{self.where}:{node.lineno} {message}")
 
     def full(self, node: ast.expr) -> str:
         """Return the qualified name of an expression, or a question mark."""
@@ -153,7 +153,7 @@ class Search:
                     full = f"{node.module}.{item.name}"
                     self.names[item.asname or item.name] = full
                     if item.name == "*":
-                        self.report(node, f"everything from {node.module}")
+                        self.report(node, f"all names from {node.module}")
                     self.module(node, full)
 
     def module(self, node: ast.AST, name: str) -> None:
@@ -172,7 +172,7 @@ class Search:
             outermost = id(node) not in self.parts
             if isinstance(node, ast.Attribute | ast.Name) and outermost and isinstance(node.ctx, ast.Load):
                 self.name(node)
-        return self.found
+        return self.findings
 
     def call(self, node: ast.Call) -> None:
         """Check the arguments of a call."""
@@ -181,18 +181,18 @@ class Search:
         if last in IMPORTERS and node.args:
             if (module := self.imported(node)) is not None:
                 self.module(node, module)
-            elif not of_ours(node.args[0]) and not self.admitted(ast.unparse(node)):
-                self.report(node, f"imports what is computed: {ast.unparse(node)}")
+            elif not in_fedlas(node.args[0]) and not self.admitted(ast.unparse(node)):
+                self.report(node, f"imports a computed name: {ast.unparse(node)}")
         if last in {"getattr", "attrgetter", "methodcaller"}:
-            words = [text_of(argument) for argument in node.args[:2]]
-            if any(token and risky(token) for token in words):
-                self.report(node, f"{name} of {words}")
-            if len(words) == 2 and words[1] is None and self.module_name(node.args[0]):
-                self.report(node, f"{name} of a module, computed")
-        for token, value in dict(GUARDED.values()).items():
-            for given in node.keywords:
-                if given.arg == token and token != "pretrained" and not is_constant(given.value, value):
-                    self.report(node, f"{name} without {token}={value}")
+            texts = [text_of(argument) for argument in node.args[:2]]
+            if any(text and risky(text) for text in texts):
+                self.report(node, f"{name} of {texts}")
+            if len(texts) == 2 and texts[1] is None and self.module_name(node.args[0]):
+                self.report(node, f"{name} of a module with a computed name")
+        for option, value in dict(GUARDED.values()).items():
+            for keyword in node.keywords:
+                if keyword.arg == option and option != "pretrained" and not is_constant(keyword.value, value):
+                    self.report(node, f"{name} without {option}={value}")
 
     def module_name(self, node: ast.expr) -> bool:
         """Return whether an expression is a module outside of fedlas."""
@@ -204,21 +204,21 @@ class Search:
         if self.admitted(name):
             return
         if name in GUARDED:
-            text, value = GUARDED[name]
-            given = self.calls[id(node)].keywords if id(node) in self.calls else []
-            if not any(item.arg == text and is_constant(item.value, value) for item in given):
-                self.report(node, f"{name} without {text}={value}")
+            keyword, value = GUARDED[name]
+            keywords = self.calls[id(node)].keywords if id(node) in self.calls else []
+            if not any(item.arg == keyword and is_constant(item.value, value) for item in keywords):
+                self.report(node, f"{name} without {keyword}={value}")
         elif name in BUILT_IN or suspect(name):
             self.report(node, name)
         elif risky(name) and not self.known(name):
-            self.report(node, f"{name}, which nobody knows")
+            self.report(node, f"{name}, which is not known to be safe")
 
     def known(self, name: str) -> bool:
         """Return whether a loading function belongs to fedlas or is known to be safe."""
         first, *rest = name.split(".")
-        ours = first == "fedlas" or (first in self.own and len(rest) <= 1)
-        ours = ours and "Unpickler" not in name and {"torch", "np"}.isdisjoint(rest)
-        return ours or name in SAFE or name.rpartition(".")[2] in SAFE_METHODS
+        trusted = first == "fedlas" or (first in self.defined and len(rest) <= 1)
+        trusted = trusted and "Unpickler" not in name and {"torch", "np"}.isdisjoint(rest)
+        return trusted or name in SAFE or name.rpartition(".")[2] in SAFE_METHODS
 
 
 def suspect(name: str) -> bool:
@@ -242,7 +242,7 @@ def is_constant(node: ast.expr, value: object) -> bool:
     return isinstance(node, ast.Constant) and node.value is value
 
 
-def of_ours(node: ast.expr) -> bool:
+def in_fedlas(node: ast.expr) -> bool:
     """Return whether a computed name begins with the name of this package."""
     return isinstance(node, ast.JoinedStr) and (text_of(node.values[0]) or "").startswith("fedlas.")
 

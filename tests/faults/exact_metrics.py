@@ -40,17 +40,17 @@ class Table:
         """Return the confidence of every row and the label weight of that class (the first of equal ones)."""
         if self.scope == "positive":
             return self.column(self.classes - 1)
-        places = [row.index(max(row)) for row in self.probs]
-        return [(p[k], y[k]) for k, p, y in zip(places, self.probs, self.labels, strict=True)]
+        predicted_classes = [row.index(max(row)) for row in self.probs]
+        return [(p[k], y[k]) for k, p, y in zip(predicted_classes, self.probs, self.labels, strict=True)]
 
     @cached_property
-    def answers(self) -> list[tuple[Fraction, Fraction]]:
+    def predicted(self) -> list[tuple[Fraction, Fraction]]:
         """Like `tops`, but a binary probability p counts as max(p, 1 - p), with 1 - p rounded to the dtype."""
         if self.scope != "positive":
             return self.tops
-        return [(c, y) if c > Fraction(1, 2) else (self._rest(c), 1 - y) for c, y in self.tops]
+        return [(c, y) if c > Fraction(1, 2) else (self._complement(c), 1 - y) for c, y in self.tops]
 
-    def _rest(self, confidence: Fraction) -> Fraction:
+    def _complement(self, confidence: Fraction) -> Fraction:
         return Fraction(float(1 - torch.tensor(float(confidence), dtype=self.dtype)))
 
     @cached_property
@@ -76,8 +76,8 @@ def binned(table: Table, pairs: list[Pair], bins: int, binning: str = "width") -
     if binning == "width":
         return sorted_into(pairs, inner_edges(bins, table.dtype), bins)
     ranked, n = sorted(c for c, _ in pairs), len(pairs)
-    ends = [b * (n // bins) + min(b, n % bins) for b in range(1, bins)]
-    return sorted_into(pairs, [ranked[max(end - 1, 0)] for end in ends], bins)
+    bin_ends = [b * (n // bins) + min(b, n % bins) for b in range(1, bins)]
+    return sorted_into(pairs, [ranked[max(end - 1, 0)] for end in bin_ends], bins)
 
 
 def sorted_into(pairs: list[Pair], inner: list[Fraction], bins: int) -> list[list[int]]:
@@ -87,7 +87,7 @@ def sorted_into(pairs: list[Pair], inner: list[Fraction], bins: int) -> list[lis
     return result
 
 
-def as_compared(table: Table, pairs: list[Pair], bins: int, compat: str) -> tuple[list[Pair], list[list[int]]]:
+def binned_like(table: Table, pairs: list[Pair], bins: int, compat: str) -> tuple[list[Pair], list[list[int]]]:
     """Bin by the rules of another package (equal width only), including its rounding of confidences."""
     if compat == "official":
         edges = torch.linspace(0, 1, bins + 1).to(table.dtype).double()
@@ -111,24 +111,27 @@ def gaps(
     """Return the count, summed gap (confidence minus correctness) and summed correctness of each non-empty bin."""
     result = []
     for pairs in table.parts:
-        held, filled = (
+        compared_pairs, bin_indices = (
             (pairs, binned(table, pairs, bins, binning))
             if compat is None
-            else (as_compared(table, pairs, bins, compat))
+            else (binned_like(table, pairs, bins, compat))
         )
-        result.append([(len(item), sum((held[i][0] - held[i][1] for i in item), Fraction()),
-                       sum((held[i][1] for i in item), Fraction())) for item in filled if item])  # fmt: skip
+        binned_pairs = [[compared_pairs[i] for i in indices] for indices in bin_indices if indices]
+        result.append([
+            (len(part), sum((c - y for c, y in part), Fraction()), sum((y for _, y in part), Fraction()))
+            for part in binned_pairs
+        ])  # fmt: skip
     return result
 
 
-def mean_over(table: Table, each: list[Fraction]) -> Fraction:
+def mean_over(table: Table, sums: list[Fraction]) -> Fraction:
     """Return the mean over classes (or the only value) of sums over samples."""
-    return sum(each, Fraction()) / table.n / len(each)
+    return sum(sums, Fraction()) / table.n / len(sums)
 
 
 def ece(table: Table, bins: int = 15, binning: str = "width", compat: str | None = None) -> float:
-    each = [sum((abs(gap) for _, gap, _ in item), Fraction()) for item in gaps(table, bins, binning, compat)]
-    return float(mean_over(table, each))
+    sums = [sum((abs(gap) for _, gap, _ in item), Fraction()) for item in gaps(table, bins, binning, compat)]
+    return float(mean_over(table, sums))
 
 
 def aece(table: Table, bins: int = 15) -> float:
@@ -141,8 +144,8 @@ def classwise_ece(table: Table, bins: int = 15, binning: str = "width", compat: 
 
 def over_ece(table: Table, bins: int = 15, binning: str = "width", compat: str | None = None, sign: int = 1) -> float:
     result = gaps(table, bins, binning, compat)
-    each = [sum((max(sign * gap, Fraction()) for _, gap, _ in item), Fraction()) for item in result]
-    return float(mean_over(table, each))
+    sums = [sum((max(sign * gap, Fraction()) for _, gap, _ in item), Fraction()) for item in result]
+    return float(mean_over(table, sums))
 
 
 def under_ece(table: Table, bins: int = 15, binning: str = "width", compat: str | None = None) -> float:
@@ -172,19 +175,19 @@ def lp_error(table: Table, bins: int = 15, p: float = 2, binning: str = "width",
 
 
 def debiased_l2(table: Table, bins: int = 15, binning: str = "mass", compat: str | None = None) -> float:
-    each = []
+    sums = []
     for item in gaps(table, bins, binning, compat):
         total = Fraction()
-        for count, gap, hits in item:
+        for count, gap, correct in item:
             if count >= 2:
-                right = hits / count
-                total += ((gap / count) ** 2 - right * (1 - right) / (count - 1)) * count
-        each.append(max(total, Fraction()))
-    return math.sqrt(mean_over(table, each))
+                rate = correct / count
+                total += ((gap / count) ** 2 - rate * (1 - rate) / (count - 1)) * count
+        sums.append(max(total, Fraction()))
+    return math.sqrt(mean_over(table, sums))
 
 
 def accuracy(table: Table) -> float:
-    return float(sum(correct for _, correct in table.answers) / table.n)
+    return float(sum(correct for _, correct in table.predicted) / table.n)
 
 
 def top_k(table: Table, k: int = 5) -> float:
@@ -211,16 +214,16 @@ def nll(table: Table) -> float:
 
 def risks(table: Table) -> list[Fraction]:
     """Return the risk at every coverage, averaging over samples of equal confidence."""
-    tops = table.answers
+    tops = table.predicted
     groups: dict[Fraction, list[Fraction]] = {}
     for confidence, correct in tops:
         groups.setdefault(confidence, []).append(1 - correct)
-    result, total, seen = [], Fraction(), 0
+    result, total, count = [], Fraction(), 0
     for confidence in sorted(groups, reverse=True):
-        wrong = groups[confidence]
-        for _ in wrong:
-            total, seen = total + sum(wrong) / len(wrong), seen + 1
-            result.append(total / seen)
+        errors = groups[confidence]
+        for _ in errors:
+            total, count = total + sum(errors) / len(errors), count + 1
+            result.append(total / count)
     return result
 
 
@@ -233,8 +236,8 @@ def aurc(table: Table) -> float:
 
 
 def e_aurc(table: Table) -> float:
-    wrong = sorted(1 - correct for _, correct in table.answers)
-    best = sum(sum(wrong[:k]) / k for k in range(1, table.n + 1)) / table.n
+    errors = sorted(1 - correct for _, correct in table.predicted)
+    best = sum(sum(errors[:k]) / k for k in range(1, table.n + 1)) / table.n
     return float(sum(risks(table)) / table.n - best)
 
 
@@ -243,8 +246,8 @@ def augrc(table: Table) -> float:
 
 
 def risk_at_coverage(table: Table, coverage: float = 0.8) -> float:
-    share = Fraction(str(coverage))  # 0.7 is meant as seven tenths
-    return float(risks(table)[max(math.ceil(share * table.n), 1) - 1])
+    fraction = Fraction(str(coverage))  # 0.7 is meant as seven tenths
+    return float(risks(table)[max(math.ceil(fraction * table.n), 1) - 1])
 
 
 def coverage_at_risk(table: Table, risk: float = 0.05) -> float:
@@ -252,7 +255,7 @@ def coverage_at_risk(table: Table, risk: float = 0.05) -> float:
     return max((k / table.n for k, result in enumerate(risks(table), 1) if result <= allowed), default=0.0)
 
 
-def walk(table: Table) -> list[Fraction]:
+def cumulative_gaps(table: Table) -> list[Fraction]:
     tops = sorted(table.tops)
     result, total = [Fraction()], Fraction()
     for i, (confidence, correct) in enumerate(tops):
@@ -263,36 +266,38 @@ def walk(table: Table) -> list[Fraction]:
 
 
 def ks_test(table: Table) -> float:
-    return float(max(abs(step) for step in walk(table)))
+    return float(max(abs(step) for step in cumulative_gaps(table)))
 
 
 def kuiper_test(table: Table) -> float:
-    return float(max(walk(table)) - min(walk(table)))
+    return float(max(cumulative_gaps(table)) - min(cumulative_gaps(table)))
 
 
 def spiegelhalter_test(table: Table) -> float:
     tops = table.tops
-    spread = sum((1 - 2 * c) ** 2 * c * (1 - c) for c, _ in tops)
+    variance = sum((1 - 2 * c) ** 2 * c * (1 - c) for c, _ in tops)
     total = sum((y - c) * (1 - 2 * c) for c, y in tops)
-    if spread <= 0:  # a confidence that rounding put above one has a negative one
-        return math.nan if spread < 0 else math.copysign(math.inf, total) if total else 0.0
-    return float(total) / math.sqrt(spread)
+    if variance <= 0:  # a confidence that rounding put above one has a negative one
+        return math.nan if variance < 0 else math.copysign(math.inf, total) if total else 0.0
+    return float(total) / math.sqrt(variance)
 
 
 def histogram(table: Table, bins: int = 15, binning: str = "width", compat: str | None = None) -> list[float]:
     result = []
     for pairs in table.parts:
         if compat is None:
-            filled = binned(table, pairs, bins, binning)
+            bin_indices = binned(table, pairs, bins, binning)
         else:
-            _, filled = as_compared(table, pairs, bins, compat)
-        result += [float(len(item)) for item in filled]
+            _, bin_indices = binned_like(table, pairs, bins, compat)
+        result += [float(len(item)) for item in bin_indices]
     return result
 
 
 @cache
 def oracle_of(name: str) -> Callable[..., object] | None:
     """Return the reference implementation of a metric or of its accumulator."""
-    others = {"binned", "gaps", "risks", "walk", "replace", "cache"}
-    twins = {key.replace("_", ""): value for key, value in globals().items() if callable(value) and key not in others}
-    return twins.get(name.replace("_", "").lower()) if not name.startswith("_") else None
+    not_metrics = {"binned", "gaps", "risks", "cumulative_gaps", "replace", "cache"}
+    references = {
+        key.replace("_", ""): value for key, value in globals().items() if callable(value) and key not in not_metrics
+    }
+    return references.get(name.replace("_", "").lower()) if not name.startswith("_") else None

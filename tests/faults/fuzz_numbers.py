@@ -26,12 +26,12 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-LONGEST = 160  # bytes of an input
-KEPT = 20  # recorded findings
+MAX_BYTES = 160  # bytes of an input
+MAX_FINDINGS = 20  # recorded findings
 # The memory of atheris grows with every execution of instrumented code and reaches 8 GB before these targets finish:
 # they run in several processes one after the other, each with its own seed.
 IN_PARTS = {"paired_bootstrap": 50_000}
-OFTEN = 5_000  # executions between two writes of the results
+WRITE_EVERY = 5_000  # executions between two writes of the results
 SLOW = {"bootstrap", "paired_bootstrap", "smooth_curve", "smooth_ece", "kde_ece"}  # milliseconds each
 
 
@@ -39,31 +39,31 @@ class Counts:
     """Count the outcomes of executions and record the first findings."""
 
     def __init__(self, target: Any, limit: int, seconds: float) -> None:
-        self.target, self.limit, self.until = target, limit, time.monotonic() + seconds
+        self.target, self.limit, self.deadline = target, limit, time.monotonic() + seconds
         self.counts: Counter[str] = Counter()
         self.findings: dict[str, str] = {}
         self.engines: Counter[str] = Counter()
 
     @property
-    def asked(self) -> int:
+    def executed(self) -> int:
         return sum(self.engines.values())
 
     @property
-    def full(self) -> bool:
-        return self.asked >= self.limit or time.monotonic() > self.until
+    def finished(self) -> bool:
+        return self.executed >= self.limit or time.monotonic() > self.deadline
 
-    def ask(self, content: bytes, engine: str) -> None:
+    def execute(self, content: bytes, engine: str) -> None:
         self.engines[engine] += 1
         try:
             self.counts[self.target(content)] += 1
         except Exception as error:  # raised by the library or by a check: both are findings
             self.counts["findings"] += 1
-            if len(self.findings) < KEPT:
+            if len(self.findings) < MAX_FINDINGS:
                 self.findings.setdefault(str(error)[:60], f"{type(error).__name__}: {error} <- {content.hex()}")
 
     def record(self, seconds: float) -> dict[str, Any]:
-        about = {"name": self.target.name, "kind": self.target.kind, "seconds": round(seconds, 1)}
-        return about | {
+        header = {"name": self.target.name, "kind": self.target.kind, "seconds": round(seconds, 1)}
+        return header | {
             "engines": dict(self.engines),
             "counts": dict(self.counts),
             "findings": [*self.findings.values()],
@@ -83,22 +83,22 @@ def by_hypothesis(counts: Counts, executions: int, number: int) -> None:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(st.binary(max_size=LONGEST))
-    def ask(content: bytes) -> None:
-        if not counts.full:
-            counts.ask(content, "hypothesis")
+    @given(st.binary(max_size=MAX_BYTES))
+    def execute(content: bytes) -> None:
+        if not counts.finished:
+            counts.execute(content, "hypothesis")
 
-    ask()
+    execute()
 
 
 def by_chance(counts: Counts, number: int) -> None:
     """Execute a target with seeded random bytes."""
-    source = random.Random(number)
-    while not counts.full:
-        counts.ask(source.randbytes(source.choice((8, 40, 120, LONGEST))), "random")
+    rng = random.Random(number)
+    while not counts.finished:
+        counts.execute(rng.randbytes(rng.choice((8, 40, 120, MAX_BYTES))), "random")
 
 
-def one_target(name: str, executions: int, seconds: float, number: int, result: Path) -> None:
+def fuzz_target(name: str, executions: int, seconds: float, number: int, result: Path) -> None:
     """Fuzz one target in this process and write the results."""
     guided = importlib.util.find_spec("atheris") is not None
     if guided:
@@ -124,11 +124,11 @@ def one_target(name: str, executions: int, seconds: float, number: int, result: 
         result.write_text(json.dumps(counts.record(time.monotonic() - start)))
         return
 
-    def ask(content: bytes) -> None:
-        counts.ask(content, "atheris")
-        if counts.full or counts.asked % OFTEN == 0:
+    def execute(content: bytes) -> None:
+        counts.execute(content, "atheris")
+        if counts.finished or counts.executed % WRITE_EVERY == 0:
             result.write_text(json.dumps(counts.record(time.monotonic() - start)))
-        if counts.full:
+        if counts.finished:
             sys.stdout.flush()
             atheris_done()
 
@@ -137,9 +137,9 @@ def one_target(name: str, executions: int, seconds: float, number: int, result: 
 
         os._exit(0)  # libFuzzer has no other way to stop after some seconds
 
-    words = [f"-seed={number}", f"-max_len={LONGEST}", "-len_control=0", "-verbosity=0"]
-    words.append("-rss_limit_mb=8192")
-    atheris.Setup([sys.argv[0], *words], ask)
+    options = [f"-seed={number}", f"-max_len={MAX_BYTES}", "-len_control=0", "-verbosity=0"]
+    options.append("-rss_limit_mb=8192")
+    atheris.Setup([sys.argv[0], *options], execute)
     atheris.Fuzz()
 
 
@@ -150,54 +150,56 @@ def names_of(kinds: list[str] | None) -> list[str]:
     return [target.name for target in more_cases.targets() if not kinds or target.kind in kinds or target.name in kinds]
 
 
-def in_a_process(name: str, given: argparse.Namespace) -> dict[str, Any]:
+def fuzz_in_process(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Fuzz a target, or read its earlier results."""
-    result = given.out / f"numbers-{name}.json"
-    if given.resume and result.exists():
+    result = arguments.out / f"numbers-{name}.json"
+    if arguments.resume and result.exists():
         record = json.loads(result.read_text())
-        if sum(record["engines"].values()) >= given.executions and not record["findings"]:
+        if sum(record["engines"].values()) >= arguments.executions and not record["findings"]:
             return record
     result.unlink(missing_ok=True)
-    whole: dict[str, Any] | None = None
-    most = IN_PARTS.get(name, given.executions)
-    for part in range(-(-given.executions // most)):
-        record = of_a_part(name, given, part + 1, min(most, given.executions - part * most), result)
-        whole = record if whole is None else together(whole, record)
-        result.write_text(json.dumps(whole))
+    total: dict[str, Any] | None = None
+    part_size = IN_PARTS.get(name, arguments.executions)
+    for part in range(-(-arguments.executions // part_size)):
+        record = fuzz_part(name, arguments, part + 1, min(part_size, arguments.executions - part * part_size), result)
+        total = record if total is None else merged(total, record)
+        result.write_text(json.dumps(total))
         if record["findings"]:
             break
-    assert whole is not None
-    return whole
+    assert total is not None
+    return total
 
 
-def together(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Add the results of two parts of a target."""
     counted = {name: dict(Counter(first[name]) + Counter(second[name])) for name in ("engines", "counts")}
     findings = [*first["findings"], *second["findings"]]
     return first | counted | {"seconds": first["seconds"] + second["seconds"], "findings": findings}
 
 
-def of_a_part(name: str, given: argparse.Namespace, number: int, executions: int, result: Path) -> dict[str, Any]:
+def fuzz_part(name: str, arguments: argparse.Namespace, number: int, executions: int, result: Path) -> dict[str, Any]:
     """Fuzz a target in a separate process."""
     result.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--one", name, "--executions", str(executions), "--seed", str(number)]
-    command += ["--seconds", str(given.seconds), "--out", str(given.out)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    command += ["--seconds", str(arguments.seconds), "--out", str(arguments.out)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
     if not result.exists():
         return {
             "name": name,
             "kind": "?",
             "engines": {},
             "counts": {},
-            "findings": [ran.stderr[-2000:]],
+            "findings": [process.stderr[-2000:]],
             "seconds": 0.0,
         }
     record = json.loads(result.read_text())
-    done = sum(record["engines"].values())
-    if ran.returncode:
-        record["findings"].append(f"the process ended with {ran.returncode} after {done:,}: {ran.stderr[-2000:]}")
-    elif done < executions:
-        print(f"{name}: only {done:,} executions in {given.seconds:g} s; --resume goes on with it", flush=True)
+    executed = sum(record["engines"].values())
+    if process.returncode:
+        record["findings"].append(
+            f"the process ended with {process.returncode} after {executed:,}: {process.stderr[-2000:]}"
+        )
+    elif executed < executions:
+        print(f"{name}: only {executed:,} executions in {arguments.seconds:g} s; --resume goes on with it", flush=True)
     return record
 
 
@@ -209,13 +211,13 @@ def table(records: list[dict[str, Any]]) -> str:
     ]
     for item in records:
         counts, engines = item["counts"], item["engines"]
-        by = ", ".join(f"{engine} {count:,}" for engine, count in engines.items())
-        shown = (sum(engines.values()), *(counts.get(name, 0) for name in ("right", "refused", "taken", "findings")))
-        numbers = " | ".join(f"{number:,}" for number in shown)
-        rows.append(f"| `{item['name']}` | {item['kind']} | {numbers} | {by} | {item['seconds']:.0f} |")
+        engine_counts = ", ".join(f"{engine} {count:,}" for engine, count in engines.items())
+        values = (sum(engines.values()), *(counts.get(name, 0) for name in ("right", "refused", "taken", "findings")))
+        numbers = " | ".join(f"{number:,}" for number in values)
+        rows.append(f"| `{item['name']}` | {item['kind']} | {numbers} | {engine_counts} | {item['seconds']:.0f} |")
     total = sum(sum(item["engines"].values()) for item in records)
-    bad = sum(item["counts"].get("findings", 0) for item in records)
-    return "\n".join([*rows, "", f"{len(records)} targets, {total:,} executions, {bad:,} findings."])
+    findings = sum(item["counts"].get("findings", 0) for item in records)
+    return "\n".join([*rows, "", f"{len(records)} targets, {total:,} executions, {findings:,} findings."])
 
 
 def main() -> int:
@@ -228,28 +230,30 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="for each target, at most")
     parser.add_argument("--jobs", type=int, default=1, help="targets at a time")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "faults")
-    parser.add_argument("--resume", action="store_true", help="keep results that have enough and found nothing")
+    parser.add_argument("--resume", action="store_true", help="skip targets that finished without a finding")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=1, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    if given.one:
-        result = given.out / f"numbers-{given.one}.json"
-        one_target(given.one, given.executions, given.seconds, given.seed, result)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.one:
+        result = arguments.out / f"numbers-{arguments.one}.json"
+        fuzz_target(arguments.one, arguments.executions, arguments.seconds, arguments.seed, result)
         return 0
-    names = names_of(given.target)
-    with ThreadPoolExecutor(given.jobs) as pool:
+    names = names_of(arguments.target)
+    with ThreadPoolExecutor(arguments.jobs) as pool:
         # Start with slow targets, so that no process is left with one at the end.
-        waited = {pool.submit(in_a_process, name, given): name for name in sorted(names, key=lambda n: n not in SLOW)}
+        futures = {
+            pool.submit(fuzz_in_process, name, arguments): name for name in sorted(names, key=lambda n: n not in SLOW)
+        }
         results = {}
-        for done in as_completed(waited):
-            record = results[waited[done]] = done.result()
+        for future in as_completed(futures):
+            record = results[futures[future]] = future.result()
             print(record["name"], record["counts"], *record["findings"][:3], sep="\n  ", flush=True)
     records = [results[name] for name in names]
-    (given.out / "numbers.md").write_text(table(records) + "\n", encoding="utf-8")
+    (arguments.out / "numbers.md").write_text(table(records) + "\n", encoding="utf-8")
     print(table(records))
-    short = any(sum(record["engines"].values()) < given.executions for record in records)
-    return int(short or any(record["findings"] for record in records))
+    incomplete = any(sum(record["engines"].values()) < arguments.executions for record in records)
+    return int(incomplete or any(record["findings"] for record in records))
 
 
 if __name__ == "__main__":

@@ -24,12 +24,12 @@ def on_cells(values: list[float], weights: list[float], points: int) -> dict[int
     for value, weight in zip(values, weights, strict=True):
         position = min(max(value, 0.0), 1.0) * (points - 1)
         left = min(int(position), points - 2)
-        for cell, share in ((left, 1 - (position - left)), (left + 1, position - left)):
-            result[cell] = result.get(cell, 0.0) + share * weight
+        for cell, fraction in ((left, 1 - (position - left)), (left + 1, position - left)):
+            result[cell] = result.get(cell, 0.0) + fraction * weight
     return result
 
 
-def laid(cells: dict[int, float], kernel: Floats, points: int) -> Floats:
+def kernel_sum(cells: dict[int, float], kernel: Floats, points: int) -> Floats:
     """Add the kernels of all cells and their reflections; a cell on the border is its own reflection."""
     last, half = points - 1, len(kernel) // 2
     total = np.zeros(points)
@@ -59,7 +59,7 @@ def smoothed_error(table: Table, width: float) -> float:
     points, grid, kernel, mesh = gaussian(width)
     gaps = [a - b for a, b in zip(confidence, correct, strict=True)]
     gap, count = (
-        np.interp(mesh, grid, laid(on_cells(confidence, weights, points), kernel, points))
+        np.interp(mesh, grid, kernel_sum(on_cells(confidence, weights, points), kernel, points))
         for weights in (gaps, [1.0] * len(gaps))
     )
     density = count + 0.0001
@@ -68,20 +68,20 @@ def smoothed_error(table: Table, width: float) -> float:
 
 def smooth_width(table: Table) -> tuple[float, float] | None:
     """Find bandwidth and error by bisection; return None if rounding decides a step."""
-    wide, narrow = 1.0, 0.0
-    value = smoothed_error(table, wide)
-    if value > wide:
-        return wide, value
+    upper, lower = 1.0, 0.0
+    value = smoothed_error(table, upper)
+    if value > upper:
+        return upper, value
     for _ in range(10):
-        middle = (wide + narrow) / 2
-        there = math.inf if middle < 0.001 else smoothed_error(table, middle)
-        if abs(middle - there) < CLOSE:
+        middle = (upper + lower) / 2
+        error = math.inf if middle < 0.001 else smoothed_error(table, middle)
+        if abs(middle - error) < CLOSE:
             return None
-        if middle < there:
-            narrow = middle
+        if middle < error:
+            lower = middle
         else:
-            wide, value = middle, there
-    return wide, value
+            upper, value = middle, error
+    return upper, value
 
 
 def smooth_ece(table: Table) -> float | None:
@@ -105,27 +105,27 @@ def smooth_curve(table: Table, points: int = 201) -> list[float] | None:
         images = [sign * centre + shift for sign in (1, -1) for shift in (-2, 0, 2)]
         kernel = sum(np.exp(-(((position - image) / width) ** 2) / 2) for image in images)
         mass += kernel * count[cell]
-        totals += kernel * np.array([[held[cell]] for held in sums])
+        totals += kernel * np.array([[cell_sums[cell]] for cell_sums in sums])
     if np.abs(mass - 1).min() < CLOSE:
         return None
-    kept = mass >= 1
-    return [*(totals[0][kept] / mass[kept]).tolist(), *(totals[1][kept] / mass[kept]).tolist()]
+    nonempty = mass >= 1
+    return [*(totals[0][nonempty] / mass[nonempty]).tolist(), *(totals[1][nonempty] / mass[nonempty]).tolist()]
 
 
 def kde_ece(table: Table, bandwidth: float | None = None) -> float:
     confidence, correct = columns(table)
     n, points = len(confidence), 2**13 + 1
     mean = math.fsum(confidence) / n
-    spread = math.sqrt(math.fsum((c - mean) ** 2 for c in confidence) / (n - 1)) if n > 1 else 0.0
-    width = bandwidth or max(1.06 * spread * n**-0.2, 4 / (points - 1))
+    deviation = math.sqrt(math.fsum((c - mean) ** 2 for c in confidence) / (n - 1)) if n > 1 else 0.0
+    width = bandwidth or max(1.06 * deviation * n**-0.2, 4 / (points - 1))
     offsets = np.linspace(-1, 1, 2 * points - 1)
     kernel = 35 / 32 * np.maximum(1 - (offsets / width) ** 2, 0) ** 3 / width
     if width <= 1:
         kernel = kernel / kernel.sum() * (points - 1)
-    density, hits = (
-        laid(on_cells(confidence, weights, points), kernel, points) / n for weights in ([1.0] * n, correct)
+    density, correct_density = (
+        kernel_sum(on_cells(confidence, weights, points), kernel, points) / n for weights in ([1.0] * n, correct)
     )
-    gap = np.abs(np.linspace(0, 1, points) * density - hits)
+    gap = np.abs(np.linspace(0, 1, points) * density - correct_density)
     return float((gap[1:] + gap[:-1]).sum() / 2 / (points - 1))
 
 
@@ -133,10 +133,10 @@ def noise_floor(table: Table, bins: int = 15, binning: str = "width") -> float:
     """Add the mean deviations of binomial counts, scaled to the variance of unequal confidences."""
     total = 0.0
     for item in exact_metrics.binned(table, table.tops, bins, binning):
-        held = [float(table.tops[i][0]) for i in item]
-        if held:
-            n, rate = len(held), math.fsum(held) / len(held)
-            variance = math.fsum(c * (1 - c) for c in held)
+        confidences = [float(table.tops[i][0]) for i in item]
+        if confidences:
+            n, rate = len(confidences), math.fsum(confidences) / len(confidences)
+            variance = math.fsum(c * (1 - c) for c in confidences)
             binomial = n * rate * (1 - rate)
             narrower = math.sqrt(min(max(variance / binomial, 0.0), 1.0)) if binomial > 1e-6 else 1.0
             total += narrower * mean_deviation(n, rate)

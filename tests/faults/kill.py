@@ -25,16 +25,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zygote import PHASES, SHOWN, differences, ended, finish, fork, lines, parts, table, train_and_record, warm
+from zygote import (
+    PHASES,
+    PROGRESS,
+    count_lines,
+    differences,
+    finish,
+    fork,
+    table,
+    temporary_files,
+    train_and_record,
+    wait_for,
+    warm,
+)
 
 from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.stored_predictions import problems
 from fedlas.training import Recipe, Run, recipe_for
 
-LOSSES = ("fedlas_ls", "ce", "adafocal", "crl")  # three kinds of state, and none
+LOSSES = ("fedlas_ls", "ce", "adafocal", "crl")  # three with different state, and one without state
 STEPS = 28
-AIMED = 5  # every fifth kill aims at a checkpoint write
-MOST = 1.5  # maximal steps relative to the uninterrupted run
+AIM_EVERY = 5  # every fifth kill aims at a checkpoint write
+MAX_STEP_RATIO = 1.5  # maximal steps relative to the uninterrupted run
 TOO_EARLY = "nothing: it failed by itself"
 NETWORK: dict[str, Any] = {}  # network options; a short campaign trains a narrow network
 
@@ -57,82 +69,84 @@ class Kill:
         phase: what it was doing when the signal came.
         code: with which the first attempt ended.
         steps: that both attempts have begun.
-        wrong: what is not as it should be.
+        failures: what is not as it should be.
     """
 
     run: int
     phase: str
     code: int
     steps: int
-    wrong: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
 
-def hit(child: int, number: int, moment: float, aim: tuple[int, float] | None) -> tuple[str, int] | None:
+def send_signal(child: int, signal_number: int, moment: float, aim: tuple[int, float] | None) -> tuple[str, int] | None:
     """Signal a child at a given time, or during a checkpoint write; return None if it had finished."""
-    began = time.monotonic()
-    while time.monotonic() - began < moment if aim is None else SHOWN.written < aim[0]:
-        if (code := ended(child, 0.001)) is not None:
+    start = time.monotonic()
+    while time.monotonic() - start < moment if aim is None else PROGRESS.written < aim[0]:
+        if (code := wait_for(child, 0.001)) is not None:
             return None if code == 0 else (TOO_EARLY, code)
     if aim is not None:
         time.sleep(aim[1])
-    seen = SHOWN.phase
-    os.kill(child, number)
+    phase_before = PROGRESS.phase
+    os.kill(child, signal_number)
     code = finish(child)
     if code == 0:
         return None
-    return (SHOWN.phase if number == signal.SIGKILL else seen), code
+    return (PROGRESS.phase if signal_number == signal.SIGKILL else phase_before), code
 
 
-def one(number: int, what: int, folder: Path, dice: random.Random) -> Kill:
+def kill_and_resume(number: int, signal_number: int, folder: Path, rng: random.Random) -> Kill:
     """Train a recipe with and without a kill and compare the results."""
-    recipe, words = recipe_of(number), folder / "words.txt"
+    recipe, output_file = recipe_of(number), folder / "words.txt"
     job = partial(train_and_record, recipe)
-    SHOWN.clear()
-    began = time.monotonic()
-    if finish(fork(partial(job, folder / "unbroken", folder / "ledger-unbroken"), words)):
-        raise RuntimeError(words.read_text())
-    lasted, steps, written = time.monotonic() - began, SHOWN.steps, SHOWN.written
+    PROGRESS.clear()
+    start = time.monotonic()
+    if finish(fork(partial(job, folder / "uninterrupted", folder / "ledger-uninterrupted"), output_file)):
+        raise RuntimeError(output_file.read_text())
+    duration, steps, written = time.monotonic() - start, PROGRESS.steps, PROGRESS.written
     assert steps == STEPS, steps
-    broken, own, shared = folder / "broken", folder / "ledger", folder.parent / "ledger"
+    killed, own_ledger, shared = folder / "killed", folder / "ledger", folder.parent / "ledger"
     result = None
     while result is None:
-        shutil.rmtree(broken, ignore_errors=True)
-        shutil.rmtree(own, ignore_errors=True)
-        SHOWN.clear()
-        aim = (dice.randint(1, written), dice.uniform(0, 0.005)) if number % AIMED == 0 else None
-        result = hit(fork(partial(job, broken, own), words), what, dice.uniform(0, lasted), aim)
+        shutil.rmtree(killed, ignore_errors=True)
+        shutil.rmtree(own_ledger, ignore_errors=True)
+        PROGRESS.clear()
+        aim = (rng.randint(1, written), rng.uniform(0, 0.005)) if number % AIM_EVERY == 0 else None
+        result = send_signal(
+            fork(partial(job, killed, own_ledger), output_file), signal_number, rng.uniform(0, duration), aim
+        )
     kill = Kill(number, *result, steps=0)
     if kill.phase == TOO_EARLY:
-        kill.wrong.append(words.read_text())
-    SHOWN.begin_again()
-    for ledger in (own, own, shared):  # resume, record again, and record in a ledger shared by all runs
-        code = finish(fork(partial(job, broken, ledger), words))
+        kill.failures.append(output_file.read_text())
+    PROGRESS.reset_phase()
+    for ledger in (own_ledger, own_ledger, shared):  # resume, record again, and record in a ledger shared by all runs
+        code = finish(fork(partial(job, killed, ledger), output_file))
         if code:
-            kill.wrong.append(f"resumed, it ended with {code}: {words.read_text()[-2000:]}")
+            kill.failures.append(f"resumed, it ended with {code}: {output_file.read_text()[-2000:]}")
             return kill
-    kill.steps = SHOWN.steps
-    kill.wrong += differences(Run(broken), Run(folder / "unbroken"))
-    kill.wrong += [] if STEPS <= kill.steps < MOST * STEPS else [f"it took {kill.steps} steps"]
-    for ledger in (own, shared):
-        count = lines(ledger, recipe.name)
-        kill.wrong += [f"{ledger} has it {count} times"] * (count != 1)
-    kill.wrong += [f"{path} was left" for path in parts(folder)]
-    kill.wrong += problems(Ledger(own))
+    kill.steps = PROGRESS.steps
+    kill.failures += differences(Run(killed), Run(folder / "uninterrupted"))
+    kill.failures += [] if STEPS <= kill.steps < MAX_STEP_RATIO * STEPS else [f"it took {kill.steps} steps"]
+    for ledger in (own_ledger, shared):
+        count = count_lines(ledger, recipe.name)
+        kill.failures += [f"{ledger} has it {count} times"] * (count != 1)
+    kill.failures += [f"{path} was left" for path in temporary_files(folder)]
+    kill.failures += problems(Ledger(own_ledger))
     return kill
 
 
-def campaign(runs: int, seed: int, what: int, folder: Path, shown: bool = False) -> list[Kill]:
+def campaign(runs: int, seed: int, signal_number: int, folder: Path, verbose: bool = False) -> list[Kill]:
     """Kill the given number of runs."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     warm(recipe_of(0), folder)
     kills = []
     for number in range(runs):
         run_folder = folder / f"run {number}"
         run_folder.mkdir()
-        kills.append(one(number, what, run_folder, dice))
-        if shown:
-            print(number, kills[-1].phase, kills[-1].steps, *kills[-1].wrong, file=sys.stderr, flush=True)
-        if not kills[-1].wrong:
+        kills.append(kill_and_resume(number, signal_number, run_folder, rng))
+        if verbose:
+            print(number, kills[-1].phase, kills[-1].steps, *kills[-1].failures, file=sys.stderr, flush=True)
+        if not kills[-1].failures:
             shutil.rmtree(run_folder)
     return kills
 
@@ -140,26 +154,26 @@ def campaign(runs: int, seed: int, what: int, folder: Path, shown: bool = False)
 def rows(kills: list[Kill]) -> list[dict[str, Any]]:
     """Count kills by phase."""
     result = []
-    named = Counter(kill.phase for kill in kills)
-    for name in [*(phase for phase in PHASES if phase in named), *(named.keys() - set(PHASES)), "all"]:
-        held = [kill for kill in kills if name in (kill.phase, "all")]
-        extra = [kill.steps / STEPS for kill in held]
+    counts = Counter(kill.phase for kill in kills)
+    for name in [*(phase for phase in PHASES if phase in counts), *(counts.keys() - set(PHASES)), "all"]:
+        selected = [kill for kill in kills if name in (kill.phase, "all")]
+        step_ratios = [kill.steps / STEPS for kill in selected]
         result.append({
             "killed in": name,
-            "runs": len(held),
-            "finished, equal, once in the ledger": sum(not kill.wrong for kill in held),
-            "steps, mean": f"{sum(extra) / len(held):.2f}",
-            "steps, most": f"{max(extra):.2f}",
+            "runs": len(selected),
+            "finished, equal, once in the ledger": sum(not kill.failures for kill in selected),
+            "steps, mean": f"{sum(step_ratios) / len(selected):.2f}",
+            "steps, most": f"{max(step_ratios):.2f}",
         })  # fmt: skip
     return result
 
 
-def wrongs(kills: list[Kill], asked: int) -> list[str]:
+def all_failures(kills: list[Kill], runs: int) -> list[str]:
     """Return all problems, including too few kills in total or during checkpoint writes."""
-    wrong = [f"run {kill.run}: {name}" for kill in kills for name in kill.wrong]
-    wrong += [f"{len(kills)} runs were killed, and {asked} should have been"] * (len(kills) != asked)
+    failures = [f"run {kill.run}: {name}" for kill in kills for name in kill.failures]
+    failures += [f"{len(kills)} runs were killed, and {runs} should have been"] * (len(kills) != runs)
     writing = sum(kill.phase == "checkpoint writing" for kill in kills)
-    return wrong + [f"only {writing} of {len(kills)} kills came during checkpoint writing"] * (writing < asked // 10)
+    return failures + [f"only {writing} of {len(kills)} kills came during checkpoint writing"] * (writing < runs // 10)
 
 
 def main() -> int:
@@ -168,17 +182,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--signal", default="SIGKILL", choices=["SIGKILL", "SIGTERM", "SIGINT"])
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    began = time.monotonic()
+    arguments = parser.parse_args()
+    start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        kills = campaign(given.runs, given.seed, getattr(signal, given.signal), Path(folder), shown=True)
-    print(f"{given.signal}, seed {given.seed}, {time.monotonic() - began:.0f} s\n\n{table(rows(kills))}")
-    if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps([asdict(kill) for kill in kills], indent=1) + "\n")
-    wrong = wrongs(kills, given.runs)
-    print(*wrong, sep="\n", file=sys.stderr)
-    return int(bool(wrong))
+        kills = campaign(arguments.runs, arguments.seed, getattr(signal, arguments.signal), Path(folder), verbose=True)
+    print(f"{arguments.signal}, seed {arguments.seed}, {time.monotonic() - start:.0f} s\n\n{table(rows(kills))}")
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps([asdict(kill) for kill in kills], indent=1) + "\n")
+    failures = all_failures(kills, arguments.runs)
+    print(*failures, sep="\n", file=sys.stderr)
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Campaign on process group shutdown: Python exits while a collective over gloo is still running.
 
-    python tests/faults/leaving.py                  as in `fit`, 40 pairs of processes
-    python tests/faults/leaving.py --way kept       with a process group that torch still references, as before
+    python tests/faults/leaving.py                   as in `fit`, 40 pairs of processes
+    python tests/faults/leaving.py --variant kept    with a process group that torch still references, as before
 
 A gloo thread that releases a tensor needs the interpreter and aborts the process if the interpreter is shutting down.
 The process group and its threads must therefore be destroyed before. But functions of torch that are imported while a
@@ -20,14 +20,14 @@ import time
 import torch
 import torch.distributed as dist
 
-WAYS = ("free", "kept")
+VARIANTS = ("free", "kept")
 KEEPER = "torch.distributed.nn.functional"
 DELAYS = (0.0, 0.002, 0.005, 0.01)  # delay of one process in seconds, around the exit of the other
 
 
-def part(rank: int, store: str, way: str, delay: float) -> None:
+def run_process(rank: int, store: str, variant: str, delay: float) -> None:
     """Start a collective and exit; the second process joins late."""
-    if way == "free":
+    if variant == "free":
         importlib.import_module(KEEPER)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     importlib.import_module(KEEPER)
@@ -41,11 +41,21 @@ def part(rank: int, store: str, way: str, delay: float) -> None:
     dist.destroy_process_group()
 
 
-def aborted(way: str, delay: float) -> bool:
+def aborted(variant: str, delay: float) -> bool:
     """Start and end a process group of two processes; return whether the first one was aborted."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, __file__, "--way", way, "--delay", str(delay), "--store", f"{folder}/store", "--rank"]
-        pair = [subprocess.Popen([*words, str(rank)]) for rank in range(2)]
+        command = [
+            sys.executable,
+            __file__,
+            "--variant",
+            variant,
+            "--delay",
+            str(delay),
+            "--store",
+            f"{folder}/store",
+            "--rank",
+        ]
+        pair = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
         try:
             first, second = (process.wait(timeout=120) for process in pair)
         finally:
@@ -59,15 +69,15 @@ def aborted(way: str, delay: float) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--way", choices=WAYS, default=WAYS[0])
+    parser.add_argument("--variant", choices=VARIANTS, default=VARIANTS[0])
     for name, kind in (("--delay", float), ("--store", str), ("--rank", int)):  # for a single process
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.store is not None:
-        part(given.rank, given.store, given.way, given.delay)
+    arguments = parser.parse_args()
+    if arguments.store is not None:
+        run_process(arguments.rank, arguments.store, arguments.variant, arguments.delay)
         return 0  # regular interpreter shutdown
-    result = sum(aborted(given.way, DELAYS[number % len(DELAYS)]) for number in range(given.pairs))
-    print(f"{given.pairs} pairs, {given.way}: {result} aborted")
+    result = sum(aborted(arguments.variant, DELAYS[number % len(DELAYS)]) for number in range(arguments.pairs))
+    print(f"{arguments.pairs} pairs, {arguments.variant}: {result} aborted")
     return int(result > 0)
 
 

@@ -49,9 +49,9 @@ class Without:
             return None
         return self.finder.find_spec(fullname, path, target)
 
-    def find_distributions(self, *words: Any) -> Iterator[Any]:
+    def find_distributions(self, *arguments: Any) -> Iterator[Any]:
         """Return distributions for `importlib.metadata`, except hidden ones."""
-        result = getattr(self.finder, "find_distributions", lambda *_: ())(*words)
+        result = getattr(self.finder, "find_distributions", lambda *_: ())(*arguments)
         return (item for item in result if normal(item.metadata["Name"]) not in self.packages)
 
 
@@ -59,8 +59,8 @@ def extras() -> dict[str, set[str]]:
     """Return the packages of every user-facing extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return {
-        extra: {normal(item) for item in asked}
-        for extra, asked in project["optional-dependencies"].items()
+        extra: {normal(item) for item in requirements}
+        for extra, requirements in project["optional-dependencies"].items()
         if extra not in ("all", "dev", "fuzz")
     }
 
@@ -75,16 +75,18 @@ def normal(requirement: str) -> str:
 def modules(package: str) -> list[str]:
     """Return the import names of a package."""
     names = {package, *OTHER_NAMES.get(package, ())}
-    return [name for name, held in DISTRIBUTIONS.items() if names & {normal(item) for item in held}]
+    return [name for name, distributions in DISTRIBUTIONS.items() if names & {normal(item) for item in distributions}]
 
 
-def brings(extra: str, package: str) -> bool:
+def installs_package(extra: str, package: str) -> bool:
     """Return whether an extra installs a package, directly or as a dependency."""
-    own = extras().get(extra, set())
-    return package in own or any(package in {normal(name) for name in requires(item) or ()} for item in own)
+    requirements = extras().get(extra, set())
+    return package in requirements or any(
+        package in {normal(name) for name in requires(item) or ()} for item in requirements
+    )
 
 
-def some() -> Predictions:
+def sample_predictions() -> Predictions:
     """Return predictions of 60 samples in 3 classes."""
     labels = torch.arange(60) % 3
     return Predictions(torch.randn(60, 3) + 2 * torch.eye(3)[labels], labels)
@@ -95,7 +97,7 @@ def digits() -> Any:
 
 
 def command_line(folder: Path) -> None:
-    write_predictions(some(), folder / "p.safetensors")
+    write_predictions(sample_predictions(), folder / "p.safetensors")
     sys.argv = ["fedlas", "evaluate", str(folder / "p.safetensors")]
     try:
         import_module("fedlas.__main__").main()
@@ -110,7 +112,9 @@ def progress_bar(folder: Path) -> None:
 
 def onnx(folder: Path) -> None:
     export = import_module("fedlas.integrations.export")
-    model = export.CalibratedModel(torch.nn.Linear(4, 3), fedlas.build_calibrator("temperature").fit(some()))
+    model = export.CalibratedModel(
+        torch.nn.Linear(4, 3), fedlas.build_calibrator("temperature").fit(sample_predictions())
+    )
     export.save_onnx(model, torch.randn(1, 4), folder / "net.onnx")
 
 
@@ -122,8 +126,8 @@ def search(folder: Path) -> None:
 
 def trainer(folder: Path) -> None:
     import_module("fedlas.integrations.huggingface")
-    given = import_module("transformers").TrainingArguments(str(folder), report_to=[], use_cpu=True)
-    import_module("transformers").Trainer(torch.nn.Linear(4, 3), given)
+    arguments = import_module("transformers").TrainingArguments(str(folder), report_to=[], use_cpu=True)
+    import_module("transformers").Trainer(torch.nn.Linear(4, 3), arguments)
 
 
 def board(folder: Path) -> None:
@@ -135,21 +139,21 @@ def cluster(folder: Path) -> None:
 
 
 def probmetrics(folder: Path) -> None:
-    fedlas.build_calibrator("probmetrics").fit(some())
+    fedlas.build_calibrator("probmetrics").fit(sample_predictions())
 
 
 # A typical use of each package.
-DEEDS: dict[str, Callable[[Path], Any]] = {
+EXAMPLES: dict[str, Callable[[Path], Any]] = {
     "torchvision": lambda _: fedlas.build_model("resnet18_cifar", 10),
     "timm": lambda _: fedlas.build_model("timm:test_vit", 10),
     "scikit-learn": lambda _: fedlas.build_data("digits").split("test"),
-    "safetensors": lambda folder: write_predictions(some(), folder / "p.safetensors"),
+    "safetensors": lambda folder: write_predictions(sample_predictions(), folder / "p.safetensors"),
     "typer": command_line,
     "rich": progress_bar,
-    "matplotlib": lambda folder: fedlas.save_figures({"mine": some()}, folder, ("svg",), resamples=20),
-    "jinja2": lambda folder: fedlas.save_page({"mine": some()}, folder / "page.html"),
+    "matplotlib": lambda folder: fedlas.save_figures({"mine": sample_predictions()}, folder, ("svg",), resamples=20),
+    "jinja2": lambda folder: fedlas.save_page({"mine": sample_predictions()}, folder / "page.html"),
     "pillow": lambda _: import_module("fedlas.report.thumbnails").picture_of(torch.rand(8, 8)),
-    "pyarrow": lambda folder: fedlas.write_predictions(some(), folder / "p.parquet"),
+    "pyarrow": lambda folder: fedlas.write_predictions(sample_predictions(), folder / "p.parquet"),
     "probmetrics": probmetrics,
     "numba": probmetrics,
     "ray": cluster,
@@ -171,43 +175,43 @@ def losses_and_metrics(folder: Path) -> None:
     for record in fedlas.list_losses():
         loss = fedlas.build_loss(record.name, **sizes(record.name))
         loss(logits, labels, features=torch.rand(12, 5), index=torch.arange(12)).sum().backward()
-    fedlas.metrics.ece(some().probs, some().labels)
-    fedlas.build_calibrator("temperature").fit(some()).transform(some())
+    fedlas.metrics.ece(sample_predictions().probs, sample_predictions().labels)
+    fedlas.build_calibrator("temperature").fit(sample_predictions()).transform(sample_predictions())
     (folder / "p.csv").write_text("prob_a,prob_b,label\n0.3,0.7,b\n0.9,0.1,a\n")
     fedlas.metrics.ece(fedlas.read_predictions(folder / "p.csv").probs, torch.tensor([1, 0]))
 
 
 def sizes(loss: str) -> dict[str, int]:
     """Return the arguments of a loss that depend on the data."""
-    known = {"num_classes": 10, "feature_dim": 5, "num_samples": 12, "train_samples": 12, "epochs": 5}
-    asked = {keyword for record in fedlas.list_losses() if record.name == loss for keyword in record.keywords}
-    return {name: value for name, value in known.items() if name in asked}
+    all_sizes = {"num_classes": 10, "feature_dim": 5, "num_samples": 12, "train_samples": 12, "epochs": 5}
+    keywords = {keyword for record in fedlas.list_losses() if record.name == loss for keyword in record.keywords}
+    return {name: value for name, value in all_sizes.items() if name in keywords}
 
 
-def tried(deed: Callable[[Path], Any], without: Sequence[str]) -> str:
+def error_without(function: Callable[[Path], Any], hidden: Sequence[str]) -> str:
     """Call a function in a child without some modules; return the error, or "" on success."""
-    out, into = os.pipe()
+    read_end, write_end = os.pipe()
     child = os.fork()
     if not child:
         code = 1
         try:
-            for name in [module for module in sys.modules if module.partition(".")[0] in without]:
+            for name in [module for module in sys.modules if module.partition(".")[0] in hidden]:
                 del sys.modules[name]
-            sys.meta_path[:] = [Without(finder, without) for finder in sys.meta_path]
-            os.write(into, _attempt(deed).encode()[-4000:])
+            sys.meta_path[:] = [Without(finder, hidden) for finder in sys.meta_path]
+            os.write(write_end, _attempt(function).encode()[-4000:])
             code = 0
         finally:
             os._exit(code)
-    os.close(into)
-    with os.fdopen(out, "rb") as file:
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as file:
         text = file.read().decode()
-    return text if os.waitpid(child, 0)[1] == 0 else "it died"
+    return text if os.waitpid(child, 0)[1] == 0 else "the process died"
 
 
-def _attempt(deed: Callable[[Path], Any]) -> str:
+def _attempt(function: Callable[[Path], Any]) -> str:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         try:
-            deed(Path(folder))
+            function(Path(folder))
         except ImportError as error:
             return f"ImportError: {error}"
         except BaseException:
@@ -215,63 +219,64 @@ def _attempt(deed: Callable[[Path], Any]) -> str:
     return ""
 
 
-def named(said: str, package: str) -> bool:
+def names_package(message: str, package: str) -> bool:
     """Return whether an error names a package and its install command."""
     names = {package, *modules(package)}
-    by_name = any(re.search(rf"\b{re.escape(name)}\b", said) for name in names)
-    commands = re.findall(r"pip install (?:-U )?'fedlas\[([a-z,]+)\]'", said)
-    installs = any(brings(extra, package) for command in commands for extra in command.split(","))
-    own = re.search(rf"pip install [^\n]*{re.escape(package)}", said) is not None
-    return said.startswith("ImportError: ") and by_name and (installs or own)
+    has_name = any(re.search(rf"\b{re.escape(name)}\b", message) for name in names)
+    commands = re.findall(r"pip install (?:-U )?'fedlas\[([a-z,]+)\]'", message)
+    installs_extra = any(installs_package(extra, package) for command in commands for extra in command.split(","))
+    installs_directly = re.search(rf"pip install [^\n]*{re.escape(package)}", message) is not None
+    return message.startswith("ImportError: ") and has_name and (installs_extra or installs_directly)
 
 
 def without_packages(packages: Sequence[str] | None = None) -> list[dict[str, str]]:
     """Hide each package and return problems; with all hidden, losses and metrics must work."""
     result = []
-    for package in packages or sorted({item for held in extras().values() for item in held}):
-        without = modules(package)
-        text = tried(DEEDS[package], without)
-        wrong = [] if named(text, package) else [f"what needs it says: {text or 'nothing'}"]
-        result.append({"without": package, "says": text.removeprefix("ImportError: "), "wrong": "\n".join(wrong)})
+    for package in packages or sorted({item for required in extras().values() for item in required}):
+        hidden = modules(package)
+        text = error_without(EXAMPLES[package], hidden)
+        problems = [] if names_package(text, package) else [f"what needs it says: {text or 'nothing'}"]
+        result.append({"without": package, "says": text.removeprefix("ImportError: "), "wrong": "\n".join(problems)})
         print(result[-1], file=sys.stderr, flush=True)
-    everything = [name for held in extras().values() for package in held for name in modules(package)]
-    answer = tried(losses_and_metrics, everything)
-    result.append({"without": "all of them", "says": "losses, metrics and files of text work", "wrong": answer})
+    all_modules = [name for required in extras().values() for package in required for name in modules(package)]
+    error = error_without(losses_and_metrics, all_modules)
+    result.append({"without": "all of them", "says": "losses, metrics and files of text work", "wrong": error})
     return result
 
 
 def without_extras() -> list[dict[str, str]]:
     """Hide the packages that only one extra installs; every use must work or name a missing package."""
     result = []
-    held = extras()
-    for extra, packages in held.items():
-        alone = packages - {first for other in held if other != extra for first in held[other]}
-        without = [name for package in alone for name in modules(package)]
-        works, wrong = 0, []
-        for name, deed in {"losses and metrics": losses_and_metrics, **DEEDS}.items():
-            answer = tried(deed, without)
-            works += not answer
-            if answer and not any(named(answer, package) for package in alone):
-                wrong.append(f"{name}: {answer}")
-        says = f"{works} of {1 + len(DEEDS)} deeds work, {1 + len(DEEDS) - works - len(wrong)} name what is missing"
-        result.append({"without": f"[{extra}]", "says": says, "wrong": "\n".join(wrong)})
+    packages_by_extra = extras()
+    for extra, packages in packages_by_extra.items():
+        exclusive = packages - {name for other, names in packages_by_extra.items() if other != extra for name in names}
+        hidden = [name for package in exclusive for name in modules(package)]
+        successes, problems = 0, []
+        for name, function in {"losses and metrics": losses_and_metrics, **EXAMPLES}.items():
+            error = error_without(function, hidden)
+            successes += not error
+            if error and not any(names_package(error, package) for package in exclusive):
+                problems.append(f"{name}: {error}")
+        count = 1 + len(EXAMPLES)
+        summary = f"{successes} of {count} examples work, {count - successes - len(problems)} name what is missing"
+        result.append({"without": f"[{extra}]", "says": summary, "wrong": "\n".join(problems)})
         print(result[-1], file=sys.stderr, flush=True)
     return result
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--extras", action="store_true", help="take whole extras away, and do everything")
+    parser.add_argument("--extras", action="store_true", help="hide all packages of each extra, and try everything")
     parser.add_argument("--package", action="append", help="only this one")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    result = without_extras() if given.extras else without_packages(given.package)
+    arguments = parser.parse_args()
+    result = without_extras() if arguments.extras else without_packages(arguments.package)
     print("| without | what needs it says |\n|---|---|")
     for item in result:
         print(f"| {item['without']} | {item['says'] if not item['wrong'] else 'WRONG: ' + item['wrong']} |")
-    if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return int(any(item["wrong"] for item in result))
 
 

@@ -21,24 +21,24 @@ from number_cases import (
     FLOATS,
     HUGE,
     LOGITS,
-    NOTHING,
+    NO_OPTIONS,
+    Description,
     Draw,
     FindingError,
-    Shown,
     Target,
     as_container,
-    as_seen,
+    as_tensor,
     check_result,
     compare,
     compared,
     distributions,
     laid_out,
-    legal_labels,
     metric_input,
     prob_rows,
     rows_of,
     tensor_of,
-    verdict_on,
+    valid_labels,
+    validity,
 )
 from torch import Tensor
 
@@ -50,14 +50,16 @@ DIGITS.dps = 50
 LEVELS = (0.95, 0.5, 0.9, 0.99, 0.0, 1.0, 95, -0.1, math.nan)
 
 
-def legal_level(level: float) -> bool:
+def valid_level(level: float) -> bool:
     return 0 < level < 1
 
 
-def sound_interval(name: str, interval: Interval, text: Shown, low: float = 0.0, high: float = 1.0) -> None:
+def check_interval(
+    name: str, interval: Interval, description: Description, low: float = 0.0, high: float = 1.0
+) -> None:
     """Check that an interval is finite, ordered and within the range of its metric."""
     if not low - 1e-12 <= interval.low <= interval.high <= high + 1e-12 or not math.isfinite(interval.high):
-        raise FindingError(f"{name}: the interval {interval.low!r}..{interval.high!r}: {text}")
+        raise FindingError(f"{name}: the interval {interval.low!r}..{interval.high!r}: {description}")
 
 
 # Detection
@@ -82,15 +84,15 @@ def score_list(draw: Draw) -> Any:
     return as_container(draw, result)
 
 
-def seen_scores(given: Any) -> list[Any] | None:
+def exact_scores(scores: Any) -> list[Any] | None:
     """Convert scores to exact numbers, keeping infinities; return None if they are invalid."""
-    result = as_seen(given)
+    result = as_tensor(scores)
     if result is None or result.ndim != 1 or not len(result) or result.is_complex() or bool(result.isnan().any()):
         return None
     return [value if math.isinf(value) else Fraction(value) for value in result.double().tolist()]
 
 
-def falling(id_scores: list[Any], ood_scores: list[Any], positive: str) -> list[tuple[Any, int, int]]:
+def counts_by_threshold(id_scores: list[Any], ood_scores: list[Any], positive: str) -> list[tuple[Any, int, int]]:
     """Return the thresholds with the number of positives and negatives that have exactly that score."""
     hit, miss = (ood_scores, id_scores) if positive == "ood" else (id_scores, ood_scores)
     order = sorted({*id_scores, *ood_scores}, reverse=positive == "ood")
@@ -98,90 +100,94 @@ def falling(id_scores: list[Any], ood_scores: list[Any], positive: str) -> list[
 
 
 def auroc(id_scores: list[Any], ood_scores: list[Any]) -> float:
-    right = sum(Fraction(x < y) + Fraction(int(x == y), 2) for x in id_scores for y in ood_scores)
-    return float(right / (len(id_scores) * len(ood_scores)))
+    correct = sum(Fraction(x < y) + Fraction(int(x == y), 2) for x in id_scores for y in ood_scores)
+    return float(correct / (len(id_scores) * len(ood_scores)))
 
 
 def aupr(id_scores: list[Any], ood_scores: list[Any], positive: str = "ood") -> float:
-    total, result, seen = Fraction(), 0, 0
-    for _, hits, misses in falling(id_scores, ood_scores, positive):
-        result, seen = result + hits, seen + hits + misses
-        total += Fraction(hits * result, seen)
-    return float(total / result)
+    total, true_positives, predicted = Fraction(), 0, 0
+    for _, positives, negatives in counts_by_threshold(id_scores, ood_scores, positive):
+        true_positives, predicted = true_positives + positives, predicted + positives + negatives
+        total += Fraction(positives * true_positives, predicted)
+    return float(total / true_positives)
 
 
 def fpr_at_tpr(id_scores: list[Any], ood_scores: list[Any], tpr: float = 0.95, positive: str = "ood") -> float:
-    rows = falling(id_scores, ood_scores, positive)
-    hits, misses = sum(row[1] for row in rows), sum(row[2] for row in rows)
-    result = wrong = 0
+    rows = counts_by_threshold(id_scores, ood_scores, positive)
+    positives, negatives = sum(row[1] for row in rows), sum(row[2] for row in rows)
+    true_positives = false_positives = 0
     for _, hit, miss in rows:
-        result, wrong = result + hit, wrong + miss
-        if result / hits >= tpr:
+        true_positives, false_positives = true_positives + hit, false_positives + miss
+        if true_positives / positives >= tpr:
             break
-    return float(Fraction(wrong, misses))
+    return float(Fraction(false_positives, negatives))
 
 
 def check_detection(name: str, draw: Draw) -> str:
     options: dict[str, Any] = {}
-    legal = True
+    valid = True
     if draw.byte() % 2:
         options["level"] = draw.pick(LEVELS)
-        legal = legal_level(options["level"])
+        valid = valid_level(options["level"])
     if name != "auroc" and draw.byte() % 2:
         options["positive"] = draw.pick(("id", "ood", "out", None))
-        legal = legal and options["positive"] in {"id", "ood"}
+        valid = valid and options["positive"] in {"id", "ood"}
     if name == "fpr_at_tpr" and draw.byte() % 2:
         options["tpr"] = draw.pick((0.5, 1.0, 0.8, 0.01, 1 / 3, 0.0, 1.5, math.nan))
-        legal = legal and 0 < options["tpr"] <= 1
-    given = score_list(draw), score_list(draw)
-    seen = [seen_scores(item) for item in given]
-    text = Shown(*given, options)
-    result = check_result(name, lambda: getattr(ood, name)(*given, **options), legal and None not in seen, text)
+        valid = valid and 0 < options["tpr"] <= 1
+    scores = score_list(draw), score_list(draw)
+    exact_inputs = [exact_scores(item) for item in scores]
+    description = Description(*scores, options)
+    result = check_result(
+        name, lambda: getattr(ood, name)(*scores, **options), valid and None not in exact_inputs, description
+    )
     if result is None:
         return "refused"
-    sound_interval(name, result.interval, text)
+    check_interval(name, result.interval, description)
     if not result.interval.low - 1e-12 <= result <= result.interval.high + 1e-12:
-        raise FindingError(f"{name}: {float(result)!r} is outside its interval {result.interval}: {text}")
-    twin: Callable[..., float] = {"auroc": auroc, "aupr": aupr, "fpr_at_tpr": fpr_at_tpr}[name]
-    return compared(name, result, twin(*seen, **{k: v for k, v in options.items() if k != "level"}), 1e-12, text)
+        raise FindingError(f"{name}: {float(result)!r} is outside its interval {result.interval}: {description}")
+    reference: Callable[..., float] = {"auroc": auroc, "aupr": aupr, "fpr_at_tpr": fpr_at_tpr}[name]
+    return compared(
+        name, result, reference(*exact_inputs, **{k: v for k, v in options.items() if k != "level"}), 1e-12, description
+    )
 
 
 # Scores of logits and features
 
 
-def parted(row: list[float]) -> tuple[Any, list[Any]]:
+def split_largest(row: list[float]) -> tuple[Any, list[Any]]:
     """Return the largest logit of a row and the differences of the others to it."""
     values = sorted((DIGITS.mpf(value) for value in row), reverse=True)
     return values[0], [value - values[0] for value in values[1:]]
 
 
 def max_probability(row: list[float]) -> Any:
-    others = DIGITS.fsum(DIGITS.exp(d) for d in parted(row)[1])
-    return others / (1 + others)
+    other_mass = DIGITS.fsum(DIGITS.exp(d) for d in split_largest(row)[1])
+    return other_mass / (1 + other_mass)
 
 
 def entropy(row: list[float]) -> Any:
-    below = parted(row)[1]
-    others = DIGITS.fsum(DIGITS.exp(d) for d in below)
-    return DIGITS.log1p(others) - DIGITS.fsum(d * DIGITS.exp(d) for d in below) / (1 + others)
+    differences = split_largest(row)[1]
+    other_mass = DIGITS.fsum(DIGITS.exp(d) for d in differences)
+    return DIGITS.log1p(other_mass) - DIGITS.fsum(d * DIGITS.exp(d) for d in differences) / (1 + other_mass)
 
 
 def max_logit(row: list[float]) -> Any:
-    return -parted(row)[0]
+    return -split_largest(row)[0]
 
 
 def energy(row: list[float], temperature: float = 1.0) -> Any:
-    top, below = parted(row)
-    return -(top + temperature * DIGITS.log1p(DIGITS.fsum(DIGITS.exp(d / temperature) for d in below)))
+    top, differences = split_largest(row)
+    return -(top + temperature * DIGITS.log1p(DIGITS.fsum(DIGITS.exp(d / temperature) for d in differences)))
 
 
 def generalised_entropy(row: list[float], gamma: float = 0.1, top: int = 100) -> Any:
-    weights = [DIGITS.exp(d) for d in parted(row)[1]]
-    others = DIGITS.fsum(weights)
-    total = 1 + others
-    first = (others / total / total) ** gamma  # p (1 - p) of the likeliest, where 1 - p may be next to nothing
-    rest = [(w / total * (1 - w / total)) ** gamma for w in weights[: top - 1]]
-    return first + DIGITS.fsum(rest)
+    weights = [DIGITS.exp(d) for d in split_largest(row)[1]]
+    other_mass = DIGITS.fsum(weights)
+    total = 1 + other_mass
+    first = (other_mass / total / total) ** gamma  # p (1 - p) of the likeliest, where 1 - p may be next to nothing
+    other_terms = [(w / total * (1 - w / total)) ** gamma for w in weights[: top - 1]]
+    return first + DIGITS.fsum(other_terms)
 
 
 def feature_norm(row: list[float], p: float = 1.0) -> Any:
@@ -196,7 +202,7 @@ SCORE_OPTIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "generalised_entropy": {"gamma": (0.1, 1.0, 0.5, 0.0, 2.0, math.nan), "top": (100, 1, 2, 3, 0, -1)},
     "feature_norm": {"p": (1.0, 2.0, math.inf, 3.0, 0.5, 0.0, -1.0, math.nan)},
 }
-LEGAL: Mapping[str, Callable[[Any], bool]] = {
+VALID_OPTIONS: Mapping[str, Callable[[Any], bool]] = {
     "temperature": lambda x: 0 < x < math.inf,
     "gamma": lambda x: 0 < x <= 1,
     "top": lambda x: x >= 1,
@@ -209,25 +215,25 @@ def any_table(draw: Draw, width: int | None = None) -> Any:
     n, width, dtype = draw.pick((3, 1, 2, 4)), width or draw.pick((3, 2, 4, 5, 1)), draw.pick(FLOATS)
     palette = draw.pick((LOGITS, LOGITS[:7], EXTREMES, LOGITS + HUGE[:6], LOGITS + HUGE))
     result = tensor_of([[draw.pick(palette) for _ in range(width)] for _ in range(n)], n, width, dtype)
-    return changed(draw, laid_out(draw, result))
+    return with_fault(draw, laid_out(draw, result))
 
 
-def changed(draw: Draw, found: Tensor) -> Any:
+def with_fault(draw: Draw, table: Tensor) -> Any:
     faults: dict[int, Callable[[], Any]] = {
-        255: lambda: found[:0], 254: lambda: found[:, :0], 253: lambda: found[:, 0], 252: lambda: found.to("meta"),
-        251: found.to_sparse, 250: lambda: found.to(torch.complex64), 249: lambda: None, 248: lambda: "abc",
-        247: lambda: found.nan_to_num(0, 0, 0).long(), 246: lambda: [[0.5], [0.1, 2.0]], 245: lambda: found[None],
-        244: found.sum, 243: lambda: found[:, :1],
+        255: lambda: table[:0], 254: lambda: table[:, :0], 253: lambda: table[:, 0], 252: lambda: table.to("meta"),
+        251: table.to_sparse, 250: lambda: table.to(torch.complex64), 249: lambda: None, 248: lambda: "abc",
+        247: lambda: table.nan_to_num(0, 0, 0).long(), 246: lambda: [[0.5], [0.1, 2.0]], 245: lambda: table[None],
+        244: table.sum, 243: lambda: table[:, :1],
     }  # fmt: skip
     fault = draw.byte()
     if fault in faults:
         return faults[fault]()
-    return as_container(draw, found)
+    return as_container(draw, table)
 
 
-def seen_rows(given: Any, of_logits: bool) -> list[list[float]] | None:
+def float_rows(values: Any, of_logits: bool) -> list[list[float]] | None:
     """Convert rows to floats; a single column of logits is the second class of a binary head."""
-    result = as_seen(given)
+    result = as_tensor(values)
     if result is None or result.dtype not in FLOATS or not result.numel() or not bool(result.isfinite().all()):
         return None
     if of_logits and (result.ndim == 1 or tuple(result.shape[1:]) == (1,)):
@@ -238,24 +244,26 @@ def seen_rows(given: Any, of_logits: bool) -> list[list[float]] | None:
 def check_score(name: str, draw: Draw) -> str:
     options = {}
     if draw.byte() % 2:
-        options = {option: draw.pick(values) for option, values in SCORE_OPTIONS.get(name, NOTHING).items()}
-    given = any_table(draw)
-    rows = seen_rows(given, name != "feature_norm")
-    legal = rows is not None and all(LEGAL[option](value) for option, value in options.items())
-    text = Shown(given, options)
-    result = check_result(name, lambda: getattr(ood, name)(given, **options), legal, text)
+        options = {option: draw.pick(values) for option, values in SCORE_OPTIONS.get(name, NO_OPTIONS).items()}
+    table = any_table(draw)
+    rows = float_rows(table, name != "feature_norm")
+    valid = rows is not None and all(VALID_OPTIONS[option](value) for option, value in options.items())
+    description = Description(table, options)
+    result = check_result(name, lambda: getattr(ood, name)(table, **options), valid, description)
     if result is None or rows is None:
         return "refused"
-    twin: Callable[..., Any] = globals()[name]
-    return near(name, result.tolist(), [twin(row, **options) for row in rows], text)
+    reference: Callable[..., Any] = globals()[name]
+    return compare_scores(name, result.tolist(), [reference(row, **options) for row in rows], description)
 
 
-def near(name: str, got: list[float], wanted: list[Any], text: Shown, finest: float = 1e-300) -> str:
+def compare_scores(
+    name: str, values: list[float], expected: list[Any], description: Description, absolute_tolerance: float = 1e-300
+) -> str:
     """Compare with a tight tolerance, except for subnormal numbers."""
-    for first, other in zip(got, wanted, strict=True):
-        beyond = abs(other) > DIGITS.mpf("1.79e308") and math.isinf(first)
-        if not beyond and not abs(DIGITS.mpf(first) - other) <= 1e-10 * abs(other) + finest:
-            raise FindingError(f"{name}: {first!r} instead of {float(other)!r}: {text}")
+    for actual, reference in zip(values, expected, strict=True):
+        overflows = abs(reference) > DIGITS.mpf("1.79e308") and math.isinf(actual)
+        if not overflows and not abs(DIGITS.mpf(actual) - reference) <= 1e-10 * abs(reference) + absolute_tolerance:
+            raise FindingError(f"{name}: {actual!r} instead of {float(reference)!r}: {description}")
     return "right"
 
 
@@ -267,10 +275,12 @@ def knn(rows: list[list[float]], known: list[list[float]], k: int) -> list[Any]:
         length = DIGITS.sqrt(DIGITS.fsum(value**2 for value in values))
         return [value / length for value in values] if length else values
 
-    near_by = [direction(row) for row in known]
+    known_directions = [direction(row) for row in known]
     result = []
     for row in map(direction, rows):
-        squares = sorted(DIGITS.fsum((a - b) ** 2 for a, b in zip(row, other, strict=True)) for other in near_by)
+        squares = sorted(
+            DIGITS.fsum((a - b) ** 2 for a, b in zip(row, other, strict=True)) for other in known_directions
+        )
         result.append(DIGITS.sqrt(squares[k - 1]))
     return result
 
@@ -279,95 +289,97 @@ def check_knn(draw: Draw) -> str:
     k = draw.pick((1, 2, 3, 0, -1, 50))
     width = draw.pick((2, 3, 1, None))
     features, known = any_table(draw, width), any_table(draw, width)
-    rows, others = seen_rows(features, of_logits=False), seen_rows(known, of_logits=False)
-    legal = rows is not None and others is not None and len(rows[0]) == len(others[0]) and 1 <= k <= len(others)
-    text = Shown(features, known, k)
-    result = check_result("knn", lambda: ood.knn(features, known, k), legal, text)
-    if result is None or rows is None or others is None:
+    rows, known_rows = float_rows(features, of_logits=False), float_rows(known, of_logits=False)
+    valid = (
+        rows is not None and known_rows is not None and len(rows[0]) == len(known_rows[0]) and 1 <= k <= len(known_rows)
+    )
+    description = Description(features, known, k)
+    result = check_result("knn", lambda: ood.knn(features, known, k), valid, description)
+    if result is None or rows is None or known_rows is None:
         return "refused"
     # Distances come from |a|^2 - 2ab + |b|^2, whose root magnifies the last digit near zero.
-    return near("knn", result.tolist(), knn(rows, others, k), text, 1e-7)
+    return compare_scores("knn", result.tolist(), knn(rows, known_rows, k), description, 1e-7)
 
 
 # Intervals and comparisons
 
 SUMS = ("ece", "aece", "classwise_ece", "over_ece", "under_ece", "rms_error", "debiased_l2")
 MEANS = ("signed_ece", "nll", "brier")
-AREAS = ("aurc", "e_aurc", "augrc")  # of twenty errors at least, which these inputs never have
+AREAS = ("aurc", "e_aurc", "augrc")  # need at least twenty errors, which these inputs never have
 WITHOUT = ("mce", "top_k", "smooth_ece")
 
 
-def settings(draw: Draw) -> tuple[dict[str, Any], bool]:
+def bootstrap_options(draw: Draw) -> tuple[dict[str, Any], bool]:
     """Draw a level, a number of resamples and a seed; return whether they are valid."""
     result: dict[str, Any] = {"resamples": 20, "seed": draw.byte()}
     if draw.byte() % 4 == 3:
         result |= {"resamples": draw.pick((50, 200, 19, 0, -1)), "level": draw.pick(LEVELS)}
-    return result, legal_level(result.get("level", 0.95)) and result["resamples"] >= 20
+    return result, valid_level(result.get("level", 0.95)) and result["resamples"] >= 20
 
 
 def check_bootstrap(draw: Draw) -> str:
     name = draw.pick((*SUMS, "accuracy", *MEANS, *SUMS, *AREAS, *WITHOUT))
-    metric, (options, legal) = getattr(metrics, name), settings(draw)
+    metric, (options, options_valid) = getattr(metrics, name), bootstrap_options(draw)
     if name in {*SUMS, "signed_ece"}:
         options["bins"] = draw.pick((15, 1, 2, 3))
     scores, labels = metric_input(draw)
-    verdict, rows = verdict_on(scores, labels)
-    verdict = False if not legal or name in {*AREAS, *WITHOUT} else verdict
-    text = Shown(name, scores, labels, options)
+    valid, rows = validity(scores, labels)
+    valid = False if not options_valid or name in {*AREAS, *WITHOUT} else valid
+    description = Description(name, scores, labels, options)
     result = check_result(
-        f"bootstrap of {name}", lambda: metrics.bootstrap(metric, scores, labels, **options), verdict, text
+        f"bootstrap of {name}", lambda: metrics.bootstrap(metric, scores, labels, **options), valid, description
     )
     if result is None or rows is None:
         return "refused" if result is None else "taken"
     results = result if isinstance(result, tuple) else (result,)
     for item in results:
-        sound_interval(name, item.interval, text, *{"nll": (0.0, math.inf), "brier": (0.0, 2.0 + 1e-2),
+        check_interval(name, item.interval, description, *{"nll": (0.0, math.inf), "brier": (0.0, 2.0 + 1e-2),
                                                    "signed_ece": (-1.0, 1.0)}.get(name, (0.0, 1.0)))  # fmt: skip
         if name in MEANS and not item.interval.low - 1e-9 <= item <= item.interval.high + 1e-9:
-            raise FindingError(f"{name}: {float(item)!r} is outside its interval {item.interval}: {text}")
+            raise FindingError(f"{name}: {float(item)!r} is outside its interval {item.interval}: {description}")
     if name == "accuracy":
-        wilson(float(result), len(rows[0]), result.interval, text)
+        wilson(float(result), len(rows[0]), result.interval, description)
     if draw.byte() % 8 == 7:
-        again = metrics.bootstrap(metric, scores, labels, **options)
-        same = again if isinstance(again, tuple) else (again,)
-        if [item.interval for item in same] != [item.interval for item in results]:
-            raise FindingError(f"{name}: another interval from the same seed: {text}")
-    own = {term: value for term, value in options.items() if term == "bins"}
-    return compare(name, result, rows, own, text)
+        repeated = metrics.bootstrap(metric, scores, labels, **options)
+        repeated_results = repeated if isinstance(repeated, tuple) else (repeated,)
+        if [item.interval for item in repeated_results] != [item.interval for item in results]:
+            raise FindingError(f"{name}: another interval from the same seed: {description}")
+    bin_options = {option: value for option, value in options.items() if option == "bins"}
+    return compare(name, result, rows, bin_options, description)
 
 
-def wilson(share: float, n: int, interval: Interval, text: Shown) -> None:
+def wilson(rate: float, n: int, interval: Interval, description: Description) -> None:
     """Check that both ends solve (rate - x)^2 = z^2 x (1 - x) / n."""
     z = NormalDist().inv_cdf((1 + interval.level) / 2)
     for end in (interval.low, interval.high):
-        if end not in {0.0, 1.0} and abs((share - end) ** 2 - z**2 * end * (1 - end) / n) > 1e-9:
-            raise FindingError(f"accuracy: {end!r} is no end of Wilson's interval: {text}")
+        if end not in {0.0, 1.0} and abs((rate - end) ** 2 - z**2 * end * (1 - end) / n) > 1e-9:
+            raise FindingError(f"accuracy: {end!r} is no end of Wilson's interval: {description}")
 
 
 def check_pair(draw: Draw) -> str:
     name = draw.pick(("ece", "aece", "accuracy", "nll", "brier", "mce"))
-    metric, (options, legal) = getattr(metrics, name), settings(draw)
+    metric, (options, options_valid) = getattr(metrics, name), bootstrap_options(draw)
     first, labels = metric_input(draw)
     second = first
-    seen = as_seen(first)
-    if seen is not None and seen.ndim == 2 and seen.numel() and seen.dtype in FLOATS and draw.byte() % 8:
-        n, classes = len(seen) + (draw.byte() == 255), seen.shape[1] + (draw.byte() == 255)
+    table = as_tensor(first)
+    if table is not None and table.ndim == 2 and table.numel() and table.dtype in FLOATS and draw.byte() % 8:
+        n, classes = len(table) + (draw.byte() == 255), table.shape[1] + (draw.byte() == 255)
         second = as_container(draw, tensor_of(prob_rows(draw, n, classes), n, classes, draw.pick(FLOATS)))
-    verdicts = [verdict_on(model, labels) for model in (first, second)]
-    both = [verdict for verdict, _ in verdicts]
-    verdict = False if not legal or name == "mce" or False in both else None if None in both else True
-    text = Shown(name, first, second, labels, options)
+    checked = [validity(model, labels) for model in (first, second)]
+    validities = [valid for valid, _ in checked]
+    valid = False if not options_valid or name == "mce" or False in validities else None if None in validities else True
+    description = Description(name, first, second, labels, options)
     call = lambda: metrics.paired_bootstrap(metric, first, second, labels, **options)  # noqa: E731
-    result = check_result(f"paired bootstrap of {name}", call, verdict, text)
-    if result is None or any(rows is None for _, rows in verdicts):
+    result = check_result(f"paired bootstrap of {name}", call, valid, description)
+    if result is None or any(rows is None for _, rows in checked):
         return "refused" if result is None else "taken"
-    sound_interval(name, result.interval, text, -math.inf, math.inf)
+    check_interval(name, result.interval, description, -math.inf, math.inf)
     low, high = result.interval.low, result.interval.high
     expected = None if low <= 0 <= high else "first" if (low > 0) == (name == "accuracy") else "second"
     if result.better != expected or not 0 <= result.p_value <= 1:
-        raise FindingError(f"{name}: {result.better!r} with p = {result.p_value} and {low}..{high}: {text}")
-    outcomes = {compare(name, value, rows, {}, text)
-                for value, (_, rows) in zip((result.first, result.second), verdicts, strict=True) if rows}  # fmt: skip
+        raise FindingError(f"{name}: {result.better!r} with p = {result.p_value} and {low}..{high}: {description}")
+    outcomes = {compare(name, value, rows, {}, description)
+                for value, (_, rows) in zip((result.first, result.second), checked, strict=True) if rows}  # fmt: skip
     return "right" if outcomes == {"right"} else "taken"
 
 
@@ -379,7 +391,7 @@ def maps_of(draw: Draw) -> tuple[Any, Any]:
     n, classes, height, width = draw.pick((2, 1, 3)), draw.pick((3, 2, 4)), draw.pick((1, 2)), draw.pick((2, 1, 3))
     rows = prob_rows(draw, n * height * width, classes)
     result = torch.tensor(rows, dtype=torch.float64).reshape(n, height, width, classes).movedim(-1, 1)
-    truth = torch.tensor([draw.whole(0, classes - 1) for _ in rows]).reshape(n, height, width)
+    truth = torch.tensor([draw.integer(0, classes - 1) for _ in rows]).reshape(n, height, width)
     position = draw.byte()
     if position % 4 == 3:
         truth.view(-1)[position % truth.numel()] = draw.pick((-100, 255, -1))
@@ -402,10 +414,10 @@ def check_images(draw: Draw) -> str:
     metric = getattr(metrics, name)
     ignored = draw.pick((None, -100, 255, 0))
     scores, labels = maps_of(draw)
-    verdict, images = verdict_on_images(scores, labels, ignored)
-    text = Shown(name, scores, labels, ignored)
+    valid, images = image_validity(scores, labels, ignored)
+    description = Description(name, scores, labels, ignored)
     result = check_result(
-        "per_image", lambda: metrics.per_image(metric, scores, labels, ignore_index=ignored), verdict, text
+        "per_image", lambda: metrics.per_image(metric, scores, labels, ignore_index=ignored), valid, description
     )
     if result is None or not images:
         return "refused" if result is None else "taken"
@@ -413,33 +425,33 @@ def check_images(draw: Draw) -> str:
     assert oracle is not None
     values = [oracle(number_cases.exact_table(*rows)) for rows in images]
     coarse = name in {"brier", "nll"} and scores.dtype != torch.float64
-    return compared("per_image", result, math.fsum(values) / len(values), 2e-6 if coarse else 1e-11, text)
+    return compared("per_image", result, math.fsum(values) / len(values), 2e-6 if coarse else 1e-11, description)
 
 
-def verdict_on_images(
+def image_validity(
     scores: Any, labels: Any, ignored: int | None
 ) -> tuple[bool | None, list[tuple[Tensor, Tensor]] | None]:
     """Return whether the maps are valid, and the valid rows of each image that has any."""
-    table, truth = as_seen(scores), as_seen(labels)
+    table, truth = as_tensor(scores), as_tensor(labels)
     if table is None or truth is None or table.dtype not in FLOATS or not table.ndim or not truth.ndim:
         return False, None
     if len(table) != len(truth):
         return False, None
-    images, verdict = [], True
-    for item, own in zip(table, truth, strict=True):
-        rows = rows_of(item[None], own[None])
-        if ignored is not None and bool((own == ignored).all()):
+    images, decided = [], True
+    for image_scores, image_labels in zip(table, truth, strict=True):
+        rows = rows_of(image_scores[None], image_labels[None])
+        if ignored is not None and bool((image_labels == ignored).all()):
             continue
         if rows is None or rows[1].ndim == 2:
             return (False if rows is None else None), None
-        kept = torch.ones_like(rows[1], dtype=torch.bool) if ignored is None else rows[1] != ignored
-        held = rows[0][kept], rows[1][kept]
-        verdicts = (distributions(held[0]), legal_labels(held[1], held[0].shape[1]))
-        if False in verdicts:
+        counted = torch.ones_like(rows[1], dtype=torch.bool) if ignored is None else rows[1] != ignored
+        counted_rows = rows[0][counted], rows[1][counted]
+        validities = (distributions(counted_rows[0]), valid_labels(counted_rows[1], counted_rows[0].shape[1]))
+        if False in validities:
             return False, None
-        verdict = verdict and None not in verdicts
-        images.append(held)
-    return (None if not verdict else True) if images else False, images
+        decided = decided and None not in validities
+        images.append(counted_rows)
+    return (None if not decided else True) if images else False, images
 
 
 def targets() -> list[Target]:

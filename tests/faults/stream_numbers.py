@@ -55,15 +55,15 @@ def chunks(numbers: range, n: int, seed: int, length: int) -> Iterator[tuple[Ten
             position += step
 
 
-def part(given: tuple[range, int, int, int], kinds: tuple[Any, ...] = STREAMS) -> tuple[bytes, int]:
+def process_part(chunk_arguments: tuple[range, int, int, int], kinds: tuple[Any, ...] = STREAMS) -> tuple[bytes, int]:
     """Update all accumulators with the samples of one process; return bytes, as tensors would need open files."""
     torch.set_num_threads(1)
-    made, seen = [kind.accumulator() for kind in kinds], 0
-    for probs, labels in chunks(*given):
-        seen += len(labels)
-        for stream in made:
+    accumulators, samples = [kind.accumulator() for kind in kinds], 0
+    for probs, labels in chunks(*chunk_arguments):
+        samples += len(labels)
+        for stream in accumulators:
             stream.update(probs, labels)
-    return pickle.dumps(made), seen
+    return pickle.dumps(accumulators), samples
 
 
 def campaign(
@@ -71,34 +71,43 @@ def campaign(
 ) -> dict[str, Any]:
     """Compare accumulators merged over processes, in a random order, with one pass."""
     start = time.monotonic()
-    every = blocks(n, length)
-    shares = [range(k * len(every) // processes, (k + 1) * len(every) // processes) for k in range(processes)]
-    with multiprocessing.get_context("spawn").Pool(min(processes, len(every))) as pool:
-        result = pool.map(partial(part, kinds=kinds), [(share, n, seed, length) for share in shares], chunksize=1)
+    block_numbers = blocks(n, length)
+    ranges = [
+        range(k * len(block_numbers) // processes, (k + 1) * len(block_numbers) // processes) for k in range(processes)
+    ]
+    with multiprocessing.get_context("spawn").Pool(min(processes, len(block_numbers))) as pool:
+        result = pool.map(
+            partial(process_part, kinds=kinds), [(block_range, n, seed, length) for block_range in ranges], chunksize=1
+        )
     order = torch.randperm(processes, generator=torch.Generator().manual_seed(seed)).tolist()
     merged = pickle.loads(result[order[0]][0])
     for position in order[1:]:
-        merged = [first.merge(other) for first, other in zip(merged, pickle.loads(result[position][0]), strict=True)]
+        merged = [first.merge(second) for first, second in zip(merged, pickle.loads(result[position][0]), strict=True)]
     streamed = time.monotonic() - start
     rows = []
-    whole = [kind.accumulator() for kind in kinds]
-    for number in every:
+    single_pass = [kind.accumulator() for kind in kinds]
+    for number in block_numbers:
         probs, labels = block(number, n, seed, length)
-        for stream in whole:
+        for stream in single_pass:
             stream.update(probs, labels)
-    for mine, other in zip(merged, whole, strict=True):
-        rows.append({"stream": type(mine).__name__, **_compared(mine, other)})
-    most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
-    about = {"n": n, "processes": processes, "streamed_s": streamed, "seconds": time.monotonic() - start}
-    return about | {"process_mib": most, "streams": rows, "parts": [{"n": seen} for _, seen in result]}
+    for merged_stream, single_stream in zip(merged, single_pass, strict=True):
+        rows.append({"stream": type(merged_stream).__name__, **_compared(merged_stream, single_stream)})
+    process_mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
+    summary = {"n": n, "processes": processes, "streamed_s": streamed, "seconds": time.monotonic() - start}
+    return summary | {"process_mib": process_mib, "streams": rows, "parts": [{"n": samples} for _, samples in result]}
 
 
-def _compared(mine: Any, other: Any) -> dict[str, Any]:
-    got, wanted = (_values(first.compute()) for first in (mine, other))
-    same = all(a.n == b.n for a, b in zip(_results(mine), _results(other), strict=True))
-    if hasattr(mine.store, "histogram"):
-        same = same and torch.equal(*(first.store.histogram().bins.counts for first in (mine, other)))
-    return {"counts_equal": same, "largest_difference": max(abs(a - b) for a, b in zip(got, wanted, strict=True))}
+def _compared(merged: Any, single: Any) -> dict[str, Any]:
+    merged_values, single_values = (_values(first.compute()) for first in (merged, single))
+    counts_equal = all(a.n == b.n for a, b in zip(_results(merged), _results(single), strict=True))
+    if hasattr(merged.store, "histogram"):
+        counts_equal = counts_equal and torch.equal(
+            *(first.store.histogram().bins.counts for first in (merged, single))
+        )
+    return {
+        "counts_equal": counts_equal,
+        "largest_difference": max(abs(a - b) for a, b in zip(merged_values, single_values, strict=True)),
+    }
 
 
 def _results(stream: Any) -> list[Any]:
@@ -106,11 +115,11 @@ def _results(stream: Any) -> list[Any]:
     return [item.definition for item in (result if isinstance(result, tuple) else (result,))]
 
 
-def _values(found: Any) -> list[float]:
-    return [float(item) for item in (found if isinstance(found, tuple) else (found,))]
+def _values(result: Any) -> list[float]:
+    return [float(item) for item in (result if isinstance(result, tuple) else (result,))]
 
 
-def ways(n: int, seed: int) -> list[dict[str, Any]]:
+def compare_variants(n: int, seed: int) -> list[dict[str, Any]]:
     """Compare other batch sizes, thread counts and memory layouts with one pass in float64."""
     parts = [block(number, n, seed) for number in blocks(n)]
     probs, labels = torch.cat([p for p, _ in parts]), torch.cat([y for _, y in parts])
@@ -125,31 +134,44 @@ def ways(n: int, seed: int) -> list[dict[str, Any]]:
         metrics.aurc,
     )
     expected = [float(function(probs, labels)) for function in functions]
-    turned = probs.t().contiguous().t()
+    column_major = probs.t().contiguous().t()
     rows = []
-    for name, threads, table in (("1 thread", 1, probs), ("2 threads", 2, probs), ("4 threads", 4, probs),
-                                 ("columns first", before, turned), ("numpy", before, probs.numpy())):  # fmt: skip
+    for name, threads, table in (
+        ("1 thread", 1, probs),
+        ("2 threads", 2, probs),
+        ("4 threads", 4, probs),
+        ("columns first", before, column_major),
+        ("numpy", before, probs.numpy()),
+    ):
         torch.set_num_threads(threads)
-        got = [float(function(table, labels)) for function in functions]
-        rows.append(_row(name, got, expected))
+        values = [float(function(table, labels)) for function in functions]
+        rows.append(_row(name, values, expected))
     torch.set_num_threads(before)
     for size in (1, 7, 1000):
-        some = min(n, 2000 if size == 1 else n)
-        made = [metric.accumulator() for metric in functions]
-        for start in range(0, some, size):
-            for stream in made:
+        samples = min(n, 2000 if size == 1 else n)
+        accumulators = [metric.accumulator() for metric in functions]
+        for start in range(0, samples, size):
+            for stream in accumulators:
                 stream.update(probs[start : start + size], labels[start : start + size])
-        wanted = expected if some == n else [float(function(probs[:some], labels[:some])) for function in functions]
-        rows.append(_row(f"batches of {size}" + (f", {some:,} samples" if some < n else ""), _floats(made), wanted))
+        expected_values = (
+            expected if samples == n else [float(function(probs[:samples], labels[:samples])) for function in functions]
+        )
+        rows.append(
+            _row(
+                f"batches of {size}" + (f", {samples:,} samples" if samples < n else ""),
+                _floats(accumulators),
+                expected_values,
+            )
+        )
     return rows
 
 
-def _floats(made: list[Any]) -> list[float]:
-    return [float(item.compute()) for item in made]
+def _floats(accumulators: list[Any]) -> list[float]:
+    return [float(item.compute()) for item in accumulators]
 
 
-def _row(name: str, got: list[float], wanted: list[float]) -> dict[str, Any]:
-    return {"way": name, "largest_difference": max(abs(a - b) for a, b in zip(got, wanted, strict=True))}
+def _row(name: str, values: list[float], expected: list[float]) -> dict[str, Any]:
+    return {"variant": name, "largest_difference": max(abs(a - b) for a, b in zip(values, expected, strict=True))}
 
 
 def main() -> int:
@@ -160,21 +182,25 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="*", choices=[kind.name for kind in STREAMS], help="streams")
     parser.add_argument("--out", type=Path, default=Path("build/faults/streams.json"))
-    given = parser.parse_args()
-    kinds = tuple(kind for kind in STREAMS if given.only is None or kind.name in given.only)
-    result = campaign(given.n, given.processes, given.seed, kinds) | {"ways": ways(min(given.n, 200_000), given.seed)}
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(result, indent=1))
+    arguments = parser.parse_args()
+    kinds = tuple(kind for kind in STREAMS if arguments.only is None or kind.name in arguments.only)
+    result = campaign(arguments.n, arguments.processes, arguments.seed, kinds) | {
+        "variants": compare_variants(min(arguments.n, 200_000), arguments.seed)
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1))
     print(f"{result['n']:,} predictions, {result['processes']} processes: {result['streamed_s']:.0f} s streamed, "
           f"{result['seconds']:.0f} s in all, at most {result['process_mib']:,} MiB a process")  # fmt: skip
     print("\n| stream | counts equal | largest difference |\n|---|---|--:|")
     for row in result["streams"]:
         print(f"| `{row['stream']}` | {'yes' if row['counts_equal'] else 'NO'} | {row['largest_difference']:.1e} |")
     print("\n| the same table | largest difference |\n|---|--:|")
-    for row in result["ways"]:
-        print(f"| {row['way']} | {row['largest_difference']:.1e} |")
-    good = all(row["counts_equal"] for row in result["streams"])
-    return int(not good or any(row["largest_difference"] > 1e-12 for row in [*result["streams"], *result["ways"]]))
+    for row in result["variants"]:
+        print(f"| {row['variant']} | {row['largest_difference']:.1e} |")
+    counts_equal = all(row["counts_equal"] for row in result["streams"])
+    return int(
+        not counts_equal or any(row["largest_difference"] > 1e-12 for row in [*result["streams"], *result["variants"]])
+    )
 
 
 if __name__ == "__main__":

@@ -25,85 +25,100 @@ C = {"LANG": "C", "LC_ALL": "C"}
 ASCII = C | {
     "PYTHONUTF8": "0",
     "PYTHONCOERCECLOCALE": "0",
-}  # Python then cannot represent the folder names of the others
+}  # Python then cannot represent the folder names of the other surroundings
 HOMELESS = {"HOME": NOWHERE, "XDG_CACHE_HOME": "", "XDG_CONFIG_HOME": "", "MPLCONFIGDIR": ""}
 
 
 @dataclass(frozen=True)
-class Place:
+class Surroundings:
     """How the tour is started.
 
     Args:
-        variables: of the environment; an empty one is taken away.
+        variables: environment variables; those with an empty value are removed.
         python: options of the interpreter.
-        words: options of the walk.
-        alone: without a terminal or anything to read or write: a session of its own, and closed streams.
+        options: of `tour.py`.
+        detached: whether it runs in a new session with closed streams, without a terminal.
     """
 
     variables: dict[str, str] = field(default_factory=dict)
     python: tuple[str, ...] = ()
-    words: tuple[str, ...] = ()
-    alone: bool = False
+    options: tuple[str, ...] = ()
+    detached: bool = False
 
 
-PLACES = {
-    "usual": Place(),
-    "python -O": Place(python=("-O",)),
-    "LANG=C": Place(C),
-    "LANG=C, and Python takes text for ASCII": Place(ASCII, words=("--ascii",)),
-    "home cannot be written": Place(HOMELESS),
-    "no terminal, streams closed": Place({"TERM": ""}, alone=True),
-    "processes are spawned": Place(words=("--start-method", "spawn")),
-    "processes are forked": Place(words=("--start-method", "fork")),
-    "all at once": Place(C | HOMELESS | {"TERM": ""}, ("-O",), ("--start-method", "spawn"), alone=True),
+SURROUNDINGS = {
+    "normal": Surroundings(),
+    "python -O": Surroundings(python=("-O",)),
+    "LANG=C": Surroundings(C),
+    "LANG=C, and Python takes text for ASCII": Surroundings(ASCII, options=("--ascii",)),
+    "home cannot be written": Surroundings(HOMELESS),
+    "no terminal, streams closed": Surroundings({"TERM": ""}, detached=True),
+    "processes are spawned": Surroundings(options=("--start-method", "spawn")),
+    "processes are forked": Surroundings(options=("--start-method", "fork")),
+    "all at once": Surroundings(C | HOMELESS | {"TERM": ""}, ("-O",), ("--start-method", "spawn"), detached=True),
 }
 
 
-def walked(place: Place, folder: Path, *more: str) -> dict[str, Any]:
+def run_tour(surroundings: Surroundings, folder: Path, *extra_options: str) -> dict[str, Any]:
     """Run the tour; return its results, or its output if it failed."""
     folder.mkdir()
-    out = folder / "found.json"
-    environment = {name: value for name, value in (os.environ | place.variables).items() if value}
-    command = [sys.executable, *place.python, str(TOUR), str(folder), "--out", str(out), *place.words, *more]
-    with (folder / "said.txt").open("wb") as text:
+    result_file = folder / "found.json"
+    environment = {name: value for name, value in (os.environ | surroundings.variables).items() if value}
+    command = [
+        sys.executable,
+        *surroundings.python,
+        str(TOUR),
+        str(folder),
+        "--out",
+        str(result_file),
+        *surroundings.options,
+        *extra_options,
+    ]
+    with (folder / "output.txt").open("wb") as text:
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": text, "stderr": text}
-        if place.alone:
+        if surroundings.detached:
             command = ["/bin/sh", "-c", 'exec "$@" <&- >&-', "sh", *command]  # stderr stays open
-        done = subprocess.run(command, env=environment, check=False, start_new_session=place.alone, **streams)
-    if done.returncode:
-        return {"failed": (folder / "said.txt").read_text(errors="replace")[-3000:]}
-    result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+        process = subprocess.run(
+            command, env=environment, check=False, start_new_session=surroundings.detached, **streams
+        )
+    if process.returncode:
+        return {"failed": (folder / "output.txt").read_text(errors="replace")[-3000:]}
+    result: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
     return result
 
 
-def unlike(found: dict[str, Any], usual: dict[str, Any]) -> list[str]:
+def differences(result: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     """Return the differences between two tours."""
-    if "failed" in found:
-        return [found["failed"]]
-    return [f"{name}: {found.get(name)} and not {value}" for name, value in usual.items() if found.get(name) != value]
+    if "failed" in result:
+        return [result["failed"]]
+    return [
+        f"{name}: {result.get(name)} and not {value}" for name, value in expected.items() if result.get(name) != value
+    ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=list(PLACES))
+    parser.add_argument("--only", action="append", choices=list(SURROUNDINGS))
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    rows, usual = [], {}
+    arguments = parser.parse_args()
+    rows, expected = [], {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, surrounding in PLACES.items():
-            if given.only and name not in (*given.only, "usual"):
+        for name, surroundings in SURROUNDINGS.items():
+            if arguments.only and name not in (*arguments.only, "normal"):
                 continue
-            began = time.monotonic()
-            result = walked(surrounding, Path(folder) / name)
-            usual = usual or result
-            wrong = unlike(result, usual)
-            rows.append({"surroundings": name, "equal": "no" if wrong else "yes"})
-            print(name, f"{time.monotonic() - began:.0f} s", *wrong, file=sys.stderr, flush=True)
+            start = time.monotonic()
+            result = run_tour(surroundings, Path(folder) / name)
+            expected = expected or result
+            problems = differences(result, expected)
+            rows.append({"surroundings": name, "equal": "no" if problems else "yes"})
+            print(name, f"{time.monotonic() - start:.0f} s", *problems, file=sys.stderr, flush=True)
     print(table(rows))
-    if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps({"rows": rows, "usual": usual}, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    return int(any(row["equal"] == "no" for row in rows) or "failed" in usual)
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(
+            json.dumps({"rows": rows, "normal": expected}, indent=1, ensure_ascii=False) + "\n", "utf-8"
+        )
+    return int(any(row["equal"] == "no" for row in rows) or "failed" in expected)
 
 
 if __name__ == "__main__":

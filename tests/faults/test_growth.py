@@ -84,9 +84,9 @@ def test_memory_freed_by_a_point_is_not_reused_by_the_next():
     sizes = (2**25, 2**23, 2**24)
     script = f"import growth, torch; take = lambda n: lambda: torch.ones(n).sum(); sizes = {sizes}\n"
     script += "print([growth.measure_in_process(take, n)[1] for n in sizes])"
-    where = {"cwd": Path(growth.__file__).parent, "capture_output": True, "text": True, "timeout": 300}
-    done = subprocess.run([sys.executable, "-c", script], check=True, **where)
-    for n, memory in zip(sizes, json.loads(done.stdout), strict=True):
+    options = {"cwd": Path(growth.__file__).parent, "capture_output": True, "text": True, "timeout": 300}
+    process = subprocess.run([sys.executable, "-c", script], check=True, **options)
+    for n, memory in zip(sizes, json.loads(process.stdout), strict=True):
         assert 4 * n <= memory < 4 * n + 4 * growth.LITTLE  # with libraries that were not loaded before
 
 
@@ -154,11 +154,11 @@ def bytes_kept(kind):
     stream, (logits, labels, *_), updates = kind(), growth.problem(20_000, 10), (20, 120)
     probs = logits.softmax(1)
     stream.update(probs, labels)
-    few, many = (
+    first, second = (
         growth.measure_in_process(lambda n: lambda: [stream.update(probs, labels) for _ in range(n)], n)
         for n in updates
     )
-    return (many[1] - few[1]) / (20_000 * (updates[1] - updates[0]))
+    return (second[1] - first[1]) / (20_000 * (updates[1] - updates[0]))
 
 
 @pytest.mark.campaign
@@ -167,10 +167,10 @@ def test_accumulator_of_sums_stores_no_samples():
     script = "from test_growth import bytes_kept, metrics as m; "
     script += "print(*(bytes_kept(metric.accumulator) for metric in (m.ece, m.aurc)))"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=300
     )
-    of_sums, of_samples = map(float, done.stdout.split())
+    of_sums, of_samples = map(float, process.stdout.split())
     assert of_sums < growth.SUMS
     assert of_samples > 4 * growth.SUMS
 

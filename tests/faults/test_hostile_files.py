@@ -26,7 +26,7 @@ ROWS = 3_000
 
 
 class Storage:
-    """Stands for a storage of so many numbers in a pickle of torch."""
+    """Stands for a storage of `count` numbers in a pickle of torch."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -39,8 +39,8 @@ class Rebuilt:
         self.stored, self.shape = stored, shape
 
     def __reduce__(self) -> tuple[Any, ...]:
-        given = (Storage(self.stored), 0, (self.shape, 1), (1, 1), False, OrderedDict())
-        return torch._utils._rebuild_tensor_v2, given
+        arguments = (Storage(self.stored), 0, (self.shape, 1), (1, 1), False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, arguments
 
 
 class Pickler(pickle._Pickler):
@@ -85,7 +85,7 @@ def a_compressed_file(path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("made", "reason"),
+    ("make_file", "reason"),
     [
         (a_function_call, "more than tensors"),
         (a_stretched_storage, r"4294967296.* 1 "),
@@ -94,13 +94,13 @@ def a_compressed_file(path: Path) -> Path:
     ],
 )
 def test_a_torch_file_is_refused_before_torch_allocates_memory(
-    tmp_path, monkeypatch, made: Callable[[Path], Path], reason: str
+    tmp_path, monkeypatch, make_file: Callable[[Path], Path], reason: str
 ):
-    path = made(tmp_path / "p.pt")
+    path = make_file(tmp_path / "p.pt")
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch.load was called"))
-    for opened in (read_predictions, read_weights, read_official):
+    for read in (read_predictions, read_weights, read_official):
         with pytest.raises(ValueError, match=rf"p\.pt.*{reason}"):
-            opened(path)
+            read(path)
     with pytest.raises(RunError, match=r"p\.pt"):
         checkpoint.load(path)
 
@@ -127,9 +127,9 @@ def test_the_check_of_a_torch_file_imports_and_calls_nothing(tmp_path, monkeypat
     for path in (zipped(tmp_path / "zip.pt", content), tmp_path / "legacy.pt"):
         if path.stem == "legacy":
             path.write_bytes(b"".join(pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, {})) + content)
-        for opened in (read_predictions, read_weights, read_official):
+        for read in (read_predictions, read_weights, read_official):
             with pytest.raises(ValueError, match=rf"{path.stem}\.pt"):
-                opened(path)
+                read(path)
 
 
 @pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}])
@@ -143,7 +143,7 @@ def test_torch_save_files_are_read_unchanged(tmp_path, options):
     torch.save(content, tmp_path / "w.pth", **options)
     weights = read_weights(tmp_path / "w.pth")
     new = {"a": torch.arange(6).to(torch.uint16), "b": torch.ones(3).to(torch.float8_e4m3fn)}
-    torch.save(new, tmp_path / "new.pth")  # torch reads them in the newer format alone
+    torch.save(new, tmp_path / "new.pth")  # torch reads these dtypes only in the newer format
     assert {name: item.dtype for name, item in read_weights(tmp_path / "new.pth").items()} == {
         name: item.dtype for name, item in new.items()
     }
@@ -160,16 +160,16 @@ def test_flipped_bits_in_a_torch_file_are_detected(tmp_path):
         read_predictions(tmp_path / "p.pt")
 
 
-@pytest.mark.parametrize("opened", [read_predictions, read_weights, read_official])
+@pytest.mark.parametrize("read", [read_predictions, read_weights, read_official])
 @pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}])
-def test_truncated_torch_file_is_reported_as_truncated(tmp_path, opened, options):
+def test_truncated_torch_file_is_reported_as_truncated(tmp_path, read, options):
     content = {"logits": torch.randn(50, 4), "labels": torch.zeros(50, dtype=torch.long)}
     torch.save(content, tmp_path / "p.pt", **options)
     content = (tmp_path / "p.pt").read_bytes()
     for length in (0, 12, 100, len(content) // 2, len(content) - 30):
         (tmp_path / "p.pt").write_bytes(content[:length])
         with pytest.raises(ValueError, match=r"p\.pt.*(truncated|EOF)"):
-            opened(tmp_path / "p.pt")
+            read(tmp_path / "p.pt")
 
 
 ANNOUNCED = {
@@ -181,13 +181,13 @@ ANNOUNCED = {
 
 
 @pytest.mark.parametrize("operation", ANNOUNCED)
-@pytest.mark.parametrize("made", [zipped, Path.write_bytes])
-def test_pickle_with_a_huge_declared_length_allocates_nothing(tmp_path, operation, made):
+@pytest.mark.parametrize("write", [zipped, Path.write_bytes])
+def test_pickle_with_a_huge_declared_length_allocates_nothing(tmp_path, operation, write):
     path = tmp_path / "p.pt"
-    made(path, ANNOUNCED[operation] + (2**62).to_bytes(8, "little"))
-    for opened in (read_predictions, read_weights, read_official):
+    write(path, ANNOUNCED[operation] + (2**62).to_bytes(8, "little"))
+    for read in (read_predictions, read_weights, read_official):
         with pytest.raises(ValueError, match=r"p\.pt.*(truncated|bytearray)"):
-            opened(path)
+            read(path)
 
 
 def test_the_check_of_a_torch_file_changes_no_class_and_copies_nothing(tmp_path):
@@ -210,13 +210,13 @@ def test_torch_archive_after_other_data_raises(tmp_path):
         read_predictions(path)
 
 
-def long_label(folder: Path, ending: str) -> Path:
+def long_label(folder: Path, suffix: str) -> Path:
     """Write a table in which one label is very long."""
-    path = folder / f"p{ending}"
+    path = folder / f"p{suffix}"
     labels = ["a" * LONG] + ["b"] * (ROWS - 1)
-    if ending == ".csv":
+    if suffix == ".csv":
         path.write_text("prob_b,label\n" + "".join(f"0.5,{label}\n" for label in labels))
-    elif ending == ".jsonl":
+    elif suffix == ".jsonl":
         path.write_text("".join(f'{{"prob_b": 0.5, "label": "{label}"}}\n' for label in labels))
     else:
         arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -225,9 +225,9 @@ def long_label(folder: Path, ending: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("ending", [".csv", ".jsonl", ".parquet"])
-def test_a_very_long_label_is_not_copied_into_every_row(tmp_path, ending):
-    path = long_label(tmp_path, ending)
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_a_very_long_label_is_not_copied_into_every_row(tmp_path, suffix):
+    path = long_label(tmp_path, suffix)
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=r"row 0|line [12]|a{80}"):
@@ -273,14 +273,14 @@ def test_only_needed_parquet_columns_are_decoded(tmp_path, kind):
 
 def test_very_long_class_name_is_not_repeated_in_every_npz_row(tmp_path):
     names, n = ("a" * LONG, "b"), 2_000
-    given = fedlas.Predictions(
+    predictions = fedlas.Predictions(
         torch.randn(n, 2), torch.ones(n).long(), class_names=names, ids=["c" * LONG, *range(n - 1)]
     )
     with pytest.raises(ValueError, match=r"ids.*\.parquet"):
-        write_predictions(given, tmp_path / "p.npz")
+        write_predictions(predictions, tmp_path / "p.npz")
     tracemalloc.start()
     try:
-        write_predictions(given, tmp_path / "p.csv")
+        write_predictions(predictions, tmp_path / "p.csv")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -301,8 +301,8 @@ LIMITED = """
 import resource, sys
 import fedlas, fedlas.report.evaluation_result, fedlas.integrations.official
 from fedlas.io import read_predictions
-held = int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmSize"))) * 1024
-resource.setrlimit(resource.RLIMIT_AS, (held + 2**29, held + 2**29))
+size = int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmSize"))) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (size + 2**29, size + 2**29))
 for path in sys.argv[1:]:
     try:
         print(path, len(read_predictions(path)))
@@ -316,11 +316,14 @@ for path in sys.argv[1:]:
 def test_hostile_files_are_read_within_half_a_gigabyte(tmp_path, monkeypatch):
     """Regression: each of these files took 9 GB or more."""
     monkeypatch.setattr(sys.modules[__name__], "ROWS", 30_000)
-    files = [long_label(tmp_path, ending) for ending in (".csv", ".jsonl", ".parquet")]
+    files = [long_label(tmp_path, suffix) for suffix in (".csv", ".jsonl", ".parquet")]
     files += [repeated_parquet(tmp_path / f"{kind}.parquet", "label", kind, 3_000_000) for kind in ("fixed", "lists")]
-    files += [made(tmp_path / f"{made.__name__}.pt") for made in (a_function_call, a_stretched_storage, a_legacy_file)]
+    files += [
+        make_file(tmp_path / f"{make_file.__name__}.pt")
+        for make_file in (a_function_call, a_stretched_storage, a_legacy_file)
+    ]
     (tmp_path / "top.csv").write_text("confidence,prediction,label\n" + "0.9,0,0\n" * 300_000 + "0.001,1,1\n")
     command = [sys.executable, "-c", LIMITED, *map(str, files), str(tmp_path / "top.csv")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert [line.split()[-1] for line in done.stdout.splitlines()] == ["refused"] * 8 + ["300001"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert [line.split()[-1] for line in process.stdout.splitlines()] == ["refused"] * 8 + ["300001"]

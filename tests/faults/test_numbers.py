@@ -18,9 +18,9 @@ from fedlas.metrics.intervals import inversion
 from fedlas.predictions.arrays import as_tensor
 
 SLOW = {"smooth_curve", "smooth_ece", "kde_ece"}  # tens of milliseconds each
-ASKED = [target for target in more_cases.targets() if target.name not in SLOW]
-# Which take bins, results or names, or are made of what is asked.
-MADE_OF_OTHERS = {
+FAST_TARGETS = [target for target in more_cases.targets() if target.name not in SLOW]
+# These take bins, results or names, or are composed of fuzzed functions.
+NOT_FUZZED = {
     "across_seeds",
     "bin_statistics",
     "clopper_pearson",
@@ -33,14 +33,14 @@ LOSSES = [record.name for record in fedlas.list_losses()]
 
 @pytest.fixture(autouse=True)
 def unchecked():
-    """Ask as users do, without the type checker of the tests, which would answer before the library can."""
+    """Disable the type checker of the tests, which would reject invalid input before the library does."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("target", ASKED, ids=lambda target: target.name)
+@pytest.mark.parametrize("target", FAST_TARGETS, ids=lambda target: target.name)
 @given(content=st.binary(max_size=120))
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_valid_input_gives_exact_values_and_invalid_input_an_error(target: Target, content: bytes):
@@ -58,36 +58,36 @@ def test_slow_metrics_are_correct(name):
 @pytest.mark.campaign
 def test_all_public_functions_are_fuzzed():
     """Every export of `fedlas.metrics` is fuzzed, composed of fuzzed functions, or takes no probabilities."""
-    asked = {target.name for target in more_cases.targets()}
-    assert set(LOSSES) <= asked
-    rest = {
+    fuzzed = {target.name for target in more_cases.targets()}
+    assert set(LOSSES) <= fuzzed
+    not_fuzzed = {
         name
         for package in (metrics, ood)
         for name in package.__all__
-        if name not in asked and not isinstance(getattr(package, name), type)
+        if name not in fuzzed and not isinstance(getattr(package, name), type)
     }
-    assert rest == MADE_OF_OTHERS
+    assert not_fuzzed == NOT_FUZZED
 
 
 @pytest.mark.campaign
 def test_a_wrong_metric_value_is_detected():
     """Guard against a check that always passes."""
-    off = Target("ece", "metric", lambda draw: number_cases.check_metric("ece", lambda *x, **_: _moved(*x), draw))
+    target = Target("ece", "metric", lambda draw: number_cases.check_metric("ece", lambda *x, **_: _moved(*x), draw))
     with pytest.raises(number_cases.FindingError, match="instead of"):
-        off(bytes(60))
+        target(bytes(60))
 
 
-def _moved(*given):
-    result = ece(*given)
+def _moved(*inputs):
+    result = ece(*inputs)
     return metrics.Result(float(result) + 1e-9, result.definition)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("call", [lambda *x: 0.1, lambda *x: 1 / 0], ids=["a number", "another error"])
 def test_accepted_invalid_input_is_detected(call):
-    nothing = (torch.full((2, 2), torch.nan), torch.tensor([0, 1]))
+    invalid = (torch.full((2, 2), torch.nan), torch.tensor([0, 1]))
     with pytest.raises(number_cases.FindingError):
-        number_cases.check_result("x", lambda: call(*nothing), False, number_cases.Shown(*nothing))
+        number_cases.check_result("x", lambda: call(*invalid), False, number_cases.Description(*invalid))
 
 
 @pytest.mark.campaign
@@ -95,10 +95,10 @@ def test_accepted_invalid_input_is_detected(call):
 def test_a_wrong_kernel_metric_is_detected(name):
     """Regression: these metrics were compared only with themselves."""
 
-    def off(*given, **options):
-        return [value + 1e-6 for value in number_cases.numbers(getattr(metrics, name)(*given, **options))]
+    def slightly_wrong(*inputs, **options):
+        return [value + 1e-6 for value in number_cases.numbers(getattr(metrics, name)(*inputs, **options))]
 
-    target = Target(name, "metric", lambda draw: number_cases.check_metric(name, off, draw))
+    target = Target(name, "metric", lambda draw: number_cases.check_metric(name, slightly_wrong, draw))
     with pytest.raises(number_cases.FindingError, match="instead of"):
         target(bytes(60))
 
@@ -116,13 +116,13 @@ def test_unchecked_results_are_not_counted_as_errors():
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", ["auroc", "aupr", "fpr_at_tpr"])
 def test_a_wrong_ood_metric_is_detected(name, monkeypatch):
-    true = getattr(ood, name)
+    original = getattr(ood, name)
 
-    def off(*given, **options):
-        result = true(*given, **options)
+    def slightly_wrong(*inputs, **options):
+        result = original(*inputs, **options)
         return metrics.Result(float(result) * (1 - 1e-9), result.definition, result.interval)
 
-    monkeypatch.setattr(ood, name, off)
+    monkeypatch.setattr(ood, name, slightly_wrong)
     with pytest.raises(number_cases.FindingError, match="instead of"):
         more_cases.check_detection(name, number_cases.Draw(bytes([0, 0, 0, 1, 0, *range(40)])))
 
@@ -154,11 +154,15 @@ def test_arrays_with_negative_strides_are_accepted():
 @pytest.mark.parametrize("kind", ["meta", "sparse", "complex"])
 @pytest.mark.parametrize("which", ["probs", "labels"])
 def test_meta_sparse_and_complex_tensors_raise(kind, which):
-    made = {"meta": lambda x: x.to("meta"), "sparse": lambda x: x.to_sparse(), "complex": lambda x: x.to(torch.cfloat)}
-    given = {"probs": torch.eye(3), "labels": torch.arange(3)}
-    given[which] = made[kind](given[which])
+    conversions = {
+        "meta": lambda x: x.to("meta"),
+        "sparse": lambda x: x.to_sparse(),
+        "complex": lambda x: x.to(torch.cfloat),
+    }
+    inputs = {"probs": torch.eye(3), "labels": torch.arange(3)}
+    inputs[which] = conversions[kind](inputs[which])
     with pytest.raises(TypeError, match=f"{which}.*{kind}"):
-        ece(**given)
+        ece(**inputs)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -167,10 +171,10 @@ def test_losses_raise_for_sparse_tensors(name, which):
     record = next(item for item in fedlas.list_losses() if item.name == name)
     sizes = {"num_classes": CLASSES, "num_samples": SAMPLES, "epochs": 5}
     loss = fedlas.build_loss(name, **{option: size for option, size in sizes.items() if option in record.keywords})
-    given = [torch.zeros(3, CLASSES), torch.arange(3), torch.ones(3, 2), torch.arange(3)]
-    given[which] = given[which].to_sparse()
+    inputs = [torch.zeros(3, CLASSES), torch.arange(3), torch.ones(3, 2), torch.arange(3)]
+    inputs[which] = inputs[which].to_sparse()
     with pytest.raises(TypeError, match=rf"{['logits', 'labels'][which]}.*torch\.sparse_coo"):
-        loss(*given)
+        loss(*inputs)
 
 
 def test_invalid_soft_labels_with_gradient_raise_without_a_warning():
@@ -185,11 +189,11 @@ def test_dual_focal_accepts_noncontiguous_logits_without_a_warning():
     torch.testing.assert_close(loss(logits.t(), labels), loss(logits.t().contiguous(), labels))
 
 
-@pytest.mark.parametrize("share", [6e-8, 1e-30, 1e-39, 5e-324])
+@pytest.mark.parametrize("weight", [6e-8, 1e-30, 1e-39, 5e-324])
 @pytest.mark.parametrize("double_normalise", [True, False])
-def test_mmce_is_finite_for_almost_no_correct_predictions(share, double_normalise):
+def test_mmce_is_finite_for_almost_no_correct_predictions(weight, double_normalise):
     loss = fedlas.build_loss("mmce", variant="w", double_normalise=double_normalise)
-    labels = torch.tensor([[1.0, share], [1.0, share]], dtype=torch.float64)
+    labels = torch.tensor([[1.0, weight], [1.0, weight]], dtype=torch.float64)
     assert loss(torch.tensor([[0.0, 3.0], [0.0, 5.0]]), labels).isfinite()
     assert loss(torch.tensor([[0.0, 3.0], [0.0, 5.0]], dtype=torch.float64), labels).isfinite()
 
@@ -202,8 +206,8 @@ def test_probabilities_in_half_precision_are_summed_exactly():
 @pytest.mark.parametrize("confidence", [1.0, 0.5, 0.75])
 def test_kde_ece_of_one_confidence_is_its_gap(confidence):
     """Regression: the kernel, a few grid cells wide, did not sum to one, and the error exceeded one."""
-    given = torch.full((4,), confidence, dtype=torch.float64)
-    result = kde_ece(given, torch.zeros(4, dtype=torch.int64), scope="confidence")
+    confidences = torch.full((4,), confidence, dtype=torch.float64)
+    result = kde_ece(confidences, torch.zeros(4, dtype=torch.int64), scope="confidence")
     assert result == pytest.approx(confidence, abs=2e-4)
     assert result <= 1 + 1e-12
 
@@ -256,8 +260,8 @@ def test_binary_labels_of_a_wrong_shape_raise(scope, labels):
 @pytest.mark.parametrize("resamples", [20, 1000])
 def test_interval_of_an_always_incorrect_class_is_ordered(probs, labels, resamples):
     """Regression: a rounding error of 1e-17 in a bin gave a class-wise ECE interval of 2.6 to 1."""
-    given = torch.tensor(probs, dtype=torch.float64), torch.tensor(labels)
-    result = metrics.bootstrap(metrics.classwise_ece, *given, resamples=resamples)
+    inputs = torch.tensor(probs, dtype=torch.float64), torch.tensor(labels)
+    result = metrics.bootstrap(metrics.classwise_ece, *inputs, resamples=resamples)
     assert 0 <= result.interval.low <= result <= result.interval.high <= 1
 
 
@@ -304,18 +308,18 @@ def test_soft_label_maps_are_accepted_for_binary_probabilities():
 
 def test_two_columns_may_sum_to_one_within_rounding():
     """Regression: [1.0000001, 0] was accepted for the top label but rejected for class 1."""
-    above = torch.tensor([[0.0, 1 + 1e-7], [0.5, 0.5]], dtype=torch.float64)
+    probs = torch.tensor([[0.0, 1 + 1e-7], [0.5, 0.5]], dtype=torch.float64)
     hard = torch.tensor([1, 0])
-    assert ece(above, hard, scope="positive").value == pytest.approx(0.25, abs=1e-6)
-    assert ece(above[1:], above[:1], scope="positive").value == pytest.approx(0.5, abs=1e-6)
+    assert ece(probs, hard, scope="positive").value == pytest.approx(0.25, abs=1e-6)
+    assert ece(probs[1:], probs[:1], scope="positive").value == pytest.approx(0.5, abs=1e-6)
     with pytest.raises(ValueError, match=r"probs: row 0\b.*0.*1"):
-        ece(above[:, 1], hard, scope="positive")
+        ece(probs[:, 1], hard, scope="positive")
 
 
 def test_smooth_curve_accepts_a_confidence_rounded_above_one():
     """Regression: a negative weight of the last cell but one was dropped, giving 0.49997 instead of 0.5."""
-    above = torch.tensor([[1.0, 0.0], [0.0, 1.0000001]])
-    assert float((metrics.smooth_curve(above, torch.tensor([0, 0])).accuracy - 0.5).abs().max()) < 1e-12
+    probs = torch.tensor([[1.0, 0.0], [0.0, 1.0000001]])
+    assert float((metrics.smooth_curve(probs, torch.tensor([0, 0])).accuracy - 0.5).abs().max()) < 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -323,8 +327,8 @@ def test_soft_label_of_class_0_is_not_rounded(dtype):
     """Regression: the label of class 0 was 1 - y in the dtype of the labels, with errors of 1e-3 in bfloat16."""
     labels = torch.tensor([[0.9, 0.1], [0.7, 0.3], [0.4, 0.6]]).to(dtype)
     probs = torch.tensor([[0.8, 0.2], [0.6, 0.4], [0.3, 0.7]], dtype=torch.float64)
-    shares = labels[:, 1].double()
-    risks = torch.stack([shares[0], 1 - shares[2], shares[1]])  # surest first
+    positive = labels[:, 1].double()
+    risks = torch.stack([positive[0], 1 - positive[2], positive[1]])  # most confident first
     expected = (risks.cumsum(0) / torch.arange(1, 4)).mean()
     assert metrics.aurc(probs, labels, scope="positive").value == pytest.approx(float(expected), abs=1e-12)
 
@@ -361,5 +365,5 @@ def test_chunked_parallel_and_single_pass_streams_agree():
 
 @pytest.mark.campaign
 def test_threaded_and_batched_streams_agree():
-    for row in stream_numbers.ways(n=4_000, seed=1):
+    for row in stream_numbers.compare_variants(n=4_000, seed=1):
         assert row["largest_difference"] <= 1e-12, row

@@ -148,13 +148,13 @@ def test_the_search_accepts_known_calls(text):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(
-    ("copies", "big", "many"),
-    [(1, 2**22, 5_000), (4, 2**29, untrusted_files.MANY)],
+    ("copies", "bomb_bytes", "many_columns"),
+    [(1, 2**22, 5_000), (4, 2**29, untrusted_files.MANY_COLUMNS)],
     ids=["small", "large"],
 )
-def test_untrusted_files_have_no_effect(tmp_path, copies, big, many):
+def test_untrusted_files_have_no_effect(tmp_path, copies, bomb_bytes, many_columns):
     """Every kind of file and every fault."""
-    records = untrusted_files.campaign(tmp_path / "campaign", copies, big, many)
+    records = untrusted_files.campaign(tmp_path / "campaign", copies, bomb_bytes, many_columns)
     assert len({record["kind"] for record in records}) == len(untrusted_files.readers())
     assert [record for record in records if record["outcome"] == "BAD"] == []
     assert [record for record in records if record["what"] == "sound" and record["outcome"] != "read"] == []
@@ -162,19 +162,19 @@ def test_untrusted_files_have_no_effect(tmp_path, copies, big, many):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"mib": 1600.0}, "took 1600 MiB"),
         ({"seconds": 61.0}, "took 61 s"),
         ({"what": untrusted_files.LINK}, "was followed"),
     ],
 )
-def test_campaign_enforces_memory_and_time_limits(changed, said):
+def test_campaign_enforces_memory_and_time_limits(changed, message):
     record = {"kind": "recipe", "what": "x", "outcome": "read", "message": "", "mib": 1.0, "seconds": 1.0}
     assert untrusted_files.check_record(record) == {}
     result = untrusted_files.check_record(record | changed)
     assert result["outcome"] == "BAD"
-    assert said in result["message"]
+    assert message in result["message"]
 
 
 @pytest.mark.campaign
@@ -220,44 +220,44 @@ def test_header_of_many_columns_is_parsed_in_linear_time(tmp_path):
         fedlas.read_predictions(path)
 
 
-@pytest.mark.parametrize("ending", [".csv", ".npz", ".json", ".pt"])
-def test_device_file_raises(tmp_path, ending):
-    (tmp_path / f"p{ending}").symlink_to("/dev/zero")
+@pytest.mark.parametrize("suffix", [".csv", ".npz", ".json", ".pt"])
+def test_device_file_raises(tmp_path, suffix):
+    (tmp_path / f"p{suffix}").symlink_to("/dev/zero")
     with pytest.raises(ValueError, match="device"):
-        fedlas.read_predictions(tmp_path / f"p{ending}")
+        fedlas.read_predictions(tmp_path / f"p{suffix}")
 
 
 @pytest.mark.parametrize(
-    "opened",
+    "read",
     [fedlas.read_predictions, fedlas.load_calibrator, read_weights, read_official, Report.load, load_program, read_idx,
      checkpoint.load, md5_of, lambda path: checked_bytes(path, None)],
 )  # fmt: skip
-@pytest.mark.parametrize(("kind", "ending"), [("pipe", ".csv"), ("device", ".csv"), ("pipe", ".safetensors")])
-def test_pipes_and_devices_are_not_read(tmp_path, opened, kind, ending):
+@pytest.mark.parametrize(("kind", "suffix"), [("pipe", ".csv"), ("device", ".csv"), ("pipe", ".safetensors")])
+def test_pipes_and_devices_are_not_read(tmp_path, read, kind, suffix):
     """Reading a pipe would block, and /dev/zero would fill the memory."""
-    path = tmp_path / f"f{ending}"
+    path = tmp_path / f"f{suffix}"
     if kind == "pipe":
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/null")
-    with pytest.raises(ValueError, match=rf"f\{ending}.*{kind}"):
-        opened(path)
+    with pytest.raises(ValueError, match=rf"f\{suffix}.*{kind}"):
+        read(path)
 
 
 def torch_out_of_memory_error():
     """What torch raises where there is no memory, in one of its wordings."""
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError) as error_info:
         torch.empty(2**60, dtype=torch.uint8)
-    return raised.value
+    return error_info.value
 
 
-OTHER_WORDS = RuntimeError(
+OTHER_MESSAGE = RuntimeError(
     "[enforce fail at alloc.cpp:9] err == 0. DefaultCPUAllocator: can't allocate memory: 9 bytes."
 )
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), torch_out_of_memory_error(), OTHER_WORDS], ids=["python", "torch", "other"]
+    "error", [MemoryError(), torch_out_of_memory_error(), OTHER_MESSAGE], ids=["python", "torch", "other"]
 )
 def test_out_of_memory_is_not_reported_as_a_damaged_file(tmp_path, error):
     """Also if torch reports it as a RuntimeError."""
@@ -267,9 +267,9 @@ def test_out_of_memory_is_not_reported_as_a_damaged_file(tmp_path, error):
     torch.save({"a": torch.ones(1)}, tmp_path / "p.pt")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "load", lambda *_, **__: (_ for _ in ()).throw(error))
-        for opened in (fedlas.read_predictions, read_weights, read_official, checkpoint.load):
+        for read in (fedlas.read_predictions, read_weights, read_official, checkpoint.load):
             with pytest.raises(MemoryError):
-                opened(tmp_path / "p.pt")
+                read(tmp_path / "p.pt")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.Module, "load_state_dict", lambda *_, **__: (_ for _ in ()).throw(error))
         with pytest.raises(MemoryError):
@@ -280,12 +280,12 @@ def test_array_with_a_huge_declared_shape_allocates_nothing(tmp_path):
     """Regression: numpy allocated the memory first, and the MemoryError was reported as damage."""
     content = io.BytesIO()
     np.lib.format.write_array(content, np.zeros(3))
-    lying = untrusted_files.zip_of({"logits.npy": content.getvalue().replace(b"(3,), ", b"(100000000000,), ")})
-    (tmp_path / "p.npz").write_bytes(lying)
+    misdeclared = untrusted_files.zip_of({"logits.npy": content.getvalue().replace(b"(3,), ", b"(100000000000,), ")})
+    (tmp_path / "p.npz").write_bytes(misdeclared)
     with pytest.raises(ValueError, match=r"p\.npz.*logits\.npy.*100000000000"):
         fedlas.read_predictions(tmp_path / "p.npz")
     with pytest.raises(ValueError, match=r"logits\.npy.*100000000000"):
-        StoredPredictions.unpack(lying)
+        StoredPredictions.unpack(misdeclared)
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -304,49 +304,49 @@ def test_json_that_the_parser_cannot_handle_raises_with_its_name(tmp_path, name,
 
 
 def test_deeply_nested_reports_recipes_and_ledgers_raise_with_their_names(tmp_path):
-    for name, opened, error in (
+    for name, read, error in (
         ("report.json", Report.load, ValueError),
         ("recipe.json", lambda path: Run(path.parent).recipe, RunError),
         ("ledger.jsonl", lambda path: Ledger(path.parent).lines, ValueError),
     ):
         (tmp_path / name).write_text(DEEP)
         with pytest.raises(error, match=name):
-            opened(tmp_path / name)
+            read(tmp_path / name)
     (tmp_path / "ledger.jsonl").write_bytes("{}".encode("utf-16"))
     with pytest.raises(ValueError, match=r"ledger\.jsonl.*UTF-8"):
         _ = Ledger(tmp_path).lines
 
 
 @pytest.mark.parametrize(
-    "words", [{"name": '"os.system"'}, {"name": '"temperature"', "options": "[1]"}, {"name": DEEP}]
+    "metadata", [{"name": '"os.system"'}, {"name": '"temperature"', "options": "[1]"}, {"name": DEEP}]
 )
-def test_a_calibrator_with_invalid_metadata_raises(tmp_path, words):
+def test_a_calibrator_with_invalid_metadata_raises(tmp_path, metadata):
     safetensors = pytest.importorskip("safetensors.torch")
     path = tmp_path / "c.safetensors"
-    path.write_bytes(safetensors.save({"t": torch.ones(1)}, metadata={"format": '"fedlas.calibrator/1"', **words}))
+    path.write_bytes(safetensors.save({"t": torch.ones(1)}, metadata={"format": '"fedlas.calibrator/1"', **metadata}))
     with pytest.raises(ValueError, match=r"c\.safetensors"):
         fedlas.load_calibrator(path)
 
 
 def test_damaged_stored_predictions_raise():
-    good = StoredPredictions({"labels": np.zeros(2, np.uint8), "logits": np.zeros((2, 2), np.float16)}).pack()
-    text = []
-    for position in range(0, len(good), 7):
-        content = bytearray(good)
+    valid = StoredPredictions({"labels": np.zeros(2, np.uint8), "logits": np.zeros((2, 2), np.float16)}).pack()
+    messages = []
+    for position in range(0, len(valid), 7):
+        content = bytearray(valid)
         content[position] ^= 255
         try:
             StoredPredictions.unpack(bytes(content), "x.npz")
-        except ValueError as error:  # any other error is one that nobody expects
-            text.append(str(error))
-    assert text
-    assert all("x.npz" in words for words in text)
+        except ValueError as error:  # any other error fails the test
+            messages.append(str(error))
+    assert messages
+    assert all("x.npz" in message for message in messages)
 
 
 def test_symlink_cannot_escape_the_ledger(tmp_path):
     folder = tmp_path / "results"
     (folder / "predictions").mkdir(parents=True)
-    good = untrusted_files.sound(tmp_path / "sound")["ledger"]
-    (folder / good.name).write_text(good.read_text())
+    ledger_file = untrusted_files.write_valid_files(tmp_path / "sound")["ledger"]
+    (folder / ledger_file.name).write_text(ledger_file.read_text())
     line = next(iter(Ledger(folder).lines.values()))
     assert Ledger(folder).file_of(line).is_relative_to(folder)
     (tmp_path / "mine.txt").write_text("mine")
@@ -363,8 +363,8 @@ def test_a_gzip_bomb_is_not_unpacked(tmp_path, monkeypatch):
 
 
 def test_exported_program_is_not_unpickled(tmp_path):
-    held = {"f/data/constants/opaque_obj_0": pickle.dumps(untrusted_files.Payload(tmp_path / "ran"))}
-    (tmp_path / "p.pt2").write_bytes(untrusted_files.zip_of(held))
+    files = {"f/data/constants/opaque_obj_0": pickle.dumps(untrusted_files.Payload(tmp_path / "ran"))}
+    (tmp_path / "p.pt2").write_bytes(untrusted_files.zip_of(files))
     with pytest.raises(ValueError, match=r"p\.pt2.*tensor"):
         load_program(tmp_path / "p.pt2")
     assert not (tmp_path / "ran").exists()
@@ -373,18 +373,18 @@ def test_exported_program_is_not_unpickled(tmp_path):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A small run that is finished."""
-    return Run(untrusted_files.sound(tmp_path_factory.mktemp("campaign") / "sound")["checkpoint"].parent)
+    return Run(untrusted_files.write_valid_files(tmp_path_factory.mktemp("campaign") / "sound")["checkpoint"].parent)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda good: {"format": good["format"], "step": 3, "weights": {"a": torch.ones(3)}}, "'model'"),
-        (lambda good: {name: value for name, value in good.items() if name != "epoch"}, "'epoch'"),
-        (lambda good: good | {"best": "x"}, "'best'.*tensors"),
-        (lambda good: good | {"optimizer": "x"}, "'optimizer'.*tensors"),
-        (lambda good: good | {"epoch": 10**9}, "epoch 1000000000.*2"),
-        (lambda good: good | {"best": {}}, "'best'.*'model'"),
+        (lambda state: {"format": state["format"], "step": 3, "weights": {"a": torch.ones(3)}}, "'model'"),
+        (lambda state: {name: value for name, value in state.items() if name != "epoch"}, "'epoch'"),
+        (lambda state: state | {"best": "x"}, "'best'.*tensors"),
+        (lambda state: state | {"optimizer": "x"}, "'optimizer'.*tensors"),
+        (lambda state: state | {"epoch": 10**9}, "epoch 1000000000.*2"),
+        (lambda state: state | {"best": {}}, "'best'.*'model'"),
     ],
 )
 def test_invalid_checkpoint_raises_in_predict_and_resume(trained, tmp_path, change, reason):
@@ -424,16 +424,16 @@ def test_invalid_log_line_raises_with_its_number(trained, tmp_path, line):
 
 
 def test_damaged_log_fails_only_its_own_run(trained, tmp_path):
-    good, other = trained.recipe, trained.recipe.replace(seed=7)
-    for recipe in (good, other):
+    valid_recipe, damaged_recipe = trained.recipe, trained.recipe.replace(seed=7)
+    for recipe in (valid_recipe, damaged_recipe):
         shutil.copytree(trained.folder, tmp_path / recipe.name)
-    bad = Run(tmp_path / other.name)
-    bad.recipe_file.write_text(json.dumps(other.to_dict()))
-    bad.log_file.write_text("5\n")
-    given = []
-    with pytest.raises(FailedRunsError, match=rf"^1 .*{other.name}: .*log\.jsonl.*line 1\b"):
-        given.extend(train_recipes([other, good], folder=tmp_path, device="cpu"))
-    assert [run.folder.name for run in given] == [good.name]
+    damaged_run = Run(tmp_path / damaged_recipe.name)
+    damaged_run.recipe_file.write_text(json.dumps(damaged_recipe.to_dict()))
+    damaged_run.log_file.write_text("5\n")
+    trained_runs = []
+    with pytest.raises(FailedRunsError, match=rf"^1 .*{damaged_recipe.name}: .*log\.jsonl.*line 1\b"):
+        trained_runs.extend(train_recipes([damaged_recipe, valid_recipe], folder=tmp_path, device="cpu"))
+    assert [run.folder.name for run in trained_runs] == [valid_recipe.name]
 
 
 @pytest.mark.parametrize(
@@ -472,9 +472,9 @@ class RedirectHandler(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def serve(made):
-    threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    return made
+def serve(server):
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    return server
 
 
 @pytest.fixture(scope="module")
@@ -494,15 +494,15 @@ def certificate(tmp_path_factory):
 @pytest.fixture
 def secure(certificate, monkeypatch):
     """A server with TLS."""
-    made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), RedirectHandler)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), RedirectHandler)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*certificate)
-    made.socket = context.wrap_socket(made.socket, server_side=True)
-    made.url, made.certificate = f"https://localhost:{made.server_port}", certificate[0]
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    server.url, server.certificate = f"https://localhost:{server.server_port}", certificate[0]
     monkeypatch.setattr(fetching, "TRIES", 1)
-    yield serve(made)
-    made.shutdown()
-    made.server_close()
+    yield serve(server)
+    server.shutdown()
+    server.server_close()
 
 
 MD5 = "9a0364b9e99bb480dd25e1f0284c8555"  # of the word "content"
@@ -515,14 +515,14 @@ def test_invalid_tls_certificate_raises(secure, tmp_path):
 
 def test_https_redirect_to_http_raises(secure, tmp_path, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(secure.certificate))
-    plain = serve(http.server.ThreadingHTTPServer(("127.0.0.1", 0), RedirectHandler))
-    secure.leads_to = f"http://127.0.0.1:{plain.server_port}/b.bin"
+    plain_server = serve(http.server.ThreadingHTTPServer(("127.0.0.1", 0), RedirectHandler))
+    secure.leads_to = f"http://127.0.0.1:{plain_server.server_port}/b.bin"
     with pytest.raises(MissingFileError, match="TLS"):
         fetch(Source((f"{secure.url}/a.bin",), MD5), tmp_path / "data")
     secure.leads_to = f"{secure.url}/b.bin"
     assert fetch(Source((f"{secure.url}/a.bin",), MD5), tmp_path / "data").read_bytes() == b"content"
-    plain.shutdown()
-    plain.server_close()
+    plain_server.shutdown()
+    plain_server.server_close()
 
 
 @pytest.mark.parametrize("name", [".b.bin.lock", "b.bin.part"])
@@ -539,15 +539,15 @@ def test_symlink_in_the_download_folder_raises(secure, tmp_path, monkeypatch, na
 def test_https_redirect_of_weights_to_http_raises(secure, tmp_path, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(secure.certificate))
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    plain = serve(http.server.ThreadingHTTPServer(("127.0.0.1", 0), RedirectHandler))
-    secure.leads_to = f"http://127.0.0.1:{plain.server_port}/b.bin"
+    plain_server = serve(http.server.ThreadingHTTPServer(("127.0.0.1", 0), RedirectHandler))
+    secure.leads_to = f"http://127.0.0.1:{plain_server.server_port}/b.bin"
     with pytest.raises(OSError, match="TLS"):
         Weights(f"{secure.url}/a.bin", "net.pth").fetch()
     assert not list((tmp_path / "torch").rglob("*.pth"))
     secure.leads_to = f"{secure.url}/b.bin"
     assert Weights(f"{secure.url}/a.bin", "net.pth").fetch().read_bytes() == b"content"
-    plain.shutdown()
-    plain.server_close()
+    plain_server.shutdown()
+    plain_server.server_close()
 
 
 def test_wrong_checksum_over_https_raises(secure, tmp_path, monkeypatch):

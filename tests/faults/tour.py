@@ -29,7 +29,7 @@ RESAMPLES = 100  # few bootstrap resamples suffice to compare intervals
 ONLY_ASCII: list[bool] = []
 
 
-def named(name: str) -> str:
+def file_name(name: str) -> str:
     """Return a file name, with non-ASCII letters only if the environment supports them."""
     return name.encode("ascii", "ignore").decode() if ONLY_ASCII else name
 
@@ -44,17 +44,20 @@ def table(folder: Path) -> dict[str, Any]:
 
     rows = [",".join([*(f"prob_{name}" for name in NAMES), "label"])]
     rows += [f"0.{a},0.{b},0.{8 - a - b + 2},{NAMES[(a + b) % 3]}" for a in range(1, 5) for b in range(1, 5)]
-    path = folder / named("from Excel – ü.csv")
+    path = folder / file_name("from Excel – ü.csv")
     path.write_bytes(("\ufeff" + "\r\n".join(rows) + "\r\n").encode())
-    read = fedlas.read_predictions(path)
-    report = fedlas.evaluate(read, seed=0, resamples=RESAMPLES)
-    copies = [folder / named(f"again ü{ending}") for ending in (".csv", ".parquet")]
+    predictions = fedlas.read_predictions(path)
+    report = fedlas.evaluate(predictions, seed=0, resamples=RESAMPLES)
+    copies = [folder / file_name(f"again ü{suffix}") for suffix in (".csv", ".parquet")]
     for copy in copies:
-        fedlas.write_predictions(read, copy)
-    again = [fedlas.read_predictions(copy) for copy in copies]
+        fedlas.write_predictions(predictions, copy)
+    copied = [fedlas.read_predictions(copy) for copy in copies]
     return {
-        "classes": list(read.class_names or ()),
-        "again": [torch.equal(item.labels, read.labels) and item.class_names == read.class_names for item in again],
+        "classes": list(predictions.class_names or ()),
+        "copies_equal": [
+            torch.equal(item.labels, predictions.labels) and item.class_names == predictions.class_names
+            for item in copied
+        ],
         "report": digest(report.to_json().replace(str(folder), "").encode()),
     }
 
@@ -69,11 +72,11 @@ def training(folder: Path) -> dict[str, Any]:
     from fedlas.metrics.base import Resampling
 
     stored_predictions.Resampling = partial(Resampling, resamples=RESAMPLES)
-    run = fedlas.fit(short("fedlas_ls", epochs=2), out=folder / named("Lauf Nr. 1 – 跑"))
-    ledger = Ledger(folder / named("Büro"))
+    run = fedlas.fit(short("fedlas_ls", epochs=2), out=folder / file_name("Lauf Nr. 1 – 跑"))
+    ledger = Ledger(folder / file_name("Büro"))
     stored_predictions.record(run, "small", ledger)
-    shown = {"köttur": run.predictions("best-test")}
-    page = fedlas.save_page(shown, folder / named("Seite ü.html"), resamples=RESAMPLES)
+    predictions = {"köttur": run.predictions("best-test")}
+    page = fedlas.save_page(predictions, folder / file_name("Seite ü.html"), resamples=RESAMPLES)
     return {
         "predictions": {name: digest(content) for name, content in prediction_bytes(run).items()},
         "log": digest(json.dumps(log_without_times(run)).encode()),
@@ -87,9 +90,9 @@ def figures(folder: Path) -> dict[str, Any]:
     """Draw figures of the table with its class names."""
     import fedlas
 
-    given = {"köttur": fedlas.read_predictions(folder / named("from Excel – ü.csv"))}
-    drawn = fedlas.save_figures(given, folder / named("Bilder ü"), ("svg",), resamples=20)
-    return {"files": sorted(path.name for path in drawn)}
+    predictions = {"köttur": fedlas.read_predictions(folder / file_name("from Excel – ü.csv"))}
+    paths = fedlas.save_figures(predictions, folder / file_name("Bilder ü"), ("svg",), resamples=20)
+    return {"files": sorted(path.name for path in paths)}
 
 
 def images(folder: Path) -> dict[str, Any]:
@@ -98,9 +101,9 @@ def images(folder: Path) -> dict[str, Any]:
 
     import fedlas
 
-    kept = natural_images(folder / named("Fotos ü"), 10)
-    (kept / "owl").rename(kept / named("owl – 梟"))
-    run = fedlas.fit(large(kept, "ce", epochs=1, workers=1), out=folder / "images")
+    image_folder = natural_images(folder / file_name("Fotos ü"), 10)
+    (image_folder / "owl").rename(image_folder / file_name("owl – 梟"))
+    run = fedlas.fit(large(image_folder, "ce", epochs=1, workers=1), out=folder / "images")
     return {name: digest(run.predictions(name).logits.numpy().tobytes()) for name in ("best-test", "last-val")}
 
 
@@ -109,22 +112,22 @@ def command_line(folder: Path) -> dict[str, Any]:
     from fedlas import cli
 
     result: dict[str, Any] = {}
-    asked = {
-        "evaluate": ["evaluate", str(folder / named("from Excel – ü.csv")), "--resamples", str(RESAMPLES)],
-        "missing": ["evaluate", str(folder / named("nicht da ü.csv"))],
+    commands = {
+        "evaluate": ["evaluate", str(folder / file_name("from Excel – ü.csv")), "--resamples", str(RESAMPLES)],
+        "missing": ["evaluate", str(folder / file_name("nicht da ü.csv"))],
         "list": ["list", "losses"],
     }
-    for name, words in asked.items():
-        sys.argv = ["fedlas", *words]
+    for name, arguments in commands.items():
+        sys.argv = ["fedlas", *arguments]
         encoding = getattr(sys.stdout, "encoding", "utf-8")  # a closed stream has none
-        out, code = io.TextIOWrapper(io.BytesIO(), encoding, getattr(sys.stdout, "errors", "strict")), 0
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        stream, code = io.TextIOWrapper(io.BytesIO(), encoding, getattr(sys.stdout, "errors", "strict")), 0
+        with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
             try:
                 cli.main()
             except SystemExit as end:
                 code = int(end.code or 0)
-        out.flush()
-        text = out.buffer.getvalue().decode(errors="replace")  # type: ignore[attr-defined]
+        stream.flush()
+        text = stream.buffer.getvalue().decode(errors="replace")  # type: ignore[attr-defined]
         result[name] = {"code": code, "traceback": "Traceback" in text, "something": bool(text.strip())}
     return result
 
@@ -136,18 +139,18 @@ def main() -> None:
     parser.add_argument("--start-method")
     parser.add_argument("--ascii", action="store_true", help="names of files that ASCII can write")
     parser.add_argument("--quick", action="store_true", help="without figures and images, which take longest")
-    given = parser.parse_args()
-    if given.start_method:
-        multiprocessing.set_start_method(given.start_method)
+    arguments = parser.parse_args()
+    if arguments.start_method:
+        multiprocessing.set_start_method(arguments.start_method)
     torch.set_num_threads(1)
-    ONLY_ASCII.extend([True] * given.ascii)
-    folder = given.folder / named("Mein Ordner – 我的 folder")
+    ONLY_ASCII.extend([True] * arguments.ascii)
+    folder = arguments.folder / file_name("Mein Ordner – 我的 folder")
     folder.mkdir(parents=True)
-    stations = [table, training, command_line] + ([] if given.quick else [figures, images])
+    steps = [table, training, command_line] + ([] if arguments.quick else [figures, images])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        result = {station.__name__: station(folder) for station in stations}
-    given.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        result = {step.__name__: step(folder) for step in steps}
+    arguments.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

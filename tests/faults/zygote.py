@@ -36,11 +36,11 @@ from fedlas.training.session import Session  # noqa: E402
 PHASES = ("start-up", "step", "validation", "checkpoint writing", "between", "predictions", "ledger")
 PROTOCOL = "small"
 STATE = struct.Struct("<bbqq")  # phase, whether a checkpoint is being written, steps begun, checkpoints begun
-PATIENCE = 120.0  # seconds per trial
+TIMEOUT = 120.0  # seconds per trial
 WARM: list[bool] = []
 
 
-class Shown:
+class Progress:
     """The progress of a child process, in shared memory that survives it."""
 
     def __init__(self) -> None:
@@ -49,14 +49,14 @@ class Shown:
     def _read(self) -> list[int]:
         return list(STATE.unpack(self._memory[:]))
 
-    def put(self, place: int, value: int) -> None:
+    def put(self, index: int, value: int) -> None:
         """Write one number; different threads of a child write different ones."""
-        offset = struct.calcsize("<bbqq"[: place + 1])
-        item = struct.Struct("<" + "bbqq"[place])
+        offset = struct.calcsize("<bbqq"[: index + 1])
+        item = struct.Struct("<" + "bbqq"[index])
         self._memory[offset : offset + item.size] = item.pack(value)
 
-    def add(self, place: int) -> None:
-        self.put(place, self._read()[place] + 1)
+    def add(self, index: int) -> None:
+        self.put(index, self._read()[index] + 1)
 
     @property
     def phase(self) -> str:
@@ -76,52 +76,56 @@ class Shown:
         """Reset the state."""
         self._memory[:] = bytes(STATE.size)
 
-    def begin_again(self) -> None:
+    def reset_phase(self) -> None:
         """Reset the phase but keep the counts."""
         self.put(0, 0)
         self.put(1, 0)
 
 
-SHOWN = Shown()
+PROGRESS = Progress()
 
 
 @contextlib.contextmanager
 def phase(name: str, then: str | None = None) -> Iterator[None]:
     """Record the phase during a block."""
-    before = SHOWN._read()[0]
-    SHOWN.put(0, PHASES.index(name))
+    before = PROGRESS._read()[0]
+    PROGRESS.put(0, PHASES.index(name))
     yield
-    SHOWN.put(0, before if then is None else PHASES.index(then))
+    PROGRESS.put(0, before if then is None else PHASES.index(then))
 
 
-def _watched() -> None:
+def _install_hooks() -> None:
     """Wrap the functions of fedlas at which the phase changes."""
-    epoch, predict, everything = loop._Training._epoch, loop._Training._predict, loop._Training._write_predictions
+    epoch, predict, write_predictions = (
+        loop._Training._epoch,
+        loop._Training._predict,
+        loop._Training._write_predictions,
+    )
     write, batches = checkpoint._write, Session.batches
 
-    def watched_epoch(self: Any, *words: Any) -> None:
+    def watched_epoch(self: Any, *arguments: Any) -> None:
         with phase("step", then="between"):
-            epoch(self, *words)
+            epoch(self, *arguments)
 
-    def watched_predict(self: Any, *words: Any, **more: Any) -> Any:
-        if SHOWN.phase == "predictions":
-            return predict(self, *words, **more)
+    def watched_predict(self: Any, *arguments: Any, **options: Any) -> Any:
+        if PROGRESS.phase == "predictions":
+            return predict(self, *arguments, **options)
         with phase("validation", then="between"):
-            return predict(self, *words, **more)
+            return predict(self, *arguments, **options)
 
     def watched_everything(self: Any) -> None:
         with phase("predictions", then="between"):
-            everything(self)
+            write_predictions(self)
 
-    def watched_write(*words: Any) -> None:
-        SHOWN.add(3)
-        SHOWN.put(1, 1)
-        write(*words)
-        SHOWN.put(1, 0)
+    def watched_write(*arguments: Any) -> None:
+        PROGRESS.add(3)
+        PROGRESS.put(1, 1)
+        write(*arguments)
+        PROGRESS.put(1, 0)
 
-    def watched_batches(self: Any, *words: Any) -> Iterator[Any]:
-        for batch in batches(self, *words):
-            SHOWN.add(2)
+    def watched_batches(self: Any, *arguments: Any) -> Iterator[Any]:
+        for batch in batches(self, *arguments):
+            PROGRESS.add(2)
             yield batch
 
     loop._Training._epoch, loop._Training._predict = watched_epoch, watched_predict
@@ -136,14 +140,14 @@ def train_and_record(recipe: Recipe, folder: Path, ledger: Path) -> None:
         stored_predictions.record(run, PROTOCOL, Ledger(ledger))
 
 
-def fork(job: Callable[[], Any], words: Path) -> int:
+def fork(job: Callable[[], Any], output_file: Path) -> int:
     """Start a child; an error that ends it is written to a file, and its exit code is 1."""
     child = os.fork()
     if child:
         return child
     code = 1
     try:
-        with words.open("w", encoding="utf-8") as file:
+        with output_file.open("w", encoding="utf-8") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         job()
@@ -157,12 +161,12 @@ def fork(job: Callable[[], Any], words: Path) -> int:
         os._exit(code)
 
 
-def ended(child: int, seconds: float = PATIENCE) -> int | None:
+def wait_for(child: int, seconds: float = TIMEOUT) -> int | None:
     """Wait for a child; return its exit code (negative for a signal), or None after a timeout."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.0005)
     return None
@@ -170,10 +174,10 @@ def ended(child: int, seconds: float = PATIENCE) -> int | None:
 
 def finish(child: int) -> int:
     """Wait for a child that is not to be killed; kill it if it hangs, which campaigns report."""
-    code = ended(child)
+    code = wait_for(child)
     if code is None:
         os.kill(child, signal.SIGKILL)
-        ended(child)
+        wait_for(child)
         return -999
     return code
 
@@ -197,34 +201,34 @@ def warm(recipe: Recipe, folder: Path) -> None:
     for name in json.loads(names.read_text()):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    _watched()
+    _install_hooks()
 
 
-def parts(folder: Path) -> list[str]:
+def temporary_files(folder: Path) -> list[str]:
     """Return temporary files in a folder, and obsolete checkpoints."""
     return sorted(str(path) for pattern in (".*.part", "checkpoint-before.pt") for path in folder.rglob(pattern))
 
 
-def lines(ledger: Path, name: str) -> int:
+def count_lines(ledger: Path, name: str) -> int:
     """Count the lines of a run in the files of a ledger."""
     texts = [text for path in ledger.glob("*.jsonl") for text in path.read_text(encoding="utf-8").splitlines()]
     return sum(json.loads(text)["id"] == name for text in texts)
 
 
-def differences(run: Run, unbroken: Run) -> list[str]:
+def differences(run: Run, uninterrupted: Run) -> list[str]:
     """Return the differences between a killed and an uninterrupted run."""
-    wrong = []
+    messages = []
     if not run.finished:
-        wrong.append("it is not finished")
-    if prediction_bytes(run) != prediction_bytes(unbroken):
-        wrong.append("its predictions are others")
-    if log_without_times(run) != log_without_times(unbroken):
-        wrong.append("its log is another")
+        messages.append("it is not finished")
+    if prediction_bytes(run) != prediction_bytes(uninterrupted):
+        messages.append("its predictions are others")
+    if log_without_times(run) != log_without_times(uninterrupted):
+        messages.append("its log is another")
     try:
-        assert_same(checkpoint.load(run.checkpoint), checkpoint.load(unbroken.checkpoint))
+        assert_same(checkpoint.load(run.checkpoint), checkpoint.load(uninterrupted.checkpoint))
     except AssertionError:
-        wrong.append("its weights are others")
-    return wrong
+        messages.append("its weights are others")
+    return messages
 
 
 def table(rows: list[dict[str, Any]]) -> str:
