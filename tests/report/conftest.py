@@ -54,11 +54,11 @@ def three_model_page(folder: Path) -> Path:
 def open_tab(browser: Any) -> Iterator[Any]:
     tabs: list[pages.BrowserTab] = []
 
-    def go(path: Path, *args: Any, **options: Any) -> pages.BrowserTab:
+    def open_path(path: Path, *args: Any, **options: Any) -> pages.BrowserTab:
         tabs.append(pages.BrowserTab(browser, path, *args, **options))
         return tabs[-1]
 
-    yield go
+    yield open_path
     for tab in tabs:
         tab.close()
 

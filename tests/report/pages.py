@@ -32,7 +32,7 @@ HOSTILE = (
 def sample_predictions(
     n: int = 700, classes: int = 10, scale: float = 2.0, seed: int = 0, **options: Any
 ) -> Predictions:
-    """A model whose logits are `scale` times those that the labels were drawn from, with features."""
+    """Predictions whose logits are `scale` times those that the labels were drawn from, with features."""
     random = torch.Generator().manual_seed(0)  # the same samples for every seed
     logits = 2.5 * torch.randn(n, classes, generator=random)
     labels = torch.multinomial(logits.softmax(1), 1, generator=random)[:, 0]
@@ -71,10 +71,8 @@ def training_log(epochs: int = 12) -> list[dict[str, Any]]:
 @cache
 def models() -> dict[str, Model]:
     """Three models on the same samples, the first with everything that a page can show."""
-    first, ood = (
-        sample_predictions(class_names=CIFAR10),
-        {"street numbers": ood_predictions(), "noise": ood_predictions(200, spread=0.5)},
-    )
+    first = sample_predictions(class_names=CIFAR10)
+    ood = {"street numbers": ood_predictions(), "noise": ood_predictions(200, scale=0.5)}
     options: dict[str, Any] = {"resamples": 100}
     recipe = {"data": "cifar10", "loss": "fedlas_ls", "loss_options": {"alpha": 0.05, "beta": 4.0}}
     return {
@@ -137,7 +135,7 @@ def hostile_models() -> tuple[dict[str, Model], dict[str, Any]]:
 
 
 class BrowserTab:
-    """An open page, and the errors that it caused."""
+    """A browser tab with an open page, and the errors that the page caused."""
 
     def __init__(self, browser: Any, path: Path, width: int = WIDE, scheme: str = "light", **options: Any) -> None:
         options = {

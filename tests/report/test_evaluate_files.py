@@ -32,7 +32,7 @@ N, CLASSES = 600, 4
 
 
 def sample_predictions(seed: int, sharpness: float = 3.0, n: int = N) -> Predictions:
-    """Draw labels from a softmax; the logits given are `sharpness` times those of that softmax."""
+    """Predictions whose logits are `sharpness` times those that the labels were drawn from."""
     generator = torch.Generator().manual_seed(seed)
     true_logits = 1.5 * torch.randn(n, CLASSES, generator=generator)
     labels = torch.multinomial(true_logits.softmax(1), 1, generator=generator)[:, 0]
@@ -173,7 +173,7 @@ def test_ood_files_give_detection_metrics(sure_file, tmp_path):
     ],
 )
 def test_invalid_files_and_options_raise(sure_file, files, options, message):
-    def placed(arguments):
+    def with_path(arguments):
         return [
             str(sure_file) if argument == "P" else argument.replace("=P", f"={sure_file}") for argument in arguments
         ]
@@ -191,7 +191,7 @@ def test_arrays_raise_with_the_form_to_use():
     for argument in ({"a": probs}, probs):
         with pytest.raises(TypeError, match=r"Tensor; fedlas\.evaluate"):
             unchecked_evaluate_files(argument)
-    with pytest.raises(TypeError, match="predictions"):  # the shape checks of the tests come first
+    with pytest.raises(TypeError, match="predictions"):  # the shape checks of the tests raise first
         Model(predictions=probs)
 
 
@@ -331,7 +331,7 @@ def test_progress_is_reported(tmp_path, monkeypatch):
         assert fractions[-1] == 1.0, step
     fractions = [fraction for name, fraction in calls if name == steps[1]]
     assert fractions == sorted(fractions)
-    # The steps of a model: reading its file, fitting five folds, and the intervals of two states.
+    # The fraction grows with each of five fitted folds and with the intervals of two states.
     assert len({round(fraction, 3) for fraction in fractions}) >= 5
 
 

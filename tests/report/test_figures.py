@@ -109,7 +109,7 @@ def test_indicator_counts_saturation_in_the_lowest_tenth_of_norms():
     norms = torch.arange(20.0).flip(0)[:, None]
     data = indicator_data(Predictions(logits, torch.ones(20, dtype=torch.long), features=norms), "x")
     assert (data.saturated, data.saturated_low) == (0.9, 0.0)
-    assert math.isnan(data.norm_auroc)  # nothing is wrong, so there is nothing to tell apart
+    assert math.isnan(data.norm_auroc)  # without errors the AUROC is undefined
 
 
 def test_indicator_figure_draws_every_point():
@@ -183,7 +183,7 @@ def theorem_by_loops(norms, features, weight):
 def test_the_theorem_holds_for_random_networks(width, classes, signed):
     predictions, weight, _ = network(30, width, classes, signed=signed)
     features = predictions.features.clone()
-    features[0] = 0  # a sample for which no unit is active
+    features[0] = 0  # a sample without active units
     predictions = Predictions(features @ weight.t(), predictions.labels, features=features)
     data = theorem_data(predictions, weight)
     norms = features.double().abs().sum(1).tolist()
@@ -225,9 +225,8 @@ def test_synthetic_violation_of_the_theorem_is_detected(factor, violated_bound):
 
 def test_rounding_of_norms_is_not_a_violation():
     features, weight = torch.rand(20, 1) + 1, torch.tensor([[1.0], [-1.0]])
-    predictions = Predictions(
-        features @ weight.t(), features=features
-    )  # one unit: every sample meets both bounds exactly
+    # With one unit every sample meets both bounds exactly.
+    predictions = Predictions(features @ weight.t(), features=features)
     norms = features[:, 0] * (1 - 1e-6)
     data = theorem_data(predictions, weight, norms=norms)
     assert data.violations == 0 < data.largest_violation < 1e-5
@@ -242,16 +241,14 @@ def test_violated_assumptions_are_noted():
     predictions, weight, bias = network(bias=True)
     (remark,) = theorem_data(predictions, weight, bias).remarks
     assert f"{float(bias.abs().max()):.3g}" in remark
-    (remark,) = theorem_data(predictions, weight).remarks  # a bias that was not given: the logits come from elsewhere
+    (remark,) = theorem_data(predictions, weight).remarks  # the bias is not passed, so the logits do not match
     assert re.search(r"logits.*\d %", remark)
 
 
 def test_theorem_figure_draws_every_point():
     predictions, weight, bias = network(bias=True)
-    theorem, sign_flipped = (
-        theorem_data(predictions, weight, bias, title="one"),
-        theorem_data(predictions, -weight, title="other"),
-    )
+    theorem = theorem_data(predictions, weight, bias, title="one")
+    sign_flipped = theorem_data(predictions, -weight, title="other")
     figure = theorem_figure(figures.Theorems("data", theorem, sign_flipped))
     first, second, last = figure.axes
     for panel, data in ((first, theorem), (second, sign_flipped)):
@@ -290,7 +287,9 @@ def test_epoch_statistics_have_mean_and_range_over_available_seeds():
     assert (statistics.low, statistics.high) == ((0.2, 0.2), (0.4, 0.2))
     assert statistics.per_seed == ((0.4, 0.2), (0.2, None), (None, None))
     assert epoch_statistics("x", [[{"epoch": 1, "gate": {}}]], "positive").epochs == ()
-    assert epoch_statistics("x", [gate_log([None, 0.0])], "flip_rate").mean == (0.0,)  # no flips are a number too
+    assert epoch_statistics("x", [gate_log([None, 0.0])], "flip_rate").mean == (
+        0.0,
+    )  # a flip rate of zero is not a missing value
 
 
 def test_gate_figure_draws_the_log():
@@ -312,7 +311,7 @@ def test_gate_figure_draws_the_log():
     means = {line.get_label(): list(line.get_ydata()) for line in first.lines if not line.get_label().startswith("_")}
     assert means == {"positive mode": pytest.approx([25, 35, 45]), "negative mode": pytest.approx([75, 65, 55])}
     assert len(first.lines) == 2 * 3 + 1  # for each mode two seeds and a mean, and one milestone
-    assert len(second.lines) == 2 + 1  # a seed alone is its own mean
+    assert len(second.lines) == 2 + 1  # a single seed is drawn only as the mean
     labels = [line.get_label() for line in flips.lines]
     assert [label for label in labels if not label.startswith("_")] == ["one", "two"]
     styles = {line.get_label(): (line.get_linestyle(), line.get_marker()) for line in flips.lines}
@@ -334,7 +333,7 @@ def test_gate_figure_draws_the_flip_rate_of_every_loss():
     lines = panels["flip rate"].lines
     assert [line.get_label() for line in lines] == names
     assert len({(line.get_marker(), str(line.get_linestyle())) for line in lines}) == 9
-    assert figure._suptitle is None  # no title, no words
+    assert figure._suptitle is None  # an empty title is not drawn
 
 
 UNTRUSTED_NAME = r"$\frac $x_{$ and a name that goes on for longer than there is room on the whole page " * 3

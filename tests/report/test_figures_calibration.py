@@ -36,7 +36,7 @@ def samples(predictions):
     return list(zip(predictions.confidence.double().tolist(), predictions.correct.double().tolist(), strict=True))
 
 
-def in_bins(predictions, bins=15):
+def samples_in_bins(predictions, bins=15):
     """For each filled bin (lower, upper]: its number and its samples."""
     samples_by_bin = {}
     for confidence, correct in samples(predictions):
@@ -56,13 +56,13 @@ def legend_lines(panel):
 @pytest.mark.parametrize("level", [0.95, 0.8])
 def test_filled_bins_have_exact_ranges_and_empty_ones_are_left_out(level):
     predictions = pages.sample_predictions(300)
-    data, expected_bins = reliability(predictions, level=level), in_bins(predictions)
+    data, expected_bins = reliability(predictions, level=level), samples_in_bins(predictions)
     assert len(data.confidence) == len(expected_bins) < 15
-    for index, (number, inside) in enumerate(expected_bins.items()):
-        n, correct_count = len(inside), sum(correct for _, correct in inside)
+    for index, (number, bin_samples) in enumerate(expected_bins.items()):
+        n, correct_count = len(bin_samples), sum(correct for _, correct in bin_samples)
         assert data.lower[index] == pytest.approx(number / 15)
         assert data.upper[index] == pytest.approx((number + 1) / 15)
-        assert data.confidence[index] == pytest.approx(sum(c for c, _ in inside) / n)
+        assert data.confidence[index] == pytest.approx(sum(c for c, _ in bin_samples) / n)
         assert data.accuracy[index] == pytest.approx(correct_count / n)
         assert data.fraction[index] == pytest.approx(n / 300)
         low = 0.0 if correct_count == 0 else beta.ppf((1 - level) / 2, correct_count, n - correct_count + 1)
@@ -89,10 +89,8 @@ def test_bars_end_at_accuracy_and_hatches_at_confidence():
 
 
 def test_panels_that_share_an_axis_have_room_for_the_tallest_bar():
-    flat, peaked = (
-        reliability(pages.sample_predictions(300, scale=0.4)),
-        reliability(pages.sample_predictions(300, scale=9.0)),
-    )
+    flat = reliability(pages.sample_predictions(300, scale=0.4))
+    peaked = reliability(pages.sample_predictions(300, scale=9.0))
     assert max(peaked.fraction) > 1.5 * max(flat.fraction)
     figure = reliability_figure({"": [flat, peaked]})
     assert figure.axes[2].get_ylim()[1] > max(peaked.fraction)
@@ -186,8 +184,10 @@ def test_histograms_count_correct_and_incorrect_predictions():
     predictions = pages.sample_predictions(300)
     data = confidence_data(predictions, "one")
     for counts, is_correct in ((data.correct, 1), (data.incorrect, 0)):
-        inside = in_bins(predictions, 25)
-        assert list(counts) == [sum(correct == is_correct for _, correct in inside.get(n, ())) for n in range(25)]
+        samples_by_bin = samples_in_bins(predictions, 25)
+        assert list(counts) == [
+            sum(correct == is_correct for _, correct in samples_by_bin.get(n, ())) for n in range(25)
+        ]
     assert data.confidence == pytest.approx(sum(c for c, _ in samples(predictions)) / 300)
     assert data.accuracy == pytest.approx(sum(correct for _, correct in samples(predictions)) / 300)
     (panel,) = confidence_figure([data]).axes
@@ -209,7 +209,10 @@ def test_over_and_under_confidence_are_bars_on_opposite_sides():
     for name, predictions in models.items():
         report = evaluate(predictions, resamples=50)
         data.append(over_under_data(report.before, name))
-        gaps = [sum(c - correct for c, correct in inside) / 300 for inside in in_bins(predictions).values()]
+        gaps = [
+            sum(c - correct for c, correct in bin_samples) / 300
+            for bin_samples in samples_in_bins(predictions).values()
+        ]
         assert data[-1].over == pytest.approx(sum(gap for gap in gaps if gap > 0))
         assert data[-1].under == pytest.approx(-sum(gap for gap in gaps if gap < 0))
         interval = report["over_ece"].interval
@@ -226,7 +229,7 @@ def test_over_and_under_confidence_are_bars_on_opposite_sides():
     assert low == -high
     assert high > max(abs(end) for pair in error_bars for end in pair)
     top, bottom = panel.get_ylim()
-    assert top > bottom  # the first model stands above
+    assert top > bottom  # the first model is at the top
 
 
 def test_over_under_figure_without_intervals_has_no_error_bars():
@@ -242,13 +245,13 @@ def test_class_map_shows_the_gap_of_each_class_and_confidence():
     predicted = predictions.prediction.tolist()
     for k in range(10):
         for n in range(10):
-            inside = [
+            cell_samples = [
                 (c, correct)
                 for (c, correct), prediction in zip(samples(predictions), predicted, strict=True)
                 if prediction == k and n / 10 < c <= (n + 1) / 10
             ]
-            assert data.samples[k][n] == len(inside)
-            gap = sum(c - correct for c, correct in inside) / len(inside) if inside else None
+            assert data.samples[k][n] == len(cell_samples)
+            gap = sum(c - correct for c, correct in cell_samples) / len(cell_samples) if cell_samples else None
             assert data.gap[k][n] == (None if gap is None else pytest.approx(gap, rel=1e-4, abs=1e-9))
     (panel,) = class_map_figure(data).axes
     squares = {(round(s.get_y() + s.get_height() / 2 - 0.5), round(s.get_x() + s.get_width() / 2 - 0.5)): s
@@ -270,8 +273,10 @@ def test_class_map_shows_the_most_miscalibrated_classes():
         class_predictions = (
             predictions[predictions.prediction == k] if bool((predictions.prediction == k).any()) else None
         )
-        inside = {} if class_predictions is None else in_bins(class_predictions, 10)
-        class_errors[k] = sum(abs(sum(c - correct for c, correct in bin_samples)) for bin_samples in inside.values())
+        samples_by_bin = {} if class_predictions is None else samples_in_bins(class_predictions, 10)
+        class_errors[k] = sum(
+            abs(sum(c - correct for c, correct in bin_samples)) for bin_samples in samples_by_bin.values()
+        )
     expected_classes = sorted(sorted(class_errors, key=class_errors.get, reverse=True)[:7])
     assert data.names == tuple(map(str, expected_classes))
     assert re.search("7 of .*40", class_map_figure(data).get_suptitle())

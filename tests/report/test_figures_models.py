@@ -36,10 +36,8 @@ NEMENYI = (1.960, 2.343, 2.569, 2.728, 2.850, 2.949, 3.031, 3.102, 3.164)
 
 @pytest.fixture(scope="module")
 def ood_case():
-    predictions, sets = (
-        pages.sample_predictions(200),
-        {"noise": pages.ood_predictions(90), "other": pages.ood_predictions(60, spread=0.5)},
-    )
+    predictions = pages.sample_predictions(200)
+    sets = {"noise": pages.ood_predictions(90), "other": pages.ood_predictions(60, scale=0.5)}
     return predictions, sets, ood_data(predictions, sets, evaluate(predictions, ood=sets, intervals=False), "one")
 
 
@@ -53,7 +51,7 @@ def test_auroc_of_ood_scores_equals_pairwise_ranking(ood_case):
             assert score.auroc == pytest.approx(sum(pairs) / len(pairs), rel=1e-4)
             assert (score.false[0], score.true[0], score.false[-1], score.true[-1]) == (0, 0, 1, 1)
             for false, true in list(zip(score.false, score.true, strict=True))[1::7]:
-                # The highest scores come first, so some threshold has to give both shares.
+                # Each point of the curve belongs to a threshold, which gives both rates.
                 matches_some_threshold = any(
                     abs(sum(a >= t for a in id_scores) / len(id_scores) - false) < 1e-4
                     and abs(sum(b >= t for b in ood_scores) / len(ood_scores) - true) < 1e-4
@@ -201,7 +199,7 @@ def test_alpha_figure_without_beta_or_histogram_shows_only_the_mean():
     assert curves[0].fraction == ()
     figure = alpha_figure(curves)
     figure.draw_without_rendering()
-    assert figure.axes[0].get_position().width > 0.3  # nothing without end pushes the panels aside
+    assert figure.axes[0].get_position().width > 0.3  # no infinite value shrinks the panels
     assert not figure.axes[1].lines
     assert alpha_data([{k: v for k, v in record.items() if k != "gate"} for record in records], "x") is None
     assert alpha_data([], "x") is None
@@ -235,9 +233,9 @@ def test_critical_differences_equal_the_nemenyi_table():
     assert rank_data({f"m{n}": [n] * 14 for n in range(4)}, "x").critical_difference == pytest.approx(1.25, abs=5e-3)
 
 
-def methods(count, datasets, step, seed=0):
+def methods(count, datasets, offset, seed=0):
     generator = random.Random(seed)
-    return {f"m{n}": [generator.random() + step * n for _ in range(datasets)] for n in range(count)}
+    return {f"m{n}": [generator.random() + offset * n for _ in range(datasets)] for n in range(count)}
 
 
 def test_rank_data_equals_plain_loops():
@@ -285,7 +283,7 @@ def test_rank_figure_draws_ranks_groups_and_test():
     bars = [line.get_xdata() for line in panel.lines if line.get_linewidth() > 2]
     assert len(bars) == len(data.groups) > 0
     for bar, (first, last) in zip(bars, data.groups, strict=True):
-        inside = [name for name, rank in zip(data.names, data.ranks, strict=True) if bar[0] <= rank <= bar[1]]
-        assert set(data.names[first : last + 1]) <= set(inside)
+        names_in_bar = [name for name, rank in zip(data.names, data.ranks, strict=True) if bar[0] <= rank <= bar[1]]
+        assert set(data.names[first : last + 1]) <= set(names_in_bar)
         assert data.ranks[first] - bar[0] < 0.2
     figure.draw_without_rendering()

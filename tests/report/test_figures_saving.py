@@ -29,7 +29,7 @@ ALL = {
 
 
 MODULES = (confidence, gate, indicator, ood, reliability, selective, training)
-# Figures that look different for one model: they show its states, those of several models show the models.
+# Figures that differ between one and several models: for one model they compare its states, otherwise the models.
 OF_STATES = (
     "reliability_figure", "reliability_lines_figure", "smooth_reliability_figure", "over_under_figure",
     "confidence_figure", "risk_figure", "norm_figure",
@@ -37,7 +37,7 @@ OF_STATES = (
 
 
 def draw_only(patch, only):
-    """Draw nothing but these figures, because drawing takes most of the time."""
+    """Draw only these figures, because drawing takes most of the time."""
     for module in MODULES:
         for name in [name for name in vars(module) if name.endswith("_figure") and name not in only]:
             patch.setattr(module, name, lambda *_: None)
@@ -45,11 +45,11 @@ def draw_only(patch, only):
 
 def drawn_figures(models, only=None, **options):
     """Return the figures that `save_figures` would write, by name, with their data; None for those not in `only`."""
-    results = {}
+    figures_by_name = {}
 
     def keep(figure, data, folder, name, formats):
-        assert name not in results
-        results[name] = (figure, data)
+        assert name not in figures_by_name
+        figures_by_name[name] = (figure, data)
         return []
 
     with pytest.MonkeyPatch.context() as patch:
@@ -57,7 +57,7 @@ def drawn_figures(models, only=None, **options):
         if only is not None:
             draw_only(patch, only)
         figures.save_figures(models, "nowhere", **options)
-    return results
+    return figures_by_name
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def one_model_figures(models):
 
 @pytest.fixture(scope="module")
 def all_figures(three_model_figures, one_model_figures):
-    """All different figures, with names for the messages of assertions."""
+    """All different figures by name; assertion messages show the names."""
     groups = {"three models": three_model_figures, "one model": one_model_figures}
     named_figures = {
         f"{group} {name}": figure for group, results in groups.items() for name, (figure, _) in results.items()
@@ -88,7 +88,7 @@ def all_figures(three_model_figures, one_model_figures):
 
 
 def boxes(figure, renderer):
-    """What must not overlap nor leave the page: panels with all that belongs to them, legends and titles."""
+    """Names and boxes of the panels with their labels, of legends and of titles, which must not overlap."""
     panels = [panel for panel in figure.axes if panel.get_visible() and panel.has_data()]
     panel_boxes = [(f"panel {panel.get_title()!r}", panel.get_tightbbox(renderer)) for panel in panels]
     other_artists = [*figure.legends, *([figure._suptitle] if figure._suptitle is not None else [])]
@@ -96,7 +96,7 @@ def boxes(figure, renderer):
 
 
 def layout_errors(figure):
-    """List text that is cut off or too small, and parts that overlap."""
+    """List text that is cut off or of a wrong size, and parts that overlap."""
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw_without_rendering()
     width, height = figure.bbox.size
@@ -284,7 +284,7 @@ def test_many_models_are_spread_over_several_figures():
 
 
 def gate_figures(models_with_logs):
-    """Return the figures of gates; those of training, which take longer, are not figures_by_name."""
+    """Return the figures of gates; those of training, which take longer, are not drawn."""
     with pytest.MonkeyPatch.context() as patch:
         draw_only(patch, ("gate_figure",))
         return {name: (figure, data) for name, figure, data in saving._training_figures(models_with_logs)}

@@ -132,7 +132,7 @@ def test_javascript_rounds_as_python(modules):
 
 
 def report_with_ece(ece: Result):
-    """Return the report of a model whose ECE is replaced."""
+    """Return a report with this ECE."""
     report = evaluate(pages.sample_predictions(60), intervals=False)
     results = {**report.before.results, "ece": ece}
     signed = Result(0.1, report["signed_ece"].definition, Interval(0.05, 0.15))

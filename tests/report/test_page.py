@@ -178,7 +178,7 @@ def test_page_of_many_classes_stays_below_the_size_limit():
 
 
 def test_untrusted_text_is_embedded_only_as_data(hostile_html):
-    """No element of the page comes from a text, and every text arrives, cut but unchanged."""
+    """No element of the page comes from a text, and every text is included, truncated but otherwise unchanged."""
     reader = Reader(hostile_html)
     assert len(reader.scripts) == 2
     assert RAN not in reader.scripts[1]
@@ -266,16 +266,9 @@ def test_header_shows_what_was_evaluated(monkeypatch, tmp_path):
     }  # fmt: skip
     assert text.index("fedlas evaluate x.npz") < text.index('<section id="summary"')
     assert text.count("fedlas evaluate x.npz") == 1
-    two_model_header = header_of(
-        report_page({"a": evaluated_model(60), "b": evaluated_model(80, split=None)}, resamples=50)
-    )
-    assert (
-        two_model_header["Model"],
-        two_model_header["Samples"],
-        two_model_header["Classes"],
-        two_model_header["Split"],
-    ) == ("a, b", "60, 80", "10", "val")
-    assert "Data" not in two_model_header
+    header = header_of(report_page({"a": evaluated_model(60), "b": evaluated_model(80, split=None)}, resamples=50))
+    assert (header["Model"], header["Samples"], header["Classes"], header["Split"]) == ("a, b", "60, 80", "10", "val")
+    assert "Data" not in header
 
 
 def test_thumbnails_come_from_arrays_or_files_and_are_capped(tmp_path, three_model_html, monkeypatch):
@@ -297,7 +290,7 @@ def test_thumbnails_come_from_arrays_or_files_and_are_capped(tmp_path, three_mod
 
 
 def test_each_model_shows_its_own_sample_ids_and_images(tmp_path):
-    """Models may have different numbers of samples, and some no names."""
+    """Models may differ in their number of samples, and some have no ids."""
     images = pytest.importorskip("PIL.Image")
     for name, colour in {"a": (9, 99, 9), "b": (99, 9, 9)}.items():
         images.new("RGB", (20, 20), colour).save(tmp_path / f"{name}.png")
@@ -320,15 +313,15 @@ def test_each_model_shows_its_own_sample_ids_and_images(tmp_path):
 
 def test_image_paths_cannot_leave_the_predictions_folder(tmp_path):
     images = pytest.importorskip("PIL.Image")
-    inside, other = tmp_path / "inside", tmp_path / "other"
-    for folder in (inside, other):
+    inside, outside = tmp_path / "inside", tmp_path / "other"
+    for folder in (inside, outside):
         folder.mkdir()
         images.new("RGB", (20, 20), (9, 99, 9)).save(folder / "one.png")
-    (inside / "link.png").symlink_to(other / "one.png")
+    (inside / "link.png").symlink_to(outside / "one.png")
     allowed_by_path = {
         "one.png": True,
         "../other/one.png": False,
-        str(other / "one.png"): False,
+        str(outside / "one.png"): False,
         "link.png": False,
         "\0": False,
     }
@@ -341,14 +334,14 @@ def test_image_paths_cannot_leave_the_predictions_folder(tmp_path):
             path
         )
         assert ("--images DIR" in text) is not is_allowed
-        with_both_folders = dataclasses.replace(model, image_folders=(inside, other))
+        with_both_folders = dataclasses.replace(model, image_folders=(inside, outside))
         if path != "\0":
             assert data_of(report_page(with_both_folders))["pictures"]
     with_own_paths = dataclasses.replace(
-        model, predictions=pages.sample_predictions(60, paths=[str(other / "one.png")] * 60)
+        model, predictions=pages.sample_predictions(60, paths=[str(outside / "one.png")] * 60)
     )
     assert data_of(report_page(dataclasses.replace(with_own_paths, image_folders=None)))["pictures"]
-    assert data_of(report_page(with_own_paths, paths=[other / "one.png"] * 60))["pictures"]
+    assert data_of(report_page(with_own_paths, paths=[outside / "one.png"] * 60))["pictures"]
 
 
 def test_paired_tests_use_the_bins_of_the_reports():
@@ -404,7 +397,7 @@ def contrast(first: str, second: str) -> float:
 
 
 def test_colours_meet_wcag_contrast():
-    """AA of WCAG 2: 4.5 for text, 3 for what a picture is drawn with."""
+    """WCAG 2, level AA: a contrast of 4.5 for text and of 3 for marks in figures."""
     style = (FOLDER / "page.css").read_text(encoding="utf-8")
     blocks = re.findall(r":root[^{]*\{([^}]*--paper[^}]*)\}", style)
     assert len(blocks) == 4  # light, dark by choice, dark by the system, print

@@ -68,7 +68,6 @@ def test_colours_follow_system_scheme_and_theme_switch(open_tab, three_model_pag
 def test_reliability_diagrams_switch_the_binning(open_tab, three_model_page):
     tab = open_tab(three_model_page)
     figure = "#reliability-diagrams figure:first-child"
-
     assert "ECE" in tab.text(f"{figure} figcaption")
     non_empty_bins = tab.count("#reliability-diagrams > div:first-child .stop")
     tab.page.check("#bins input[value=mass]")
@@ -123,9 +122,8 @@ def test_hover_and_keyboard_show_count_accuracy_and_confidence(open_tab, three_m
     assert f"{row[2]} samples" in tooltip
     percentages = [float(number) for number in re.findall(r"([\d.]+)\s%", tooltip)]
     assert percentages[0] == pytest.approx(100 * row[3], abs=0.051)  # mean confidence
-    assert f"accuracy {formatting.percent(*row[4:7])} ({formatting.interval(*row[5:7])})" in tooltip.replace(
-        "\u00a0", " "
-    )
+    accuracy = f"accuracy {formatting.percent(*row[4:7])} ({formatting.interval(*row[5:7])})"
+    assert accuracy in tooltip.replace("\u00a0", " ")
     tab.page.mouse.move(2, 2)
     assert not tab.page.locator(f"{drawing} .tip").is_visible()
     tab.page.locator(f"{drawing} .stop").first.focus()
@@ -447,7 +445,7 @@ TESTED_CONTROLS = (
 
 
 def test_every_control_has_a_test(open_tab, three_model_page):
-    """A new control needs a test of its effect and an entry in the list above."""
+    """A new control needs a test of its effect, and an entry in `TESTED_CONTROLS`."""
     tab = open_tab(three_model_page)
     untested = tab.page.evaluate(
         """(tested) => [...document.querySelectorAll("input, select, button, summary, textarea, [contenteditable]")]

@@ -52,9 +52,9 @@ def test_histograms_of_confidence_count_correct_and_incorrect_predictions():
     assert sum(data["incorrect"]) == data["incorrect_total"] == len(predictions) - int(predictions.correct.sum())
     assert sum(data["incorrect_fraction"]) == pytest.approx(1)
     low, high = data["edges"][20], data["edges"][21]
-    inside = (predictions.confidence > low) & (predictions.confidence <= high)
-    assert data["correct"][20] == int((inside & predictions.correct).sum())
-    assert data["accuracy"][20] == pytest.approx(float(predictions.correct[inside].double().mean()))
+    in_bin = (predictions.confidence > low) & (predictions.confidence <= high)
+    assert data["correct"][20] == int((in_bin & predictions.correct).sum())
+    assert data["accuracy"][20] == pytest.approx(float(predictions.correct[in_bin].double().mean()))
     assert data["accuracy"][0] is None  # an empty bin
 
 
@@ -214,9 +214,8 @@ def test_ood_data_has_roc_curves_and_the_numbers_of_the_report():
         assert sum(score["histogram"]["ood"]) == pytest.approx(1)
         rates = dict(score["roc"]["listed"])
         assert rates[1] == 1
-        assert all(
-            rates[rate] >= float(true[false <= rate].max()) for rate in rates
-        )  # of all samples, not of the curve
+        # Listed rates are computed from all samples, not from the points of the curve.
+        assert all(rates[rate] >= float(true[false <= rate].max()) for rate in rates)
         assert len(score["roc"]["fpr"]) <= page_data.POINTS + 1
     assert set(QUANTITIES) == set(ood.score_names())
     top = next(score for score in scores if score["name"] == "max_probability")

@@ -21,11 +21,8 @@ GLOBALS = {
     "ResizeObserver", "Set", "String", "URL", "XMLSerializer", "document", "encodeURIComponent",
     "navigator", "requestAnimationFrame", "window",
 }  # fmt: skip
-UNUSED_BY_PAGE = {
-    "formatCell",
-    "formatNumber",
-    "formatEdge",
-}  # JavaScript versions of Python functions that the page does not call
+# JavaScript versions of Python functions that the page itself does not call.
+UNUSED_BY_PAGE = {"formatCell", "formatNumber", "formatEdge"}
 
 
 def code_of(source: str) -> str:
@@ -73,7 +70,7 @@ def names_declared(code: str) -> set[str]:
 
 
 def test_modules_are_valid_and_their_imports_exist(modules):
-    names = [name for name in MODULES if name != "main"]  # draws a page at once; tested below
+    names = [name for name in MODULES if name != "main"]  # importing it draws a page; tested below
     exports = modules.evaluate(
         "async (names) => Promise.all(names.map(async (name) => Object.keys(await import(`./${name}.js`))))", names
     )
@@ -123,7 +120,7 @@ def test_cyclic_imports_are_refused(tmp_path):
 
 @pytest.mark.campaign
 def test_separate_modules_draw_the_same_page(modules, three_model_page):
-    """The joined script is what the page runs; as modules of their own they draw the same page."""
+    """The page runs one joined script; the separate modules draw the same page."""
     text = three_model_page.read_text(encoding="utf-8")
     modules.goto("http://page.test/empty.html")
     modules.set_content(re.sub(r"<meta http-equiv[^>]*>|<script>.*?</script>", "", text, flags=re.DOTALL))

@@ -35,10 +35,10 @@ def test_outdated_or_missing_pictures_are_detected(script, tmp_path, monkeypatch
     numbers["data"][0]["over"] += 0.01
     (copy / "over_under.json").write_text(json.dumps(numbers))
 
-    def copied(folder):
+    def copy_pictures(folder):
         return [Path(shutil.copy(path, folder)) for path in sorted(PICTURES.iterdir())]
 
-    monkeypatch.setattr(script, "draw", copied)
+    monkeypatch.setattr(script, "draw", copy_pictures)
     differences = script.check(copy)
     assert "confidence.svg" in differences[0]
     assert re.match(r"over_under\.json data 0 over .*0\.12", differences[1])

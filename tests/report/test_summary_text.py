@@ -19,7 +19,7 @@ from fedlas.report.summary_text import at_confidence, direction, effect, headlin
 
 
 def sample_predictions(n: int, classes: int = 10, scale: float = 1.0, seed: int = 0) -> Predictions:
-    """A model whose logits are `scale` times those that the labels were drawn from."""
+    """Predictions whose logits are `scale` times those that the labels were drawn from."""
     random = torch.Generator().manual_seed(seed)
     logits = 2.5 * torch.randn(n, classes, generator=random)
     labels = torch.multinomial(logits.softmax(1), 1, generator=random)[:, 0]
@@ -108,7 +108,7 @@ def test_summary_of_few_samples_gives_a_wide_interval(n):
     text = " ".join(sentences(report))
     low, high = report["ece"].interval.low, report["ece"].interval.high
     assert f" 0 to {formatting.percent(high, low, high)}" in text
-    assert text.lower().count(f"{n} sample") == 1 + (high >= 0.1)  # once more where they are too few
+    assert text.lower().count(f"{n} sample") == 1 + (high >= 0.1)  # mentioned again if there are too few
     assert headline(report)
 
 
@@ -224,8 +224,8 @@ def compared(after: tuple[float, float, float], tests: dict[str, str | None]) ->
     [
         ((0.002, 0.0, 0.01), {"ece": "second"}, "all"),
         ((0.02, 0.015, 0.03), {"ece": "second"}, "most"),
-        ((0.06, 0.05, 0.085), {"ece": "second"}, "part"),  # the intervals overlap
-        ((0.06, 0.055, 0.07), {"ece": None}, "unchanged"),  # they do not
+        ((0.06, 0.05, 0.085), {"ece": "second"}, "part"),  # the intervals overlap, but the test is significant
+        ((0.06, 0.055, 0.07), {"ece": None}, "unchanged"),  # they do not overlap, but the test is not significant
         ((0.12, 0.1, 0.14), {"ece": None}, "unchanged"),
         ((0.102, 0.09, 0.11), {"ece": "first"}, "worse"),
         ((0.002, 0.0, 0.01), {"ece": "second", "nll": "first"}, "harm"),

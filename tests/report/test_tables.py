@@ -114,7 +114,7 @@ def test_cells_accept_metric_results() -> None:
 @pytest.mark.parametrize(
     ("cell", "inside"),
     [
-        (Cell((0.02,), ((0.01, 0.03),), 0.03), None),  # one seed says nothing of the noise of seeds
+        (Cell((0.02,), ((0.01, 0.03),), 0.03), None),  # one seed gives no estimate of the noise between seeds
         (Cell((0.02,), ((0.01, 0.03),)), None),
         (Cell((), (), 0.02), None),
         (Cell((math.nan, 0.02), (), 0.02), None),
@@ -134,7 +134,7 @@ def test_cells_accept_metric_results() -> None:
         # The same spread of two seeds: 2 x 0.01 sqrt(1/2 + 1/3) = 0.018257.
         (Cell((0.0, math.sqrt(2) / 100), (), math.sqrt(0.5) / 100 + 0.0182), True),
         (Cell((0.0, math.sqrt(2) / 100), (), math.sqrt(0.5) / 100 + 0.0183), False),
-        (Cell((0.0009,) * 3, (), 0.0009), True),  # the machine's mean of the three is another number
+        (Cell((0.0009,) * 3, (), 0.0009), True),  # in floating point the mean of the three differs from 0.0009
         (Cell((0.0129,) * 3, (), 0.013), False),
     ],
 )
@@ -277,7 +277,7 @@ def table_of(written: tuple[list[Options], list[tuple[str, list[Written]]]]) -> 
 
 
 def expected_numbers(table: Table, row: Row, detail: Detail) -> list[str]:
-    """All numbers that belong into a row, in order, computed independently."""
+    """All numbers of a row of the table, in order, computed independently."""
     texts = []
     for column, cell in zip(table.columns, row.cells, strict=True):
         numbers = [cell.mean, cell.spread]
@@ -475,7 +475,7 @@ def test_csv_round_trips(text: str) -> None:
 
 
 class Parsed(HTMLParser):
-    """The tags and words of an HTML text, which has to close what it opens."""
+    """The tags and texts of an HTML document, in which every tag must be closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -533,10 +533,8 @@ def test_html_is_one_table_with_classes() -> None:
 @given(st.text() | st.text("<>&\"'a/", max_size=12))
 def test_html_escapes_text(text: str) -> None:
     table = table_with_text(text)
-    parsed, reference = (
-        Parsed.of(page([table, table], text)),
-        Parsed.of(page([table_with_text("a"), table_with_text("a")], "a")),
-    )
+    parsed = Parsed.of(page([table, table], text))
+    reference = Parsed.of(page([table_with_text("a"), table_with_text("a")], "a"))
     allowed = {tag for tag, _ in reference.tags}
     assert {tag for tag, _ in parsed.tags} <= allowed
     if printable(text):
@@ -589,7 +587,7 @@ def test_row_with_missing_cells_raises() -> None:
 
 
 def test_unknown_detail_raises() -> None:
-    # With the shape checks of the tests the annotation refuses it, without them the table.
+    # The annotation raises TypeError with the shape checks of the tests; without them the table raises ValueError.
     with pytest.raises((ValueError, TypeError), match="brief"):
         small_table().text(cast("Any", "brief"))
 
@@ -632,7 +630,7 @@ def test_mean_ranks_use_rounded_values_of_complete_rows() -> None:
     assert "rows" not in table.notes[1]
     assert [line["difference"] for line in csv.DictReader(io.StringIO(table.csv()))][3::5] == [""] * 4
     assert table.text("full").splitlines()[3].split()[-5:] == ["ours", "paper", "ours", "paper", "difference"]
-    ranked_twice = mean_rank_columns(table, ["acc"])  # ranks are not ranked, though their column has the name too
+    ranked_twice = mean_rank_columns(table, ["acc"])  # columns of ranks are not ranked, although one is called "acc"
     assert [row.cells[5] for row in ranked_twice.rows] == [row.cells[4] for row in ranked_twice.rows]
     assert re.search(r"columns.*: 1\)", ranked_twice.notes[-1])
 

@@ -66,9 +66,9 @@ def test_thumbnails_drop_file_metadata(tmp_path):
     (tmp_path / "c.svg").write_text("<svg onload='x()'/>")
     with pytest.raises(OSError, match="identify"):
         picture_of(str(tmp_path / "c.svg"))
-    for missing_path in (tmp_path, tmp_path / "missing.png"):
-        with pytest.raises(ValueError, match=missing_path.name):
-            picture_of(missing_path)
+    for invalid_path in (tmp_path, tmp_path / "missing.png"):
+        with pytest.raises(ValueError, match=invalid_path.name):
+            picture_of(invalid_path)
 
 
 def test_huge_image_is_not_decoded(tmp_path, monkeypatch):
