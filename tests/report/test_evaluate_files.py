@@ -357,16 +357,18 @@ def test_figure_has_an_html_repr(result):
     figure = reliability_figure(
         {"": [reliability_data(report.before.bins["width"], float(report["ece"]), "uncalibrated")]}
     )
-    start, _, rest = figure._repr_html_().partition("base64,")
+    start, _, encoded = figure._repr_html_().partition("base64,")
     assert start.startswith('<img alt="figure" width="')
-    picture = Image.open(io.BytesIO(base64.b64decode(rest.removesuffix('">'))))
+    picture = Image.open(io.BytesIO(base64.b64decode(encoded.removesuffix('">'))))
     assert picture.format == "PNG"
     assert picture.size == tuple(int(200 * inches) for inches in figure.get_size_inches())
 
 
 def test_all_functions_share_the_default_number_of_folds():
-    owners = {"folds": (evaluate, evaluate_files, evaluate_command, Model), "cv": (CalibratedClassifier,)}
-    defaults = [inspect.signature(owner).parameters[name].default for name in owners for owner in owners[name]]
+    functions = {"folds": (evaluate, evaluate_files, evaluate_command, Model), "cv": (CalibratedClassifier,)}
+    defaults = [
+        inspect.signature(function).parameters[name].default for name in functions for function in functions[name]
+    ]
     assert defaults == [FOLDS] * 5
 
 

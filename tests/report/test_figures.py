@@ -142,9 +142,11 @@ def test_activations_have_extreme_norms_of_distinct_classes():
             assert [list(row) for row in example.pixels] == images[index, 0].tolist()
             assert example.label == f"class {int(predictions.labels[index])}"
             assert example.prediction == f"class {int(predictions.prediction[index])}"
-    flat = {n: norms[n] ** 2 / sum(v * v for v in predictions.features[n].tolist()) / 7 for n in range(50) if norms[n]}
-    assert data.flatness_high == pytest.approx(sum(flat[n] for n in order[-5:]) / 5)
-    assert data.flatness_low == pytest.approx(sum(flat.get(n, 0) for n in order[:5]) / 5)
+    flatness = {
+        n: norms[n] ** 2 / sum(v * v for v in predictions.features[n].tolist()) / 7 for n in range(50) if norms[n]
+    }
+    assert data.flatness_high == pytest.approx(sum(flatness[n] for n in order[-5:]) / 5)
+    assert data.flatness_low == pytest.approx(sum(flatness.get(n, 0) for n in order[:5]) / 5)
 
 
 def test_activations_are_drawn_with_their_images():

@@ -233,13 +233,13 @@ def test_critical_differences_equal_the_nemenyi_table():
     assert rank_data({f"m{n}": [n] * 14 for n in range(4)}, "x").critical_difference == pytest.approx(1.25, abs=5e-3)
 
 
-def methods(count, datasets, offset, seed=0):
+def random_errors(count, datasets, offset, seed=0):
     generator = random.Random(seed)
     return {f"m{n}": [generator.random() + offset * n for _ in range(datasets)] for n in range(count)}
 
 
 def test_rank_data_equals_plain_loops():
-    table = methods(7, 9, 0.25)
+    table = random_errors(7, 9, 0.25)
     data = rank_data(table, "ECE")
     columns = list(zip(*table.values(), strict=True))
     ranks = {
@@ -256,9 +256,9 @@ def test_rank_data_equals_plain_loops():
         for first, last in combinations(range(7), 2)
         if sorted_ranks[last] - sorted_ranks[first] < critical_difference
     }
-    covered = {pair for first, last in data.groups for pair in combinations(range(first, last + 1), 2)}
-    assert covered == expected_pairs
-    assert 0 < len(covered) < 21
+    grouped_pairs = {pair for first, last in data.groups for pair in combinations(range(first, last + 1), 2)}
+    assert grouped_pairs == expected_pairs
+    assert 0 < len(grouped_pairs) < 21
     assert not any(a[0] >= b[0] and a[1] <= b[1] for a in data.groups for b in data.groups if a != b)
     negative = {name: [-value for value in values] for name, values in table.items()}
     higher_is_better = rank_data(negative, "x", higher_is_better=True)
@@ -266,7 +266,7 @@ def test_rank_data_equals_plain_loops():
 
 
 def test_nonsignificant_friedman_test_gives_one_group():
-    data = rank_data(methods(5, 3, 0.0), "x")
+    data = rank_data(random_errors(5, 3, 0.0), "x")
     assert data.p_value >= 0.05
     assert data.groups == ((0, 4),)
     tied = rank_data({"a": [1.0, 1.0], "b": [1.0, 1.0]}, "x")
@@ -274,7 +274,7 @@ def test_nonsignificant_friedman_test_gives_one_group():
 
 
 def test_rank_figure_draws_ranks_groups_and_test():
-    data = rank_data(methods(6, 9, 0.3), "ECE of six methods")
+    data = rank_data(random_errors(6, 9, 0.3), "ECE of six methods")
     (panel,) = (figure := rank_figure(data)).axes
     texts = [text.get_text().strip() for text in panel.texts]
     assert {f"{name} ({rank:.2f})" for name, rank in zip(data.names, data.ranks, strict=True)} <= set(texts)

@@ -21,7 +21,7 @@ from fedlas.report.html import report_page
 from fedlas.report.model import Model
 from report import pages
 
-ALL = {
+EXPECTED_FIGURES = {
     "reliability", "reliability_lines", "reliability_smooth", "over_under", "confidence", "risk_coverage", "norm",
     "training", "alpha", "gate", "class_map-sure", "class_map-unsure", "class_map-other", "roc-sure",
     "scores-sure-noise", "scores-sure-street-numbers",
@@ -30,7 +30,7 @@ ALL = {
 
 MODULES = (confidence, gate, indicator, ood, reliability, selective, training)
 # Figures that differ between one and several models: for one model they compare its states, otherwise the models.
-OF_STATES = (
+STATE_FIGURES = (
     "reliability_figure", "reliability_lines_figure", "smooth_reliability_figure", "over_under_figure",
     "confidence_figure", "risk_figure", "norm_figure",
 )  # fmt: skip
@@ -47,13 +47,13 @@ def drawn_figures(models, only=None, **options):
     """Return the figures that `save_figures` would write, by name, with their data; None for those not in `only`."""
     figures_by_name = {}
 
-    def keep(figure, data, folder, name, formats):
+    def collect(figure, data, folder, name, formats):
         assert name not in figures_by_name
         figures_by_name[name] = (figure, data)
         return []
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "save_with_data", keep)
+        patch.setattr(saving, "save_with_data", collect)
         if only is not None:
             draw_only(patch, only)
         figures.save_figures(models, "nowhere", **options)
@@ -74,7 +74,7 @@ def three_model_figures(models):
 
 @pytest.fixture(scope="module")
 def one_model_figures(models):
-    return drawn_figures(models["sure"], only=OF_STATES)
+    return drawn_figures(models["sure"], only=STATE_FIGURES)
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +116,10 @@ def layout_errors(figure):
 
 
 def test_every_available_figure_is_drawn(three_model_figures, one_model_figures):
-    assert three_model_figures.keys() - {"ranks"} == ALL
-    expected_names = {name.removesuffix("-sure") for name in ALL if name.endswith("-sure") or "-" not in name}
+    assert three_model_figures.keys() - {"ranks"} == EXPECTED_FIGURES
+    expected_names = {
+        name.removesuffix("-sure") for name in EXPECTED_FIGURES if name.endswith("-sure") or "-" not in name
+    }
     assert one_model_figures.keys() == expected_names | {"scores-street-numbers", "scores-noise"}
 
 

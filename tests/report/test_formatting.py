@@ -61,7 +61,7 @@ def test_p_values_that_more_resamples_would_lower_are_upper_bounds():
 
 
 VALUES = (0.0, 1.0, 0.5, 0.125, 0.375, 0.18359, 0.96014996, 0.96125, 0.91875, 1e-5, 2.5e-4, 0.99995, -0.0525, -1e-7)
-LARGER = (2.316, 4_987.0, 4_985.0, 12.5, 0.0625, 1e-7, 999.95, 1_234_500.0, 1_235_500.0, 8.5e12, 29.5, 1234.25)
+LARGE_VALUES = (2.316, 4_987.0, 4_985.0, 12.5, 0.0625, 1e-7, 999.95, 1_234_500.0, 1_235_500.0, 8.5e12, 29.5, 1234.25)
 INTERVALS = [
     (None, None),
     (0.1, 0.2),
@@ -90,7 +90,7 @@ JAVASCRIPT_NAMES = {
 
 def cases():
     """Return calls of all functions: the name in Python, and the arguments, with `percent` last where there is one."""
-    all_values = (*VALUES, *LARGER)
+    all_values = (*VALUES, *LARGE_VALUES)
     for value, (low, high), percent in itertools.product(all_values, INTERVALS, (True, False)):
         yield from ((name, (value, low, high, percent)) for name in ("cell", "number"))
         if percent:

@@ -181,7 +181,7 @@ def test_untrusted_text_is_embedded_only_as_data(hostile_html):
     """No element of the page comes from a text, and every text is included, truncated but otherwise unchanged."""
     reader = Reader(hostile_html)
     assert len(reader.scripts) == 2
-    assert RAN not in reader.scripts[1]
+    assert ATTACK_EFFECT not in reader.scripts[1]
     tags = {tag for tag, _ in reader.tags}
     assert "b" not in tags
     assert "img" not in tags
@@ -199,7 +199,7 @@ def test_untrusted_text_is_embedded_only_as_data(hostile_html):
     assert text_data(pages.HOSTILE[0]) in {row[1] for row in rows if row[0] != "predicted class"}
 
 
-RAN = "window.ran"
+ATTACK_EFFECT = "window.ran"
 
 
 def test_embedded_json_round_trips():
@@ -382,7 +382,7 @@ def test_numbers_and_units_stay_on_one_line():
     assert unbroken("by 4.1 points; T = 1.6 at 95 %") == "by 4.1\u00a0points; T\u00a0=\u00a01.6 at 95\u00a0%"
 
 
-VARIABLE = re.compile(r"--([\w-]+): (#[0-9a-f]{6})")
+COLOUR_VARIABLE = re.compile(r"--([\w-]+): (#[0-9a-f]{6})")
 
 
 def luminance(colour: str) -> float:
@@ -401,9 +401,9 @@ def test_colours_meet_wcag_contrast():
     style = (FOLDER / "page.css").read_text(encoding="utf-8")
     blocks = re.findall(r":root[^{]*\{([^}]*--paper[^}]*)\}", style)
     assert len(blocks) == 4  # light, dark by choice, dark by the system, print
-    assert VARIABLE.findall(blocks[1]) == VARIABLE.findall(blocks[2])
+    assert COLOUR_VARIABLE.findall(blocks[1]) == COLOUR_VARIABLE.findall(blocks[2])
     for block in blocks:
-        colour = dict(VARIABLE.findall(block))
+        colour = dict(COLOUR_VARIABLE.findall(block))
         for text in ("ink", "soft", "accent", "over", "under"):
             for background in ("paper", "card"):
                 assert contrast(colour[text], colour[background]) >= 4.5, (text, background)

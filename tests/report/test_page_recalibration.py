@@ -70,8 +70,8 @@ def test_recalibration_that_does_not_help_is_not_recommended():
     assert action.code == ()
     report = calibrated_report(pages.sample_predictions(600))
     state = report.after["temperature"]
-    doubted = dataclasses.replace(state, fits=tuple(dataclasses.replace(fit, doubt="x") for fit in state.fits))
-    [action] = recommendations(dataclasses.replace(report, after={"temperature": doubted}))
+    doubtful = dataclasses.replace(state, fits=tuple(dataclasses.replace(fit, doubt="x") for fit in state.fits))
+    [action] = recommendations(dataclasses.replace(report, after={"temperature": doubtful}))
     assert action.verdict.startswith(UNRELIABLE)
     assert action.title.startswith("Do not use")
     assert action.code == ()

@@ -209,7 +209,7 @@ def state(ece: float, low: float, high: float, noise_floor: float = 0.0, **param
     return State("temperature", {"ece": result}, {"width": bins}, parameters=parameters)
 
 
-def compared(after: tuple[float, float, float], tests: dict[str, str | None]) -> State:
+def calibrated_state(after: tuple[float, float, float], tests: dict[str, str | None]) -> State:
     """Return a state after calibration whose paired tests, against an ECE of 10 %, have the given outcomes."""
     before, calibrated = state(0.1, 0.08, 0.12, 0.01), state(*after, 0.002)
     interval = Interval(-1, 1)
@@ -234,7 +234,7 @@ def compared(after: tuple[float, float, float], tests: dict[str, str | None]) ->
     ],
 )
 def test_effect_of_a_calibrator_follows_the_paired_tests(after, tests, expected):
-    assert effect(compared(after, tests)) == expected
+    assert effect(calibrated_state(after, tests)) == expected
 
 
 @pytest.mark.parametrize(("scale", "n", "seed"), [(1.15, 1_000, 0), (1.0, 1_000, 1), (0.8, 400, 2)])

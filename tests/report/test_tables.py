@@ -20,7 +20,7 @@ from fedlas.report.tables import Cell, Column, Detail, Mark, Row, Table, mean_ra
 DETAILS: tuple[Detail, ...] = ("ours", "both", "full")
 GROUPS = ("CIFAR-10, ResNet-101", "CIFAR-10, ResNet-50", "CIFAR-100, ResNet-101")
 # ECE in percent of the paper's main table, in those groups, and the ranks that this makes; two share a value.
-PRINTED = {
+PAPER_ECE = {
     "CE": ([5.74, 5.85, 12.94], [7, 7, 4]),
     "MMCE": ([3.61, 3.1, 13.43], [4, 4, 6]),
     "ECP": ([5.41, 3.01, 13.43], [6, 3, 6]),
@@ -29,13 +29,13 @@ PRINTED = {
     "MbLS": ([1.38, 1.21, 6.1], [2, 1, 2]),
     "FeDLaS-LS": ([1.37, 1.29, 7.48], [1, 2, 3]),
 }
-NASTY = r"""50% of $x_1^2$ {#1} & ~\alpha | <b>"it's"</b> [1] *s* `c` """
+SPECIAL_CHARACTERS = r"""50% of $x_1^2$ {#1} & ~\alpha | <b>"it's"</b> [1] *s* `c` """
 
 
 def paper_table() -> Table:
     rows = tuple(
         Row(name.lower(), name, tuple(Cell(paper=value / 100, planned=3) for value in values))
-        for name, (values, _) in PRINTED.items()
+        for name, (values, _) in PAPER_ECE.items()
     )
     return Table("paper", "Paper", tuple(Column("ECE %", group) for group in GROUPS), rows)
 
@@ -242,12 +242,12 @@ def test_decimal_points_are_aligned() -> None:
 fractions = st.floats(-2, 2, allow_nan=False).map(lambda value: round(value, 5))
 
 
-Written = tuple[list[float], list[tuple[float, float]], float | None, int]
-Options = tuple[str, str, bool, bool, int, bool]
+CellArguments = tuple[list[float], list[tuple[float, float]], float | None, int]
+ColumnArguments = tuple[str, str, bool, bool, int, bool]
 
 
 @st.composite
-def written_cells(draw: st.DrawFn) -> Written:
+def cell_arguments(draw: st.DrawFn) -> CellArguments:
     values = draw(st.lists(fractions, max_size=3))
     pairs = st.tuples(fractions, fractions)
     intervals = draw(st.lists(pairs, min_size=len(values), max_size=len(values))) if draw(st.booleans()) else []
@@ -255,23 +255,23 @@ def written_cells(draw: st.DrawFn) -> Written:
 
 
 @st.composite
-def written_tables(draw: st.DrawFn) -> tuple[list[Options], list[tuple[str, list[Written]]]]:
+def table_arguments(draw: st.DrawFn) -> tuple[list[ColumnArguments], list[tuple[str, list[CellArguments]]]]:
     """Arguments of tables; the tables are not built here, because their shape checks draw random numbers."""
     names, groups = st.sampled_from(["ECE %", "NLL"]), st.sampled_from(["", "one", "a long heading of a group"])
     flag = st.booleans()
     columns = draw(st.lists(st.tuples(names, groups, flag, flag, st.integers(1, 4), flag), max_size=4))
-    row = st.lists(written_cells(), min_size=len(columns), max_size=len(columns))
+    row = st.lists(cell_arguments(), min_size=len(columns), max_size=len(columns))
     return columns, draw(st.lists(st.tuples(st.sampled_from(["CE", "FeDLaS-LS"]), row), max_size=4))
 
 
-def table_of(written: tuple[list[Options], list[tuple[str, list[Written]]]]) -> Table:
+def table_of(arguments: tuple[list[ColumnArguments], list[tuple[str, list[CellArguments]]]]) -> Table:
     columns = tuple(
         Column(name, group, higher_is_better=higher, percent=percent, digits=digits, ranked=ranked)
-        for name, group, higher, percent, digits, ranked in written[0]
+        for name, group, higher, percent, digits, ranked in arguments[0]
     )
     rows = tuple(
         Row(name.lower(), name, tuple(Cell(tuple(v), tuple(i), paper, planned) for v, i, paper, planned in cells))
-        for name, cells in written[1]
+        for name, cells in arguments[1]
     )
     return Table("t", "Title", columns, rows)
 
@@ -291,9 +291,9 @@ def expected_numbers(table: Table, row: Row, detail: Detail) -> list[str]:
     return texts
 
 
-@given(written_tables(), st.sampled_from(DETAILS))
-def test_text_table_contains_every_value(written: Any, detail: Detail) -> None:
-    table = table_of(written)
+@given(table_arguments(), st.sampled_from(DETAILS))
+def test_text_table_contains_every_value(arguments: Any, detail: Detail) -> None:
+    table = table_of(arguments)
     lines = table.text(detail).splitlines()
     start = next(index for index, line in enumerate(lines) if re.fullmatch("-+", line)) + 1
     for row, line in zip(table.rows, lines[start:], strict=False):
@@ -305,9 +305,9 @@ def test_text_table_contains_every_value(written: Any, detail: Detail) -> None:
         assert re.findall(r"\(\d/\d\)", line) == [f"({len(cell.values)}/{cell.planned})" for cell in partial]
 
 
-@given(written_tables(), st.sampled_from(DETAILS))
-def test_all_formats_show_the_numbers_of_the_text_table(written: Any, detail: Detail) -> None:
-    table = table_of(written)
+@given(table_arguments(), st.sampled_from(DETAILS))
+def test_all_formats_show_the_numbers_of_the_text_table(arguments: Any, detail: Detail) -> None:
+    table = table_of(arguments)
     latex = table.latex(detail).replace("$-$", "-")
     for row in table.rows:
         expected_row = expected_numbers(table, row, detail)
@@ -363,14 +363,14 @@ def test_markdown_escapes_text_in_cells(text: str) -> None:
 
 def check_latex(latex: str) -> list[str]:
     """Check for syntax that TeX would reject; return the rows of the table."""
-    bare = re.sub(r"\\[\\&%$#_{}]", "", latex)
+    unescaped = re.sub(r"\\[\\&%$#_{}]", "", latex)
     depth = 0
-    for character in bare:
+    for character in unescaped:
         depth += {"{": 1, "}": -1}.get(character, 0)
         assert depth >= 0
     assert depth == 0
-    assert not re.search(r"[%#_^~|<>\"]", bare)
-    assert bare.count("$") % 2 == 0
+    assert not re.search(r"[%#_^~|<>\"]", unescaped)
+    assert unescaped.count("$") % 2 == 0
     assert re.findall(r"\\begin\{(.*?)\}", latex) == re.findall(r"\\end\{(.*?)\}", latex)[::-1]
     assert "" not in latex.splitlines()[:-1]
     assert not re.search(r"\\(\\|[a-z]+rule(\{.*?\})?)\s*[\[*]", latex)
@@ -383,7 +383,7 @@ def check_latex(latex: str) -> list[str]:
         assert len(re.findall(r"(?<!\\)&", row)) + sum(spans) == width - 1
     for start, stop in re.findall(r"\\cmidrule\(lr\)\{(\d+)-(\d+)\}", latex):
         assert 1 < int(start) <= int(stop) <= width
-    commands = set(re.findall(r"\\([a-zA-Z]+)", bare))
+    commands = set(re.findall(r"\\([a-zA-Z]+)", unescaped))
     assert commands <= {
         *("begin", "end", "centering", "caption", "label", "footnotesize", "scriptsize", "setlength", "tabcolsep"),
         *("toprule", "midrule", "bottomrule", "cmidrule", "multicolumn", "textbf", "underline", "pm", "par"),
@@ -415,7 +415,7 @@ def test_a_wide_latex_table_takes_both_columns_of_the_page() -> None:
 
 
 def test_latex_escapes_special_characters() -> None:
-    rows = check_latex(table_with_text(NASTY).latex("full"))
+    rows = check_latex(table_with_text(SPECIAL_CHARACTERS).latex("full"))
     assert rows[-1].startswith(
         r"50\% of \$x\_1\textasciicircum{}2\$ \{\#1\} \& \textasciitilde{}\textbackslash{}alpha \textbar{} "
         r"\textless{}b\textgreater{}''it's''\textless{}/b\textgreater{} {[}1{]} {*}s{*} `c` & "
@@ -543,7 +543,7 @@ def test_html_escapes_text(text: str) -> None:
 
 
 def test_html_page_has_no_external_references() -> None:
-    html = page([small_table(), paper_table()], NASTY)
+    html = page([small_table(), paper_table()], SPECIAL_CHARACTERS)
     parsed = Parsed.of(html)
     assert html.startswith("<!DOCTYPE html>\n")
     assert [tag for tag, _ in parsed.tags].count("table") == 2
@@ -606,7 +606,7 @@ def test_mean_ranks_equal_those_of_the_paper() -> None:
     ranked = mean_rank_columns(paper_table(), ["ECE %"])
     assert ranked.columns[3].group == "Mean rank"
     assert [row.cells[3].values for row in ranked.rows] == [()] * 7
-    for row, (_, ranks) in zip(ranked.rows, PRINTED.values(), strict=True):
+    for row, (_, ranks) in zip(ranked.rows, PAPER_ECE.values(), strict=True):
         assert row.cells[3].paper == pytest.approx(sum(ranks) / 3)
     assert ranked.marks()[3].paper == Mark((5,), (6,))
 
