@@ -29,9 +29,9 @@ def browser() -> Iterator[Any]:
         pytest.skip("no Chromium: apt-get install chromium, or set FEDLAS_CHROMIUM")
     with playwright.sync_playwright() as driver:
         # Without the sandbox, which containers often lack; the pages are written by the tests.
-        running = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield running
-        running.close()
+        chromium_browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield chromium_browser
+        chromium_browser.close()
 
 
 @pytest.fixture(scope="session")
@@ -40,27 +40,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def several(folder: Path) -> Path:
+def three_model_page(folder: Path) -> Path:
     options: dict[str, Any] = {
         "images": pages.images(),
         "ids": range(700),
         "command": "fedlas evaluate",
         "resamples": 100,
     }
-    return save_page(pages.models(), folder / "several.html", title="Three models", **options)
+    return save_page(pages.models(), folder / "three-models.html", title="Three models", **options)
 
 
 @pytest.fixture
-def visit(browser: Any) -> Iterator[Any]:
-    opened: list[pages.Visit] = []
+def open_tab(browser: Any) -> Iterator[Any]:
+    tabs: list[pages.BrowserTab] = []
 
-    def go(path: Path, *args: Any, **options: Any) -> pages.Visit:
-        opened.append(pages.Visit(browser, path, *args, **options))
-        return opened[-1]
+    def open_path(path: Path, *args: Any, **options: Any) -> pages.BrowserTab:
+        tabs.append(pages.BrowserTab(browser, path, *args, **options))
+        return tabs[-1]
 
-    yield go
-    for one in opened:
-        one.close()
+    yield open_path
+    for tab in tabs:
+        tab.close()
 
 
 @pytest.fixture
@@ -68,9 +68,9 @@ def modules(browser: Any) -> Iterator[Any]:
     """Return a nearly empty page that can import the modules of the report page."""
     context = browser.new_context()
     page = context.new_page()
-    faults: list[str] = []
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    empty = (
+    page_errors: list[str] = []
+    page.on("pageerror", lambda error: page_errors.append(str(error)))
+    empty_page = (
         '<!doctype html><meta charset="utf-8"><details id="contents"></details>'
         '<script type="application/json" id="page-data">'
         '{"models": [{"states": [], "names": null}], "names": []}</script>'
@@ -79,11 +79,11 @@ def modules(browser: Any) -> Iterator[Any]:
     def serve(route: Any) -> None:
         name = route.request.url.rpartition("/")[2]
         is_script = name.endswith(".js")
-        body = (FOLDER / name).read_text(encoding="utf-8") if is_script else empty
+        body = (FOLDER / name).read_text(encoding="utf-8") if is_script else empty_page
         route.fulfill(body=body, content_type="text/javascript" if is_script else "text/html")
 
     page.route("**/*", serve)
     page.goto("http://page.test/empty.html")
     yield page
     context.close()
-    assert faults == []
+    assert page_errors == []

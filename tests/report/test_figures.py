@@ -33,13 +33,15 @@ from fedlas.report.figures.theorem import Theorems
 
 def test_a_reliability_diagram_draws_its_data(tmp_path):
     generator = torch.Generator().manual_seed(0)
-    made = Predictions(3 * torch.randn(200, 5, generator=generator), torch.randint(0, 5, (200,), generator=generator))
-    data = reliability_data(histogram(made).bins, 0.25, "one")
+    predictions = Predictions(
+        3 * torch.randn(200, 5, generator=generator), torch.randint(0, 5, (200,), generator=generator)
+    )
+    data = reliability_data(histogram(predictions).bins, 0.25, "one")
     assert sum(data.fraction) == pytest.approx(1)
     gaps = [s * abs(a - c) for s, a, c in zip(data.fraction, data.accuracy, data.confidence, strict=True)]
     from fedlas.metrics import ece
 
-    assert sum(gaps) == pytest.approx(float(ece(made)))
+    assert sum(gaps) == pytest.approx(float(ece(predictions)))
     figure = reliability_figure({"before": [data, data], "after": [data]})
     panel = figure.axes[0]
     assert panel.get_title() == "one\nECE 25.00 %"
@@ -58,11 +60,11 @@ def network(n=40, width=7, classes=4, *, signed=False, bias=False):
     return Predictions(logits, labels, features=features, index=torch.arange(n) + 100, class_names=names), weight, shift
 
 
-def tied(n=60):
+def predictions_with_ties(n=60):
     """Predictions in which norms and confidences tie."""
-    made, _, _ = network(n)
-    logits = (2 * made.logits).round().clamp(-4, 9)
-    return Predictions(logits, made.labels, features=made.features.round())
+    predictions, _, _ = network(n)
+    logits = (2 * predictions.logits).round().clamp(-4, 9)
+    return Predictions(logits, predictions.labels, features=predictions.features.round())
 
 
 def middle_ranks(values):
@@ -75,29 +77,31 @@ def pearson(x, y):
     return xy / math.sqrt(sum((a - mx) ** 2 for a in x) * sum((b - my) ** 2 for b in y))
 
 
-def share_in_order(scores, positive):
-    pairs = [(a, b) for a, right in zip(scores, positive, strict=True) if right
-             for b, wrong in zip(scores, positive, strict=True) if not wrong]  # fmt: skip
+def pairwise_auroc(scores, positive):
+    pairs = [(a, b) for a, first_positive in zip(scores, positive, strict=True) if first_positive
+             for b, second_positive in zip(scores, positive, strict=True) if not second_positive]  # fmt: skip
     return sum((a > b) + (a == b) / 2 for a, b in pairs) / len(pairs)
 
 
 def test_indicator_data_equals_plain_loops():
-    made = tied()
-    data = indicator_data(made, "x")
-    norms = [sum(abs(value) for value in row) for row in made.features.tolist()]
+    predictions = predictions_with_ties()
+    data = indicator_data(predictions, "x")
+    norms = [sum(abs(value) for value in row) for row in predictions.features.tolist()]
     assert len(set(norms)) < len(norms)
-    confidence = [max(row) for row in made.probs.double().tolist()]
+    confidence = [max(row) for row in predictions.probs.double().tolist()]
     mean = sum(norms) / len(norms)
     std = math.sqrt(sum((norm - mean) ** 2 for norm in norms) / (len(norms) - 1))
     assert data.nci == pytest.approx([(norm - mean) / std for norm in norms], rel=1e-6)
     assert data.confidence == pytest.approx(confidence, rel=1e-6)
-    shown = made.confidence.tolist()  # ties as they are in float32
-    assert data.rank_correlation == pytest.approx(pearson(middle_ranks(norms), middle_ranks(shown)))
-    right = [p == label for p, label in zip(made.prediction.tolist(), made.labels.tolist(), strict=True)]
-    assert list(data.correct) == right
-    assert data.norm_auroc == pytest.approx(share_in_order(norms, right))
-    assert data.confidence_auroc == pytest.approx(share_in_order(shown, right))
-    assert data.saturated == pytest.approx(sum(c > 0.99 for c in shown) / len(shown))
+    float32_confidence = predictions.confidence.tolist()  # ties as they are in float32
+    assert data.rank_correlation == pytest.approx(pearson(middle_ranks(norms), middle_ranks(float32_confidence)))
+    correct = [
+        p == label for p, label in zip(predictions.prediction.tolist(), predictions.labels.tolist(), strict=True)
+    ]
+    assert list(data.correct) == correct
+    assert data.norm_auroc == pytest.approx(pairwise_auroc(norms, correct))
+    assert data.confidence_auroc == pytest.approx(pairwise_auroc(float32_confidence, correct))
+    assert data.saturated == pytest.approx(sum(c > 0.99 for c in float32_confidence) / len(float32_confidence))
 
 
 def test_indicator_counts_saturation_in_the_lowest_tenth_of_norms():
@@ -105,56 +109,58 @@ def test_indicator_counts_saturation_in_the_lowest_tenth_of_norms():
     norms = torch.arange(20.0).flip(0)[:, None]
     data = indicator_data(Predictions(logits, torch.ones(20, dtype=torch.long), features=norms), "x")
     assert (data.saturated, data.saturated_low) == (0.9, 0.0)
-    assert math.isnan(data.norm_auroc)  # nothing is wrong, so there is nothing to tell apart
+    assert math.isnan(data.norm_auroc)  # without errors the AUROC is undefined
 
 
 def test_indicator_figure_draws_every_point():
-    data = indicator_data(tied(), "some data")
+    data = indicator_data(predictions_with_ties(), "some data")
     figure = indicator_figure(data)
-    panel = next(one for one in figure.axes if one.get_xlabel().startswith("normalised"))
+    panel = next(axes for axes in figure.axes if axes.get_xlabel().startswith("normalised"))
     assert "softmax" in panel.get_ylabel()
-    drawn = [tuple(point) for cloud in panel.collections for point in cloud.get_offsets().tolist()]
-    assert sorted(drawn) == sorted(zip(data.nci, data.confidence, strict=True))
+    points = [tuple(point) for cloud in panel.collections for point in cloud.get_offsets().tolist()]
+    assert sorted(points) == sorted(zip(data.nci, data.confidence, strict=True))
     assert [len(cloud.get_offsets()) for cloud in panel.collections] == [sum(data.correct), 60 - sum(data.correct)]
     assert "some data" in figure.get_suptitle()
 
 
 def test_activations_have_extreme_norms_of_distinct_classes():
-    made, _, _ = network(50)
+    predictions, _, _ = network(50)
     images = torch.randint(0, 256, (50, 1, 4, 4), dtype=torch.uint8)
-    data = activations_data(made, images, "x", count=3)
-    norms = made.features.double().abs().sum(1).tolist()
+    data = activations_data(predictions, images, "x", count=3)
+    norms = predictions.features.double().abs().sum(1).tolist()
     order = sorted(range(50), key=lambda n: norms[n])
-    for found, places in ((data.high, order[::-1]), (data.low, order)):
-        wanted, classes = [], set()
-        for place in places:
-            if int(made.labels[place]) not in classes and len(wanted) < 3:
-                classes.add(int(made.labels[place]))
-                wanted.append(place)
-        assert [one.index for one in found] == [place + 100 for place in wanted]
-        for one, place in zip(found, wanted, strict=True):
-            assert one.norm == pytest.approx(norms[place])
-            assert one.features == pytest.approx(made.features[place].tolist(), rel=1e-6)
-            assert [list(row) for row in one.pixels] == images[place, 0].tolist()
-            assert one.label == f"class {int(made.labels[place])}"
-            assert one.prediction == f"class {int(made.prediction[place])}"
-    flat = {n: norms[n] ** 2 / sum(v * v for v in made.features[n].tolist()) / 7 for n in range(50) if norms[n]}
-    assert data.flatness_high == pytest.approx(sum(flat[n] for n in order[-5:]) / 5)
-    assert data.flatness_low == pytest.approx(sum(flat.get(n, 0) for n in order[:5]) / 5)
+    for examples, norm_order in ((data.high, order[::-1]), (data.low, order)):
+        expected_indices, classes = [], set()
+        for index in norm_order:
+            if int(predictions.labels[index]) not in classes and len(expected_indices) < 3:
+                classes.add(int(predictions.labels[index]))
+                expected_indices.append(index)
+        assert [example.index for example in examples] == [index + 100 for index in expected_indices]
+        for example, index in zip(examples, expected_indices, strict=True):
+            assert example.norm == pytest.approx(norms[index])
+            assert example.features == pytest.approx(predictions.features[index].tolist(), rel=1e-6)
+            assert [list(row) for row in example.pixels] == images[index, 0].tolist()
+            assert example.label == f"class {int(predictions.labels[index])}"
+            assert example.prediction == f"class {int(predictions.prediction[index])}"
+    flatness = {
+        n: norms[n] ** 2 / sum(v * v for v in predictions.features[n].tolist()) / 7 for n in range(50) if norms[n]
+    }
+    assert data.flatness_high == pytest.approx(sum(flatness[n] for n in order[-5:]) / 5)
+    assert data.flatness_low == pytest.approx(sum(flatness.get(n, 0) for n in order[:5]) / 5)
 
 
 def test_activations_are_drawn_with_their_images():
-    made, _, _ = network(50)
+    predictions, _, _ = network(50)
     images = torch.randint(0, 256, (50, 1, 4, 4), dtype=torch.uint8)
-    data = activations_data(made, images, "x", count=2)
+    data = activations_data(predictions, images, "x", count=2)
     figure = activations_figure(data)
-    pictures = [one.images[0].get_array().tolist() for one in figure.axes if one.images]
+    pictures = [axes.images[0].get_array().tolist() for axes in figure.axes if axes.images]
     assert pictures == [
-        [list(row) for row in one.pixels] for one in (data.high[0], data.low[0], data.high[1], data.low[1])
+        [list(row) for row in example.pixels] for example in (data.high[0], data.low[0], data.high[1], data.low[1])
     ]
-    panels = [one for one in figure.axes if not one.images]
-    drawn = [panel.patches[0].get_data().values.tolist() for panel in panels]
-    assert drawn[:2] == [list(data.high[0].features), list(data.low[0].features)]
+    panels = [axes for axes in figure.axes if not axes.images]
+    drawn_features = [panel.patches[0].get_data().values.tolist() for panel in panels]
+    assert drawn_features[:2] == [list(data.high[0].features), list(data.low[0].features)]
     assert len({panel.get_ylim() for panel in panels}) == 1
     assert f"{data.high[0].norm:.1f}" in panels[0].get_title()
 
@@ -163,130 +169,138 @@ def sign(value):
     return 1 if value > 0 else -1
 
 
-def plain_theorem(norms, features, weight):
-    """Both sides of the theorem for every sample and class, in loops: [(gap, room)]."""
-    found = []
+def theorem_by_loops(norms, features, weight):
+    """Both sides of the theorem for every sample and class, in loops: [(gap, bound)]."""
+    pairs = []
     for norm, a in zip(norms, features.double().tolist(), strict=True):
         for w in weight.double().tolist():
             hidden = sum(sign(w[k]) * a[k] for k in range(len(a)))
-            room = max(abs(value) for value in a) * sum(abs(sign(a[k]) - sign(w[k])) for k in range(len(a)))
-            found.append((norm - hidden, room))
-    return found
+            bound = max(abs(value) for value in a) * sum(abs(sign(a[k]) - sign(w[k])) for k in range(len(a)))
+            pairs.append((norm - hidden, bound))
+    return pairs
 
 
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize(("width", "classes"), [(1, 2), (7, 4), (33, 10)])
 def test_the_theorem_holds_for_random_networks(width, classes, signed):
-    made, weight, _ = network(30, width, classes, signed=signed)
-    features = made.features.clone()
-    features[0] = 0  # a sample for which no unit is active
-    made = Predictions(features @ weight.t(), made.labels, features=features)
-    data = theorem_data(made, weight)
+    predictions, weight, _ = network(30, width, classes, signed=signed)
+    features = predictions.features.clone()
+    features[0] = 0  # a sample without active units
+    predictions = Predictions(features @ weight.t(), predictions.labels, features=features)
+    data = theorem_data(predictions, weight)
     norms = features.double().abs().sum(1).tolist()
-    plain = plain_theorem(norms, features, weight)
-    assert all(-1e-9 <= gap <= room + 1e-9 for gap, room in plain)
+    expected_pairs = theorem_by_loops(norms, features, weight)
+    assert all(-1e-9 <= gap <= bound + 1e-9 for gap, bound in expected_pairs)
     assert (data.violations, data.pairs) == (0, 30 * classes)
     assert data.largest_violation < 1e-9
-    largest = [norm - min(gap for gap, _ in plain[n * classes : (n + 1) * classes]) for n, norm in enumerate(norms)]
+    largest_hidden = [
+        norm - min(gap for gap, _ in expected_pairs[n * classes : (n + 1) * classes]) for n, norm in enumerate(norms)
+    ]
     assert data.norm == pytest.approx(norms, rel=1e-6)
-    assert data.hidden == pytest.approx(largest, rel=1e-6, abs=1e-6)
-    assert data.correlation == pytest.approx(pearson(norms, largest), nan_ok=True)
-    assert data.mean_ratio == pytest.approx(sum(h / n for h, n in zip(largest, norms, strict=True) if n) / 30)
-    used = [gap / room if room else 0 for gap, room in plain]
-    said = made.logits.argmax(1).tolist()
-    own = [used[n * classes + said[n]] for n in range(30)]
+    assert data.hidden == pytest.approx(largest_hidden, rel=1e-6, abs=1e-6)
+    assert data.correlation == pytest.approx(pearson(norms, largest_hidden), nan_ok=True)
+    assert data.mean_ratio == pytest.approx(sum(h / n for h, n in zip(largest_hidden, norms, strict=True) if n) / 30)
+    ratios = [gap / bound if bound else 0 for gap, bound in expected_pairs]
+    predicted = predictions.logits.argmax(1).tolist()
+    predicted_ratios = [ratios[n * classes + predicted[n]] for n in range(30)]
     assert data.ratio_predicted == tuple(
-        sum(min(19, max(0, int(20 * value))) == step for value in own) for step in range(20)
+        sum(min(19, max(0, int(20 * value))) == step for value in predicted_ratios) for step in range(20)
     )
     assert sum(data.ratio_others) == 30 * (classes - 1)
 
 
-@pytest.mark.parametrize(("factor", "side"), [(0.3, "left"), (40.0, "right"), (math.nan, "unknown")])
-def test_synthetic_violation_of_the_theorem_is_detected(factor, side):
-    made, weight, _ = network(20)
-    norms = made.features.abs().sum(1)
-    assert theorem_data(made, weight, norms=norms).violations == 0
+@pytest.mark.parametrize(("factor", "violated_bound"), [(0.3, "left"), (40.0, "right"), (math.nan, "unknown")])
+def test_synthetic_violation_of_the_theorem_is_detected(factor, violated_bound):
+    predictions, weight, _ = network(20)
+    norms = predictions.features.abs().sum(1)
+    assert theorem_data(predictions, weight, norms=norms).violations == 0
     norms[3] *= factor
-    data = theorem_data(made, weight, norms=norms)
-    plain = plain_theorem(norms.double().tolist(), made.features, weight)
-    beyond = [max(-gap, gap - room) / float(norms[n // 4]) for n, (gap, room) in enumerate(plain)]
-    if side == "unknown":
+    data = theorem_data(predictions, weight, norms=norms)
+    expected_pairs = theorem_by_loops(norms.double().tolist(), predictions.features, weight)
+    excesses = [max(-gap, gap - bound) / float(norms[n // 4]) for n, (gap, bound) in enumerate(expected_pairs)]
+    if violated_bound == "unknown":
         assert (data.violations, data.largest_violation) == (4, math.inf)
     else:
-        assert data.violations == sum(value > 1e-5 for value in beyond) > 0
-        assert data.largest_violation == pytest.approx(max(beyond))
+        assert data.violations == sum(value > 1e-5 for value in excesses) > 0
+        assert data.largest_violation == pytest.approx(max(excesses))
 
 
 def test_rounding_of_norms_is_not_a_violation():
     features, weight = torch.rand(20, 1) + 1, torch.tensor([[1.0], [-1.0]])
-    made = Predictions(features @ weight.t(), features=features)  # one unit: every sample meets both bounds exactly
+    # With one unit every sample meets both bounds exactly.
+    predictions = Predictions(features @ weight.t(), features=features)
     norms = features[:, 0] * (1 - 1e-6)
-    data = theorem_data(made, weight, norms=norms)
+    data = theorem_data(predictions, weight, norms=norms)
     assert data.violations == 0 < data.largest_violation < 1e-5
 
 
 def test_violated_assumptions_are_noted():
-    made, weight, _ = network()
-    assert theorem_data(made, weight).remarks == ()
-    made, weight, _ = network(signed=True)
-    (remark,) = theorem_data(made, weight).remarks
-    assert f"{100 * float((made.features < 0).double().mean()):.2f} % of the features" in remark
-    made, weight, bias = network(bias=True)
-    (remark,) = theorem_data(made, weight, bias).remarks
+    predictions, weight, _ = network()
+    assert theorem_data(predictions, weight).remarks == ()
+    predictions, weight, _ = network(signed=True)
+    (remark,) = theorem_data(predictions, weight).remarks
+    assert f"{100 * float((predictions.features < 0).double().mean()):.2f} % of the features" in remark
+    predictions, weight, bias = network(bias=True)
+    (remark,) = theorem_data(predictions, weight, bias).remarks
     assert f"{float(bias.abs().max()):.3g}" in remark
-    (remark,) = theorem_data(made, weight).remarks  # a bias that was not given: the logits come from elsewhere
+    (remark,) = theorem_data(predictions, weight).remarks  # the bias is not passed, so the logits do not match
     assert re.search(r"logits.*\d %", remark)
 
 
 def test_theorem_figure_draws_every_point():
-    made, weight, bias = network(bias=True)
-    one, other = theorem_data(made, weight, bias, title="one"), theorem_data(made, -weight, title="other")
-    figure = theorem_figure(figures.Theorems("data", one, other))
+    predictions, weight, bias = network(bias=True)
+    theorem = theorem_data(predictions, weight, bias, title="one")
+    sign_flipped = theorem_data(predictions, -weight, title="other")
+    figure = theorem_figure(figures.Theorems("data", theorem, sign_flipped))
     first, second, last = figure.axes
-    for panel, data in ((first, one), (second, other)):
-        drawn = [tuple(point) for point in panel.collections[0].get_offsets().tolist()]
-        assert drawn == list(zip(data.hidden, data.norm, strict=True))
+    for panel, data in ((first, theorem), (second, sign_flipped)):
+        points = [tuple(point) for point in panel.collections[0].get_offsets().tolist()]
+        assert points == list(zip(data.hidden, data.norm, strict=True))
         assert panel.get_title().startswith(data.title)
         assert "hidden logit" in panel.get_xlabel()
-    assert last.patches[0].get_data().values.tolist() == pytest.approx([n / 40 for n in one.ratio_predicted])
+    assert last.patches[0].get_data().values.tolist() == pytest.approx([n / 40 for n in theorem.ratio_predicted])
     assert "0 of 160 " in last.get_title()
-    assert one.remarks[0] in figure.get_suptitle()
+    assert theorem.remarks[0] in figure.get_suptitle()
 
 
 def test_smoothing_curves_are_drawn_in_the_order_of_beta():
     nci = torch.linspace(-1, 1, 5)
-    found = {(beta, mode): (nci, nci * 0 + beta / 10) for beta in (4.0, 0.5) for mode in ("negative", "positive")}
-    data = smoothing_data(0.05, found)
-    wanted = [(0.5, "positive"), (0.5, "negative"), (4.0, "positive"), (4.0, "negative")]
-    assert [(one.beta, one.mode) for one in data.curves] == wanted
+    curves = {(beta, mode): (nci, nci * 0 + beta / 10) for beta in (4.0, 0.5) for mode in ("negative", "positive")}
+    data = smoothing_data(0.05, curves)
+    expected_order = [(0.5, "positive"), (0.5, "negative"), (4.0, "positive"), (4.0, "negative")]
+    assert [(curve.beta, curve.mode) for curve in data.curves] == expected_order
     (panel,) = smoothing_figure(data).axes
-    for line, one in zip(panel.lines, data.curves, strict=False):
-        assert list(line.get_xdata()) == list(one.nci)
-        assert list(line.get_ydata()) == list(one.alpha_i)
-        assert line.get_linestyle() == {"positive": "-", "negative": "--"}[one.mode]
+    for line, curve in zip(panel.lines, data.curves, strict=False):
+        assert list(line.get_xdata()) == list(curve.nci)
+        assert list(line.get_ydata()) == list(curve.alpha_i)
+        assert line.get_linestyle() == {"positive": "-", "negative": "--"}[curve.mode]
     assert len({line.get_marker() for line in panel.lines[:4]}) == 2
     assert "NCI" in panel.get_xlabel()
 
 
-def log(values, word="flip_rate", first=1):
-    return [{"epoch": first + n, "gate": {word: value}} for n, value in enumerate(values)]
+def gate_log(values, key="flip_rate", first=1):
+    return [{"epoch": first + n, "gate": {key: value}} for n, value in enumerate(values)]
 
 
 def test_epoch_statistics_have_mean_and_range_over_available_seeds():
-    course = epoch_statistics("x", [log([None, 0.4, 0.2]), log([None, 0.2]), []], "flip_rate")
-    assert course.epochs == (2, 3)
-    assert course.mean == pytest.approx((0.3, 0.2))
-    assert (course.low, course.high) == ((0.2, 0.2), (0.4, 0.2))
-    assert course.per_seed == ((0.4, 0.2), (0.2, None), (None, None))
+    statistics = epoch_statistics("x", [gate_log([None, 0.4, 0.2]), gate_log([None, 0.2]), []], "flip_rate")
+    assert statistics.epochs == (2, 3)
+    assert statistics.mean == pytest.approx((0.3, 0.2))
+    assert (statistics.low, statistics.high) == ((0.2, 0.2), (0.4, 0.2))
+    assert statistics.per_seed == ((0.4, 0.2), (0.2, None), (None, None))
     assert epoch_statistics("x", [[{"epoch": 1, "gate": {}}]], "positive").epochs == ()
-    assert epoch_statistics("x", [log([None, 0.0])], "flip_rate").mean == (0.0,)  # no flips are a number too
+    assert epoch_statistics("x", [gate_log([None, 0.0])], "flip_rate").mean == (
+        0.0,
+    )  # a flip rate of zero is not a missing value
 
 
 def test_gate_figure_draws_the_log():
 
     def run(shift):
-        shares = [0.2 + shift, 0.3 + shift, 0.4 + shift]
-        gates = [{"positive": s, "negative": 1 - s, "flip_rate": None if s == shares[0] else s / 2} for s in shares]
+        fractions = [0.2 + shift, 0.3 + shift, 0.4 + shift]
+        gates = [
+            {"positive": s, "negative": 1 - s, "flip_rate": None if s == fractions[0] else s / 2} for s in fractions
+        ]
         return [{"epoch": n, "gate": gate} for n, gate in enumerate(gates, start=1)]
 
     data = gate_data({"one": [run(0), run(0.1)], "two": [run(0.5)]}, "title", (2,))
@@ -299,7 +313,7 @@ def test_gate_figure_draws_the_log():
     means = {line.get_label(): list(line.get_ydata()) for line in first.lines if not line.get_label().startswith("_")}
     assert means == {"positive mode": pytest.approx([25, 35, 45]), "negative mode": pytest.approx([75, 65, 55])}
     assert len(first.lines) == 2 * 3 + 1  # for each mode two seeds and a mean, and one milestone
-    assert len(second.lines) == 2 + 1  # a seed alone is its own mean
+    assert len(second.lines) == 2 + 1  # a single seed is drawn only as the mean
     labels = [line.get_label() for line in flips.lines]
     assert [label for label in labels if not label.startswith("_")] == ["one", "two"]
     styles = {line.get_label(): (line.get_linestyle(), line.get_marker()) for line in flips.lines}
@@ -321,29 +335,31 @@ def test_gate_figure_draws_the_flip_rate_of_every_loss():
     lines = panels["flip rate"].lines
     assert [line.get_label() for line in lines] == names
     assert len({(line.get_marker(), str(line.get_linestyle())) for line in lines}) == 9
-    assert figure._suptitle is None  # no title, no words
+    assert figure._suptitle is None  # an empty title is not drawn
 
 
-BAD = r"$\frac $x_{$ and a name that goes on for longer than there is room on the whole page " * 3
+UNTRUSTED_NAME = r"$\frac $x_{$ and a name that goes on for longer than there is room on the whole page " * 3
 
 
 def test_untrusted_names_are_not_rendered_as_math_in_figures():
-    made, weight, bias = network(50)
-    names = [f"{BAD}{k}" for k in range(made.num_classes)]
-    named = Predictions(made.logits, made.labels, features=made.features, class_names=names)
+    predictions, weight, bias = network(50)
+    names = [f"{UNTRUSTED_NAME}{k}" for k in range(predictions.num_classes)]
+    predictions_with_names = Predictions(
+        predictions.logits, predictions.labels, features=predictions.features, class_names=names
+    )
     images = torch.randint(0, 256, (50, 1, 4, 4), dtype=torch.uint8)
-    theorem = theorem_data(made, weight, bias, title=BAD)
+    theorem = theorem_data(predictions, weight, bias, title=UNTRUSTED_NAME)
     figures = [
-        gate_figure(gate_data({BAD: [gate_run(0.2)], "other": [gate_run(0.3)]}, BAD)),
-        indicator_figure(indicator_data(named, BAD)),
-        activations_figure(activations_data(named, images, BAD, count=1)),
-        theorem_figure(Theorems(BAD, theorem, theorem)),
+        gate_figure(gate_data({UNTRUSTED_NAME: [gate_run(0.2)], "other": [gate_run(0.3)]}, UNTRUSTED_NAME)),
+        indicator_figure(indicator_data(predictions_with_names, UNTRUSTED_NAME)),
+        activations_figure(activations_data(predictions_with_names, images, UNTRUSTED_NAME, count=1)),
+        theorem_figure(Theorems(UNTRUSTED_NAME, theorem, theorem)),
     ]
     for figure in figures:
         figure.draw_without_rendering()  # would raise at the first formula
-        words = [text.get_text() for text in figure.findobj(Text) if r"\frac" in text.get_text()]
-        assert words
-        assert all(len(line) <= 110 and r"\$\frac" in line for text in words for line in text.split("\n")[:1])
+        labels = [text.get_text() for text in figure.findobj(Text) if r"\frac" in text.get_text()]
+        assert labels
+        assert all(len(line) <= 110 and r"\$\frac" in line for text in labels for line in text.split("\n")[:1])
 
 
 def test_a_figure_is_written_with_its_data(tmp_path):
@@ -355,10 +371,10 @@ def test_a_figure_is_written_with_its_data(tmp_path):
     assert [path.name for path in files] == ["name.pdf", "name.png", "name.json"]
     assert files[0].read_bytes().startswith(b"%PDF")
     assert files[1].read_bytes().startswith(b"\x89PNG")
-    read = json.loads(files[2].read_text())
-    assert read["figure"] == "name"
-    assert read["nci"] == list(data.nci)
-    assert read["norm_auroc"] is None
+    saved_data = json.loads(files[2].read_text())
+    assert saved_data["figure"] == "name"
+    assert saved_data["nci"] == list(data.nci)
+    assert saved_data["norm_auroc"] is None
 
 
 def test_figures_are_written_atomically(tmp_path):

@@ -36,30 +36,31 @@ NEMENYI = (1.960, 2.343, 2.569, 2.728, 2.850, 2.949, 3.031, 3.102, 3.164)
 
 @pytest.fixture(scope="module")
 def ood_case():
-    given, sets = pages.model(200), {"noise": pages.ood_data(90), "other": pages.ood_data(60, spread=0.5)}
-    return given, sets, ood_data(given, sets, evaluate(given, ood=sets, intervals=False), "one")
+    predictions = pages.sample_predictions(200)
+    sets = {"noise": pages.ood_predictions(90), "other": pages.ood_predictions(60, scale=0.5)}
+    return predictions, sets, ood_data(predictions, sets, evaluate(predictions, ood=sets, intervals=False), "one")
 
 
 def test_auroc_of_ood_scores_equals_pairwise_ranking(ood_case):
-    given, sets, data = ood_case
-    assert [one.name for one in data.sets] == ["noise", "other"]
-    for held in data.sets:
-        for score in held.scores:
-            known, strange = (score_of(x, score.name).tolist() for x in (given, sets[held.name]))
-            pairs = [(b > a) + (a == b) / 2 for a in known for b in strange]
+    predictions, sets, data = ood_case
+    assert [ood_set.name for ood_set in data.sets] == ["noise", "other"]
+    for ood_set in data.sets:
+        for score in ood_set.scores:
+            id_scores, ood_scores = (score_of(x, score.name).tolist() for x in (predictions, sets[ood_set.name]))
+            pairs = [(b > a) + (a == b) / 2 for a in id_scores for b in ood_scores]
             assert score.auroc == pytest.approx(sum(pairs) / len(pairs), rel=1e-4)
             assert (score.false[0], score.true[0], score.false[-1], score.true[-1]) == (0, 0, 1, 1)
             for false, true in list(zip(score.false, score.true, strict=True))[1::7]:
-                # The highest scores come first, so some threshold has to give both shares.
-                found = any(
-                    abs(sum(a >= t for a in known) / len(known) - false) < 1e-4
-                    and abs(sum(b >= t for b in strange) / len(strange) - true) < 1e-4
-                    for t in (*known, *strange)
+                # Each point of the curve belongs to a threshold, which gives both rates.
+                matches_some_threshold = any(
+                    abs(sum(a >= t for a in id_scores) / len(id_scores) - false) < 1e-4
+                    and abs(sum(b >= t for b in ood_scores) / len(ood_scores) - true) < 1e-4
+                    for t in (*id_scores, *ood_scores)
                 )
-                assert found
+                assert matches_some_threshold
             low, high = score.edges[10], score.edges[20]
-            inside = sum(low < value <= high for value in known) / len(known)
-            assert sum(score.id[10:20]) == pytest.approx(inside, abs=1e-3)
+            expected_fraction = sum(low < value <= high for value in id_scores) / len(id_scores)
+            assert sum(score.id[10:20]) == pytest.approx(expected_fraction, abs=1e-3)
             assert sum(score.ood) == pytest.approx(1, abs=1e-3)
 
 
@@ -68,45 +69,52 @@ def test_roc_curves_and_histograms_are_drawn_from_the_data(ood_case):
     figure = roc_figure(data)
     assert [panel.get_title() for panel in figure.axes] == ["noise", "other"]
     assert figure.get_suptitle() == "one"
-    for panel, held in zip(figure.axes, data.sets, strict=True):
-        for line, score in zip(panel.lines[1:], held.scores, strict=False):
+    for panel, ood_set in zip(figure.axes, data.sets, strict=True):
+        for line, score in zip(panel.lines[1:], ood_set.scores, strict=False):
             assert (list(line.get_xdata()), list(line.get_ydata())) == (list(score.false), list(score.true))
-        drawn = panel.lines[1 : 1 + len(held.scores)]
-        assert len({(line.get_marker(), line.get_linestyle(), line.get_color()) for line in drawn}) == len(held.scores)
-    words = [text.get_text() for text in figure.legends[0].get_texts()]
-    both = zip(*(held.scores for held in data.sets), strict=True)
-    assert words == [f"{a.name.replace('_', ' ')}: {100 * a.auroc:.1f}, {100 * b.auroc:.1f}" for a, b in both]
+        lines = panel.lines[1 : 1 + len(ood_set.scores)]
+        assert len({(line.get_marker(), line.get_linestyle(), line.get_color()) for line in lines}) == len(
+            ood_set.scores
+        )
+    legend_texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    score_pairs = zip(*(ood_set.scores for ood_set in data.sets), strict=True)
+    assert legend_texts == [
+        f"{a.name.replace('_', ' ')}: {100 * a.auroc:.1f}, {100 * b.auroc:.1f}" for a, b in score_pairs
+    ]
     figure = score_figure(data.sets[0])
     for panel, score in zip(figure.axes, data.sets[0].scores, strict=False):
-        known, strange = panel.patches
-        assert list(known.get_data().values) == list(score.id)
-        assert list(strange.get_data().values) == list(score.ood)
-        assert (known.get_hatch(), bool(strange.get_hatch())) == (None, True)
+        id_histogram, ood_histogram = panel.patches
+        assert list(id_histogram.get_data().values) == list(score.id)
+        assert list(ood_histogram.get_data().values) == list(score.ood)
+        assert (id_histogram.get_hatch(), bool(ood_histogram.get_hatch())) == (None, True)
 
 
 def test_missing_ood_data_is_an_error():
-    given, sets = pages.model(60), {"noise": pages.ood_data(20)}
+    predictions, sets = pages.sample_predictions(60), {"noise": pages.ood_predictions(20)}
     with pytest.raises(ValueError, match="evaluate"):
-        ood_data(given, sets, evaluate(given, intervals=False), "x")
+        ood_data(predictions, sets, evaluate(predictions, intervals=False), "x")
     with pytest.raises(ValueError, match="in ood"):
-        ood_data(given, {}, evaluate(given, ood=sets, intervals=False), "x")
+        ood_data(predictions, {}, evaluate(predictions, ood=sets, intervals=False), "x")
 
 
 def test_norm_data_has_accuracy_and_confidence_by_decile():
-    given = pages.model(200)
-    data = norm_data(given, "one")
-    norms = [sum(abs(x) for x in row) for row in given.features.double().tolist()]
+    predictions = pages.sample_predictions(200)
+    data = norm_data(predictions, "one")
+    norms = [sum(abs(x) for x in row) for row in predictions.features.double().tolist()]
     mean = sum(norms) / 200
-    spread = math.sqrt(sum((x - mean) ** 2 for x in norms) / 199)
-    assert (data.mean, data.deviation) == pytest.approx((mean, spread), rel=1e-4)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in norms) / 199)
+    assert (data.mean, data.deviation) == pytest.approx((mean, deviation), rel=1e-4)
     order = sorted(range(200), key=norms.__getitem__)
     assert data.samples == (20,) * 10
     for tenth in range(10):
-        chosen = order[20 * tenth : 20 * (tenth + 1)]
-        assert data.nci[tenth] == pytest.approx(sum((norms[n] - mean) / spread for n in chosen) / 20, abs=1e-4)
-        assert data.confidence[tenth] == pytest.approx(float(given.confidence[chosen].mean()), rel=1e-4)
-        assert data.accuracy[tenth] == pytest.approx(float(given.correct[chosen].double().mean()), abs=1e-4)
-    assert (sum(data.correct), sum(data.incorrect)) == (int(given.correct.sum()), int((~given.correct).sum()))
+        rows = order[20 * tenth : 20 * (tenth + 1)]
+        assert data.nci[tenth] == pytest.approx(sum((norms[n] - mean) / deviation for n in rows) / 20, abs=1e-4)
+        assert data.confidence[tenth] == pytest.approx(float(predictions.confidence[rows].mean()), rel=1e-4)
+        assert data.accuracy[tenth] == pytest.approx(float(predictions.correct[rows].double().mean()), abs=1e-4)
+    assert (sum(data.correct), sum(data.incorrect)) == (
+        int(predictions.correct.sum()),
+        int((~predictions.correct).sum()),
+    )
     (panel,) = norm_figure([data]).axes
     lines = {line.get_label(): line for line in panel.lines}
     assert list(lines["mean confidence"].get_ydata()) == list(data.confidence)
@@ -119,32 +127,32 @@ def test_norm_data_has_accuracy_and_confidence_by_decile():
 @pytest.mark.parametrize("compute", [norm_data, indicator_data])
 def test_norms_that_cannot_be_normalised_raise(compute):
     with pytest.raises(ValueError, match=r"^(?!.*norm).*features"):
-        compute(pages.model(20, features=None), "x")
+        compute(pages.sample_predictions(20, features=None), "x")
     with pytest.raises(ValueError, match="norm"):
-        compute(pages.model(20, features=torch.ones(20, 3)), "x")
+        compute(pages.sample_predictions(20, features=torch.ones(20, 3)), "x")
     with pytest.raises(ValueError, match="norm"):
         compute(Predictions(torch.ones(1, 2), torch.zeros(1, dtype=torch.long), features=torch.ones(1, 3)), "x")
 
 
-def log(epochs, parts=True):
-    made = pages.log(epochs)
-    for record in made if parts else ():
+def training_log(epochs, parts=True):
+    records = pages.training_log(epochs)
+    for record in records if parts else ():
         record["val"] |= {"over_ece": 0.01 * record["epoch"], "under_ece": 0.3 / record["epoch"]}
-    return made
+    return records
 
 
 def test_learning_curves_equal_the_log():
-    made = log(9)
-    made[4]["val"]["ece"] = None
-    made.append({"epoch": 10, "diverged": {}})
-    data = training_data(made, "run")
+    records = training_log(9)
+    records[4]["val"]["ece"] = None
+    records.append({"epoch": 10, "diverged": {}})
+    data = training_data(records, "run")
     assert data.epoch == tuple(range(1, 10))
     assert data.loss == pytest.approx([2 / epoch for epoch in data.epoch], rel=1e-4)
     assert data.accuracy == pytest.approx([0.9 - 0.5 / epoch for epoch in data.epoch], rel=1e-4)
     assert data.ece[4] is None
     assert data.ece[5] == pytest.approx(0.02 + 0.05 / 6, rel=1e-4)
     assert data.over == pytest.approx([0.01 * epoch for epoch in data.epoch], rel=1e-4)
-    other = training_data(log(4), "other")
+    other = training_data(training_log(4), "other")
     loss, accuracy, error, parts = training_figure([data, other]).axes
     assert list(loss.lines[0].get_ydata()) == list(data.loss)
     assert list(accuracy.lines[1].get_ydata()) == pytest.approx([100 * value for value in other.accuracy])
@@ -156,7 +164,7 @@ def test_learning_curves_equal_the_log():
 
 
 def test_training_figure_hides_the_panel_of_missing_over_and_under_ece():
-    figure = training_figure([training_data(log(1, parts=False), "x")])
+    figure = training_figure([training_data(training_log(1, parts=False), "x")])
     figure.draw_without_rendering()
     assert list(figure.axes[0].lines[0].get_xdata()) == [1]
     assert [panel.get_visible() for panel in figure.axes] == [True, True, True, False]
@@ -165,7 +173,7 @@ def test_training_figure_hides_the_panel_of_missing_over_and_under_ece():
 
 
 def test_alpha_curve_is_twice_a_sigmoid():
-    data = alpha_data(pages.log(6), "run", {"loss_options": {"beta": 1.5}})
+    data = alpha_data(pages.training_log(6), "run", {"loss_options": {"beta": 1.5}})
     assert data.beta == 1.5
     assert data.ratio == pytest.approx([1 - 0.03 * epoch for epoch in range(1, 7)])
     for gamma, up, down in zip(data.gamma, data.positive, data.negative, strict=True):
@@ -173,47 +181,47 @@ def test_alpha_curve_is_twice_a_sigmoid():
         assert down == pytest.approx(2 / (1 + math.exp(1.5 * gamma)), rel=1e-4)
     assert (data.edges[0], data.edges[-1]) == (-4.5, 4.5)  # one more bin on either side
     assert sum(data.fraction) == pytest.approx(1)
-    left, right = alpha_figure([data]).axes
-    assert list(left.lines[1].get_ydata()) == list(data.ratio)
-    up, down = right.lines
+    ratio_panel, alpha_panel = alpha_figure([data]).axes
+    assert list(ratio_panel.lines[1].get_ydata()) == list(data.ratio)
+    up, down = alpha_panel.lines
     assert list(up.get_ydata()) == list(data.positive)
     assert up.get_linestyle() != down.get_linestyle()
-    assert list(right.patches[0].get_data().edges) == list(data.edges)
-    assert right.get_xlim() == (data.edges[0], data.edges[-1])
+    assert list(alpha_panel.patches[0].get_data().edges) == list(data.edges)
+    assert alpha_panel.get_xlim() == (data.edges[0], data.edges[-1])
 
 
 def test_alpha_figure_without_beta_or_histogram_shows_only_the_mean():
-    made = pages.log(3)
-    for record in made:
+    records = pages.training_log(3)
+    for record in records:
         del record["gate"]["gamma_histogram"]
-    both = [alpha_data(made, "bare"), alpha_data(pages.log(3), "no beta")]
-    assert [(one.gamma, one.positive) for one in both] == [((), ()), ((), ())]
-    assert both[0].fraction == ()
-    figure = alpha_figure(both)
+    curves = [alpha_data(records, "bare"), alpha_data(pages.training_log(3), "no beta")]
+    assert [(curve.gamma, curve.positive) for curve in curves] == [((), ()), ((), ())]
+    assert curves[0].fraction == ()
+    figure = alpha_figure(curves)
     figure.draw_without_rendering()
-    assert figure.axes[0].get_position().width > 0.3  # nothing without end pushes the panels aside
+    assert figure.axes[0].get_position().width > 0.3  # no infinite value shrinks the panels
     assert not figure.axes[1].lines
-    assert alpha_data([{k: v for k, v in record.items() if k != "gate"} for record in made], "x") is None
+    assert alpha_data([{k: v for k, v in record.items() if k != "gate"} for record in records], "x") is None
     assert alpha_data([], "x") is None
 
 
 def test_strengths_and_gaps_of_every_bin_are_drawn_by_epoch():
-    made = log(4)
-    for record in made:
+    records = training_log(4)
+    for record in records:
         record["lr"] = 0.1 if record["epoch"] < 3 else 0.01
         record["loss_state"] = {
             "strengths": [0.1 * record["epoch"], 0.2, 0.3],
             "gaps": [-0.05, 0.0, 0.02 * record["epoch"]],
             "edges": [0, 0.4, 0.6, 1],
         }
-    data = feedback_data(made, "run")
+    data = feedback_data(records, "run")
     assert data.strengths[1] == pytest.approx((0.2, 0.2, 0.3))
-    left, right = feedback_figure([data]).axes
-    assert list(left.lines[0].get_ydata()) == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    assert list(right.lines[2].get_ydata()) == pytest.approx([2, 4, 6, 8])
-    assert list(left.lines[3].get_xdata()) == [3, 3], "the epoch in which the learning rate changes"
-    del made[2]["loss_state"]
-    assert feedback_data(made, "run") is None
+    strength_panel, gap_panel = feedback_figure([data]).axes
+    assert list(strength_panel.lines[0].get_ydata()) == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert list(gap_panel.lines[2].get_ydata()) == pytest.approx([2, 4, 6, 8])
+    assert list(strength_panel.lines[3].get_xdata()) == [3, 3], "the epoch in which the learning rate changes"
+    del records[2]["loss_state"]
+    assert feedback_data(records, "run") is None
     assert feedback_data([], "run") is None
 
 
@@ -225,13 +233,13 @@ def test_critical_differences_equal_the_nemenyi_table():
     assert rank_data({f"m{n}": [n] * 14 for n in range(4)}, "x").critical_difference == pytest.approx(1.25, abs=5e-3)
 
 
-def methods(count, datasets, push, seed=0):
-    draw = random.Random(seed)
-    return {f"m{n}": [draw.random() + push * n for _ in range(datasets)] for n in range(count)}
+def random_errors(count, datasets, offset, seed=0):
+    generator = random.Random(seed)
+    return {f"m{n}": [generator.random() + offset * n for _ in range(datasets)] for n in range(count)}
 
 
 def test_rank_data_equals_plain_loops():
-    table = methods(7, 9, 0.25)
+    table = random_errors(7, 9, 0.25)
     data = rank_data(table, "ECE")
     columns = list(zip(*table.values(), strict=True))
     ranks = {
@@ -242,36 +250,40 @@ def test_rank_data_equals_plain_loops():
     assert data.ranks == pytest.approx(sorted(ranks.values()))
     assert data.p_value == pytest.approx(stats.friedmanchisquare(*table.values()).pvalue)
     assert data.p_value < 0.05
-    reach, places = data.critical_difference, data.ranks
-    alike = {(first, last) for first, last in combinations(range(7), 2) if places[last] - places[first] < reach}
-    covered = {pair for first, last in data.groups for pair in combinations(range(first, last + 1), 2)}
-    assert covered == alike
-    assert 0 < len(covered) < 21
+    critical_difference, sorted_ranks = data.critical_difference, data.ranks
+    expected_pairs = {
+        (first, last)
+        for first, last in combinations(range(7), 2)
+        if sorted_ranks[last] - sorted_ranks[first] < critical_difference
+    }
+    grouped_pairs = {pair for first, last in data.groups for pair in combinations(range(first, last + 1), 2)}
+    assert grouped_pairs == expected_pairs
+    assert 0 < len(grouped_pairs) < 21
     assert not any(a[0] >= b[0] and a[1] <= b[1] for a in data.groups for b in data.groups if a != b)
     negative = {name: [-value for value in values] for name, values in table.items()}
-    turned = rank_data(negative, "x", higher_is_better=True)
-    assert turned.ranks == data.ranks
+    higher_is_better = rank_data(negative, "x", higher_is_better=True)
+    assert higher_is_better.ranks == data.ranks
 
 
 def test_nonsignificant_friedman_test_gives_one_group():
-    data = rank_data(methods(5, 3, 0.0), "x")
+    data = rank_data(random_errors(5, 3, 0.0), "x")
     assert data.p_value >= 0.05
     assert data.groups == ((0, 4),)
-    same = rank_data({"a": [1.0, 1.0], "b": [1.0, 1.0]}, "x")
-    assert (same.ranks, same.p_value, same.groups) == ((1.5, 1.5), 1, ((0, 1),))
+    tied = rank_data({"a": [1.0, 1.0], "b": [1.0, 1.0]}, "x")
+    assert (tied.ranks, tied.p_value, tied.groups) == ((1.5, 1.5), 1, ((0, 1),))
 
 
 def test_rank_figure_draws_ranks_groups_and_test():
-    data = rank_data(methods(6, 9, 0.3), "ECE of six methods")
+    data = rank_data(random_errors(6, 9, 0.3), "ECE of six methods")
     (panel,) = (figure := rank_figure(data)).axes
-    words = [text.get_text().strip() for text in panel.texts]
-    assert {f"{name} ({rank:.2f})" for name, rank in zip(data.names, data.ranks, strict=True)} <= set(words)
-    assert f"critical difference {data.critical_difference:.2f}" in words
+    texts = [text.get_text().strip() for text in panel.texts]
+    assert {f"{name} ({rank:.2f})" for name, rank in zip(data.names, data.ranks, strict=True)} <= set(texts)
+    assert f"critical difference {data.critical_difference:.2f}" in texts
     assert re.search("Friedman.*Nemenyi.* 5 %.* 9 data sets", panel.get_title())
     bars = [line.get_xdata() for line in panel.lines if line.get_linewidth() > 2]
     assert len(bars) == len(data.groups) > 0
-    for ends, (first, last) in zip(bars, data.groups, strict=True):
-        inside = [name for name, rank in zip(data.names, data.ranks, strict=True) if ends[0] <= rank <= ends[1]]
-        assert set(data.names[first : last + 1]) <= set(inside)
-        assert data.ranks[first] - ends[0] < 0.2
+    for bar, (first, last) in zip(bars, data.groups, strict=True):
+        names_in_bar = [name for name, rank in zip(data.names, data.ranks, strict=True) if bar[0] <= rank <= bar[1]]
+        assert set(data.names[first : last + 1]) <= set(names_in_bar)
+        assert data.ranks[first] - bar[0] < 0.2
     figure.draw_without_rendering()

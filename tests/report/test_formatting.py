@@ -48,22 +48,31 @@ def test_formatting_never_shows_minus_zero_or_probability_0_or_1():
 
 
 def test_p_values_that_more_resamples_would_lower_are_upper_bounds():
-    first, second = pages.model(200), pages.model(200, scale=0.1)
+    first, second = pages.sample_predictions(200), pages.sample_predictions(200, scale=0.1)
     test = paired_bootstrap(nll, first, second, resamples=99)
     assert (test.p_value, test.p_value_is_bound) == (pytest.approx(0.02), True)
     assert "p < 0.02" in str(test)
     assert Comparison.from_dict(test.to_dict()).p_value_is_bound
     assert not paired_bootstrap(nll, first, first, resamples=99).p_value_is_bound
-    corrected = compare_models({"a": first, "b": second, "c": pages.model(200, scale=0.3)}, resamples=99)
+    corrected = compare_models({"a": first, "b": second, "c": pages.sample_predictions(200, scale=0.3)}, resamples=99)
     assert any("p < 0.0" in str(pair.comparison) and pair.comparison.p_value > 0.021 for pair in corrected)
     assert formatting.p_value(0.00242, is_bound=True) == "p < 0.003"
     assert formatting.p_value(1.0, is_bound=True) == "p = 1.000"
 
 
 VALUES = (0.0, 1.0, 0.5, 0.125, 0.375, 0.18359, 0.96014996, 0.96125, 0.91875, 1e-5, 2.5e-4, 0.99995, -0.0525, -1e-7)
-LARGER = (2.316, 4_987.0, 4_985.0, 12.5, 0.0625, 1e-7, 999.95, 1_234_500.0, 1_235_500.0, 8.5e12, 29.5, 1234.25)
-ENDS = [(None, None), (0.1, 0.2), (0.17, 0.19), (0.5, 0.5), (0.0, 0.9), (0.1, 0.1 + 2e-7), (0.25, 0.75), (0.1, 0.69)]
-TWINS = {
+LARGE_VALUES = (2.316, 4_987.0, 4_985.0, 12.5, 0.0625, 1e-7, 999.95, 1_234_500.0, 1_235_500.0, 8.5e12, 29.5, 1234.25)
+INTERVALS = [
+    (None, None),
+    (0.1, 0.2),
+    (0.17, 0.19),
+    (0.5, 0.5),
+    (0.0, 0.9),
+    (0.1, 0.1 + 2e-7),
+    (0.25, 0.75),
+    (0.1, 0.69),
+]
+JAVASCRIPT_NAMES = {
     "cell": "formatCell",
     "number": "formatNumber",
     "percent": "formatPercent",
@@ -81,16 +90,16 @@ TWINS = {
 
 def cases():
     """Return calls of all functions: the name in Python, and the arguments, with `percent` last where there is one."""
-    both = (*VALUES, *LARGER)
-    for value, (low, high), percent in itertools.product(both, ENDS, (True, False)):
+    all_values = (*VALUES, *LARGE_VALUES)
+    for value, (low, high), percent in itertools.product(all_values, INTERVALS, (True, False)):
         yield from ((name, (value, low, high, percent)) for name in ("cell", "number"))
         if percent:
             yield "percent", (value, low, high)
-    for (low, high), percent in itertools.product(ENDS, (True, False)):
+    for (low, high), percent in itertools.product(INTERVALS, (True, False)):
         yield "decimals", (low, high, percent)
         if low is not None and percent:
             yield "interval", (low, high)
-    for value in both:
+    for value in all_values:
         yield from ((name, (value,)) for name in ("significant", "edge"))
         yield from (("fixed", (value, digits)) for digits in (0, 1, 2, 8))
         yield from (("count", (abs(value),)), ("level", (abs(value),)))
@@ -99,7 +108,7 @@ def cases():
         yield from (("p_value", (value, is_bound)) for is_bound in (True, False))
 
 
-def call(name, arguments):
+def call_python(name, arguments):
     option = {"p_value": "is_bound"} | dict.fromkeys(("cell", "number", "decimals"), "percent")
     if name not in option:
         return getattr(formatting, name)(*arguments)
@@ -107,24 +116,24 @@ def call(name, arguments):
 
 
 def test_javascript_rounds_as_python(modules):
-    given = list(cases())
-    shown = modules.evaluate(
+    calls = list(cases())
+    javascript_texts = modules.evaluate(
         """async (calls) => {
             const format = await import("./format.js");
             return calls.map(([name, args]) => String(format[name](...args)).replaceAll("\\u00a0", " "));
         }""",
-        [[TWINS[name], list(arguments)] for name, arguments in given],
+        [[JAVASCRIPT_NAMES[name], list(arguments)] for name, arguments in calls],
     )
-    assert {name for name, _ in given} == set(TWINS)
-    expected = [str(call(name, arguments)) for name, arguments in given]
-    assert [(*one, text) for one, text in zip(given, shown, strict=True)] == [
-        (*one, text) for one, text in zip(given, expected, strict=True)
+    assert {name for name, _ in calls} == set(JAVASCRIPT_NAMES)
+    python_texts = [str(call_python(name, arguments)) for name, arguments in calls]
+    assert [(*call, text) for call, text in zip(calls, javascript_texts, strict=True)] == [
+        (*call, text) for call, text in zip(calls, python_texts, strict=True)
     ]
 
 
-def shown_report(ece: Result):
-    """Return the report of a model whose ECE is replaced."""
-    report = evaluate(pages.model(60), intervals=False)
+def report_with_ece(ece: Result):
+    """Return a report with this ECE."""
+    report = evaluate(pages.sample_predictions(60), intervals=False)
     results = {**report.before.results, "ece": ece}
     signed = Result(0.1, report["signed_ece"].definition, Interval(0.05, 0.15))
     return report.__class__(
@@ -140,16 +149,16 @@ ECE = {
 
 
 @pytest.mark.parametrize("name", ECE)
-def test_summary_page_and_figures_show_equal_numbers(name, visit, tmp_path):
+def test_summary_page_and_figures_show_equal_numbers(name, open_tab, tmp_path):
     ece = ECE[name]
     text = {"with an interval": "18.4", "without one": "18.36"}[name]
-    report = shown_report(ece)
+    report = report_with_ece(ece)
     assert f"ECE is {text} %" in " ".join(sentences(report))
     (tmp_path / "page.html").write_text(report_page(report), encoding="utf-8")
-    here = visit(tmp_path / "page.html")
-    row = [cell.strip() for cell in here.page.locator(".numbers tbody td").all_inner_texts()]
+    tab = open_tab(tmp_path / "page.html")
+    row = [cell.strip() for cell in tab.page.locator(".numbers tbody td").all_inner_texts()]
     assert text in [cell.split()[0] for cell in row]
-    assert f"ECE {text}\u00a0%" in here.text("#reliability figcaption")
+    assert f"ECE {text}\u00a0%" in tab.text("#reliability figcaption")
     assert reliability_data(report.before.bins["width"], ece, "").ece_text == f"{text} %"
     if name == "without one":  # columns of a table have one number of decimals
         table = Table("one", "", (Column("ECE %"),), (Row("ce", "CE", (Cell((float(ece),)),)),))
@@ -159,6 +168,6 @@ def test_summary_page_and_figures_show_equal_numbers(name, visit, tmp_path):
 @pytest.mark.parametrize("name", ECE)
 def test_terminal_table_shows_equal_numbers(name):
     ece = ECE[name]
-    ends = () if ece.interval is None else (ece.interval.low, ece.interval.high)
-    assert ece.cell() == formatting.cell(float(ece), *ends)
-    assert re.search(rf"(^| ){re.escape(ece.cell())}( |$)", str(shown_report(ece)), re.MULTILINE)
+    bounds = () if ece.interval is None else (ece.interval.low, ece.interval.high)
+    assert ece.cell() == formatting.cell(float(ece), *bounds)
+    assert re.search(rf"(^| ){re.escape(ece.cell())}( |$)", str(report_with_ece(ece)), re.MULTILINE)

@@ -11,16 +11,16 @@ RULES = (Path(__file__).parent / "accessibility.js").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(WIDE, "light"), (NARROW, "dark")])
-def test_page_passes_accessibility_rules(visit: Any, several: Path, width: int, scheme: str) -> None:
-    here = visit(several, width, scheme)
-    here.open_all()
-    broken = here.page.evaluate(RULES)
+def test_page_passes_accessibility_rules(open_tab: Any, three_model_page: Path, width: int, scheme: str) -> None:
+    tab = open_tab(three_model_page, width, scheme)
+    tab.open_all()
+    broken = tab.page.evaluate(RULES)
     assert {rule: nodes for rule, nodes in broken.items() if nodes} == {}
 
 
-def test_accessibility_rules_detect_violations(visit: Any, several: Path) -> None:
-    here = visit(several)
-    here.page.evaluate("""() => {
+def test_accessibility_rules_detect_violations(open_tab: Any, three_model_page: Path) -> None:
+    tab = open_tab(three_model_page)
+    tab.page.evaluate("""() => {
         const add = (tag, attributes, text) => {
             const node = Object.assign(document.createElement(tag), attributes);
             if (text) node.textContent = text;
@@ -39,7 +39,7 @@ def test_accessibility_rules_detect_violations(visit: Any, several: Path) -> Non
         const table = add("table", {});
         table.insertRow().insertCell().textContent = "Without a head";
     }""")
-    broken = {rule for rule, nodes in here.page.evaluate(RULES).items() if nodes}
+    broken = {rule for rule, nodes in tab.page.evaluate(RULES).items() if nodes}
     assert broken >= {
         "labels",
         "buttons",
@@ -55,13 +55,15 @@ def test_accessibility_rules_detect_violations(visit: Any, several: Path) -> Non
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_no_violation(visit: Any, several: Path, scheme: str) -> None:
+def test_axe_finds_no_violation(open_tab: Any, three_model_page: Path, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python", reason="needs axe-core: pip install axe-playwright-python")
     script = (Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
-    here = visit(several, WIDE, scheme, bypass_csp=True)
-    here.open_all()
-    here.page.evaluate(script)
-    found = here.page.evaluate("axe.run(document, { resultTypes: ['violations', 'passes'] })")
-    assert len(found["passes"]) > 20
-    violations = {one["id"]: [node["html"][:200] for node in one["nodes"]] for one in found["violations"]}
+    tab = open_tab(three_model_page, WIDE, scheme, bypass_csp=True)
+    tab.open_all()
+    tab.page.evaluate(script)
+    axe_results = tab.page.evaluate("axe.run(document, { resultTypes: ['violations', 'passes'] })")
+    assert len(axe_results["passes"]) > 20
+    violations = {
+        violation["id"]: [node["html"][:200] for node in violation["nodes"]] for violation in axe_results["violations"]
+    }
     assert violations == {}

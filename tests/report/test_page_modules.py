@@ -21,7 +21,8 @@ GLOBALS = {
     "ResizeObserver", "Set", "String", "URL", "XMLSerializer", "document", "encodeURIComponent",
     "navigator", "requestAnimationFrame", "window",
 }  # fmt: skip
-TWINS = {"formatCell", "formatNumber", "formatEdge"}  # of functions of `report.formatting` that only Python uses
+# JavaScript versions of Python functions that the page itself does not call.
+UNUSED_BY_PAGE = {"formatCell", "formatNumber", "formatEdge"}
 
 
 def code_of(source: str) -> str:
@@ -29,22 +30,22 @@ def code_of(source: str) -> str:
     source = re.sub(r"^\s*//.*$|\s// .*$", "", source, flags=re.MULTILINE)
     source = re.sub(r'"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'', '""', source)
     source = re.sub(r"(?<=[(,=] |.\()/(?:[^/\\\n]|\\.)+/[gimsu]*", '""', source)
-    parts, inside = [], [0]  # open braces of each template expression; a template itself is -1
+    parts, brace_depths = [], [0]  # open braces of each template expression; a template itself is -1
 
     for piece in re.split(r"(`|\$\{|\{|\})", source):
-        in_template = inside[-1] == -1
+        in_template = brace_depths[-1] == -1
         if piece == "`":
-            inside.pop() if in_template else inside.append(-1)
+            brace_depths.pop() if in_template else brace_depths.append(-1)
         elif piece == "${" and in_template:
-            inside.append(0)
+            brace_depths.append(0)
             parts.append(" (")
         elif in_template:
             continue
-        elif piece == "}" and inside[-1] == 0 and len(inside) > 1:
-            inside.pop()
+        elif piece == "}" and brace_depths[-1] == 0 and len(brace_depths) > 1:
+            brace_depths.pop()
             parts.append(") ")
         else:
-            inside[-1] += {"{": 1, "}": -1}.get(piece, 0)
+            brace_depths[-1] += {"{": 1, "}": -1}.get(piece, 0)
             parts.append(piece)
     return "".join(parts)
 
@@ -57,19 +58,19 @@ def names_used(code: str) -> set[str]:
 
 def names_declared(code: str) -> set[str]:
     """Return the identifiers that a module imports or declares: variables, functions and parameters."""
-    found = set(re.findall(r"\b(?:const|let|function) ([\w$]+)", code))
+    names = set(re.findall(r"\b(?:const|let|function) ([\w$]+)", code))
     patterns = re.findall(r"\b(?:const|let) ([\[{][^=]*?[\]}]) (?:=|of)", code)  # destructuring
     patterns += re.findall(r"\bfunction [\w$]+\(((?:[^()]|\([^()]*\))*)\) \{", code)  # parameters
     patterns += re.findall(r"\(((?:[^()]|\([^()]*\))*)\) =>", code) + re.findall(r"([\w$]+) =>", code)
     patterns += [match[1] for match in IMPORT.finditer(code)] + re.findall(r"import \{([^}]*)\}", code)
     for pattern in patterns:
-        plain = re.sub(r"(?<![\w$])[\w$]+: (?=[\w$\[{])", "", pattern)  # a renamed or nested property
-        found |= set(re.findall(r"[A-Za-z_$][\w$]*", re.sub(r"= [^,}\]]+", "", plain)))
-    return found
+        pattern_without_keys = re.sub(r"(?<![\w$])[\w$]+: (?=[\w$\[{])", "", pattern)  # a renamed or nested property
+        names |= set(re.findall(r"[A-Za-z_$][\w$]*", re.sub(r"= [^,}\]]+", "", pattern_without_keys)))
+    return names
 
 
 def test_modules_are_valid_and_their_imports_exist(modules):
-    names = [name for name in MODULES if name != "main"]  # draws a page at once; tested below
+    names = [name for name in MODULES if name != "main"]  # importing it draws a page; tested below
     exports = modules.evaluate(
         "async (names) => Promise.all(names.map(async (name) => Object.keys(await import(`./${name}.js`))))", names
     )
@@ -96,17 +97,17 @@ def test_every_export_is_imported_somewhere():
     lists = [match[1] for source in SOURCES.values() for match in IMPORT.finditer(source)]
     imported = {name for names in lists for name in re.split(r",\s*", names)}
     exported = {name for source in SOURCES.values() for name in EXPORT.findall(source)}
-    assert exported - imported <= TWINS
+    assert exported - imported <= UNUSED_BY_PAGE
     assert imported <= exported
 
 
 def test_the_script_has_every_module_once_after_its_imports():
     script = join_modules()
     assert script.startswith('"use strict";')
-    places = {name: script.index(f"const {name}_module = ") for name in MODULES}
+    positions = {name: script.index(f"const {name}_module = ") for name in MODULES}
     for name, source in SOURCES.items():
         assert script.count(f"const {name}_module = ") == 1
-        assert all(places[match[2]] < places[name] for match in IMPORT.finditer(source))
+        assert all(positions[match[2]] < positions[name] for match in IMPORT.finditer(source))
     assert not re.search(r"^(import|export) ", script, re.MULTILINE)
 
 
@@ -118,9 +119,9 @@ def test_cyclic_imports_are_refused(tmp_path):
 
 
 @pytest.mark.campaign
-def test_separate_modules_draw_the_same_page(modules, several):
-    """The joined script is what the page runs; as modules of their own they draw the same."""
-    text = several.read_text(encoding="utf-8")
+def test_separate_modules_draw_the_same_page(modules, three_model_page):
+    """The page runs one joined script; the separate modules draw the same page."""
+    text = three_model_page.read_text(encoding="utf-8")
     modules.goto("http://page.test/empty.html")
     modules.set_content(re.sub(r"<meta http-equiv[^>]*>|<script>.*?</script>", "", text, flags=re.DOTALL))
     modules.evaluate('() => import("/main.js")')

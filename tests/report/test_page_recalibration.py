@@ -20,8 +20,8 @@ from report import pages
 pytest.importorskip("jinja2")
 
 
-def evaluated(given: Predictions, posthoc: str = "temperature") -> Report:
-    return evaluate(given, posthoc=posthoc, resamples=100)
+def calibrated_report(predictions: Predictions, posthoc: str = "temperature") -> Report:
+    return evaluate(predictions, posthoc=posthoc, resamples=100)
 
 
 def run(code: str, **names: object) -> object:
@@ -32,81 +32,81 @@ def run(code: str, **names: object) -> object:
 
 @pytest.mark.parametrize("of_probs", [False, True])
 def test_recommended_code_divides_logits_by_the_temperature(of_probs):
-    given = pages.model(2_000)
+    predictions = pages.sample_predictions(2_000)
     if of_probs:
-        given = Predictions.from_probs(given.probs.double(), given.labels)
-    report = evaluated(given)
-    [action] = recommendations(report, given)
-    shown = float(re.search(r"by ([\d.]+) ", action.title)[1])
-    assert shown == pytest.approx(report.after["temperature"].parameters["temperature"], rel=5e-3)
+        predictions = Predictions.from_probs(predictions.probs.double(), predictions.labels)
+    report = calibrated_report(predictions)
+    [action] = recommendations(report, predictions)
+    shown_temperature = float(re.search(r"by ([\d.]+) ", action.title)[1])
+    assert shown_temperature == pytest.approx(report.after["temperature"].parameters["temperature"], rel=5e-3)
     assert action.verdict.startswith(VERDICTS["all"])
-    code, expected = dict(action.code), torch.softmax(given.logits.double() / shown, dim=1)
-    logits, probs = given.logits.double(), given.probs.double()
+    code, expected = dict(action.code), torch.softmax(predictions.logits.double() / shown_temperature, dim=1)
+    logits, probs = predictions.logits.double(), predictions.probs.double()
     by_torch = run(code["PyTorch"], torch=torch, logits=logits, probs=probs)
     by_numpy = run(code["NumPy"], np=np, logits=logits.numpy(), probs=probs.numpy())
     for computed in (by_torch, torch.from_numpy(by_numpy)):
         assert torch.allclose(computed, expected, atol=1e-9)
-    assert float(ece(by_torch, given.labels)) < float(report["ece"]) / 2
+    assert float(ece(by_torch, predictions.labels)) < float(report["ece"]) / 2
 
 
 def test_recommended_code_fits_saves_and_loads_other_calibrators(tmp_path, monkeypatch):
-    given = pages.model(600)
-    [action] = recommendations(evaluated(given, "isotonic"), given)
+    predictions = pages.sample_predictions(600)
+    [action] = recommendations(calibrated_report(predictions, "isotonic"), predictions)
     code = dict(action.code)
     assert "--posthoc isotonic" in code["Command line"]
     assert "calibrate apply calibrator.safetensors" in code["Command line"]
     monkeypatch.chdir(tmp_path)
-    build_calibrator("isotonic").fit(given).save("calibrator.safetensors")
-    names = {"logits": given.logits}
+    build_calibrator("isotonic").fit(predictions).save("calibrator.safetensors")
+    names = {"logits": predictions.logits}
     exec(code["Python, with the saved calibrator"], names)
-    assert names["calibrated_logits"].shape == given.logits.shape
+    assert names["calibrated_logits"].shape == predictions.logits.shape
 
 
 def test_recalibration_that_does_not_help_is_not_recommended():
-    calibrated = pages.model(2_000, scale=1.0)
-    [action] = recommendations(evaluated(calibrated), calibrated)
+    calibrated = pages.sample_predictions(2_000, scale=1.0)
+    [action] = recommendations(calibrated_report(calibrated), calibrated)
     assert action.verdict.startswith(CALIBRATED)
     assert "not needed" in action.title
     assert action.code == ()
-    report = evaluated(pages.model(600))
+    report = calibrated_report(pages.sample_predictions(600))
     state = report.after["temperature"]
-    doubted = dataclasses.replace(state, fits=tuple(dataclasses.replace(fit, doubt="x") for fit in state.fits))
-    [action] = recommendations(dataclasses.replace(report, after={"temperature": doubted}))
+    doubtful = dataclasses.replace(state, fits=tuple(dataclasses.replace(fit, doubt="x") for fit in state.fits))
+    [action] = recommendations(dataclasses.replace(report, after={"temperature": doubtful}))
     assert action.verdict.startswith(UNRELIABLE)
     assert action.title.startswith("Do not use")
     assert action.code == ()
 
 
 def test_recalibration_without_significant_effect_is_optional(monkeypatch):
-    given = pages.model(600)
+    predictions = pages.sample_predictions(600)
     monkeypatch.setattr("fedlas.report.recalibration.effect", lambda _: "unchanged")
-    [action] = recommendations(evaluated(given), given)
+    [action] = recommendations(calibrated_report(predictions), predictions)
     assert action.title.startswith("Temperature scaling (T = ")
     assert action.title.endswith(") is optional")
     assert dict(action.code).keys() == {"PyTorch", "NumPy"}
 
 
 def test_recommended_code_quotes_calibrator_names():
-    report = evaluated(pages.model(200))
+    report = calibrated_report(pages.sample_predictions(200))
     name = "<b>; rm -rf '~'"
-    hostile: State = dataclasses.replace(report.after["temperature"], name=name)
-    text = report_page(Model(report=dataclasses.replace(report, after={name: hostile})))
+    renamed_state: State = dataclasses.replace(report.after["temperature"], name=name)
+    text = report_page(Model(report=dataclasses.replace(report, after={name: renamed_state})))
     assert "<b>" not in text
     assert "--posthoc '<b>; rm -rf '\"'\"'~'\"'\"''" in html.unescape(text)
 
 
 def test_a_report_without_calibrators_has_no_recommendation():
-    given = pages.model(200)
-    assert 'id="recalibration"' not in report_page(Model(predictions=given, posthoc=()), resamples=50)
+    predictions = pages.sample_predictions(200)
+    assert 'id="recalibration"' not in report_page(Model(predictions=predictions, posthoc=()), resamples=50)
 
 
-def test_copy_button_copies_or_selects_the_code(visit, several):
-    here = visit(several)
-    button = here.page.locator("button.copy").first
+def test_copy_button_copies_or_selects_the_code(open_tab, three_model_page):
+    tab = open_tab(three_model_page)
+    button = tab.page.locator("button.copy").first
     button.click()
-    here.page.wait_for_function("document.querySelector('button.copy').textContent !== 'Copy'")
+    tab.page.wait_for_function("document.querySelector('button.copy').textContent !== 'Copy'")
     if button.inner_text() == "Selected":
-        assert "torch.softmax" in here.page.evaluate("window.getSelection().toString()")
+        assert "torch.softmax" in tab.page.evaluate("window.getSelection().toString()")
     else:
         assert button.inner_text() == "Copied"
     button.blur()

@@ -13,79 +13,81 @@ from report import pages
 
 def with_metadata(n: int = 900) -> Predictions:
     """Predictions of three hospitals, one of them rare, with ages and columns that have no slices."""
-    places = [None if k < 30 else "north" if k % 3 else "south" for k in range(n)]
-    columns = {"site": places, "age": [k * 0.1 for k in range(n)], "id": [f"x{k}" for k in range(n)], "one": [1] * n}
-    return pages.model(n, metadata=columns)
+    sites = [None if k < 30 else "north" if k % 3 else "south" for k in range(n)]
+    columns = {"site": sites, "age": [k * 0.1 for k in range(n)], "id": [f"x{k}" for k in range(n)], "one": [1] * n}
+    return pages.sample_predictions(n, metadata=columns)
 
 
 def test_slices_hold_the_metrics_of_their_samples():
-    given = with_metadata()
-    found = slices(given, bins=10)
-    by_name = {(one.column, one.value): one for one in found.listed}
-    north = torch.tensor([place == "north" for place in given.metadata["site"]])
-    chosen = {(CLASS, "class 3"): given.prediction == 3, ("site", "north"): north}
+    predictions = with_metadata()
+    all_slices = slices(predictions, bins=10)
+    by_name = {(entry.column, entry.value): entry for entry in all_slices.listed}
+    north = torch.tensor([site == "north" for site in predictions.metadata["site"]])
+    chosen = {(CLASS, "class 3"): predictions.prediction == 3, ("site", "north"): north}
     for name, rows in chosen.items():
-        part, one = given[rows], by_name[name]
-        assert one.n == int(rows.sum())
-        assert one.accuracy == pytest.approx(float(part.correct.double().mean()), rel=1e-12)
-        assert float(one.ece) == pytest.approx(float(ece(part, bins=10)), rel=1e-12)
-        assert one.ece.definition.bins == 10
-        assert one.ece.definition.n == one.n
-        assert one.harm == one.n * float(one.ece)
-    assert found.skipped == ["id", "one"]
-    assert sum(one.n for one in found.listed if one.column == CLASS) == len(given)
+        part, entry = predictions[rows], by_name[name]
+        assert entry.n == int(rows.sum())
+        assert entry.accuracy == pytest.approx(float(part.correct.double().mean()), rel=1e-12)
+        assert float(entry.ece) == pytest.approx(float(ece(part, bins=10)), rel=1e-12)
+        assert entry.ece.definition.bins == 10
+        assert entry.ece.definition.n == entry.n
+        assert entry.harm == entry.n * float(entry.ece)
+    assert all_slices.skipped == ["id", "one"]
+    assert sum(entry.n for entry in all_slices.listed if entry.column == CLASS) == len(predictions)
     assert by_name["site", MISSING].is_small
     assert not by_name["site", "north"].is_small
-    assert [one.is_small for one in found.listed] == [one.n < SMALL for one in found.listed]
+    assert [entry.is_small for entry in all_slices.listed] == [entry.n < SMALL for entry in all_slices.listed]
 
 
 def test_slices_are_sorted_by_harm_and_capped():
-    given = with_metadata()
-    every, few = slices(given), slices(given, most=4)
-    harms = [one.harm for one in every.listed]
+    predictions = with_metadata()
+    all_slices, first_four = slices(predictions), slices(predictions, most=4)
+    harms = [entry.harm for entry in all_slices.listed]
     assert harms == sorted(harms, reverse=True)
-    assert [one.value for one in few.listed] == [one.value for one in every.listed[:4]]
-    assert every.total == few.total == len(every.listed) == 10 + 3 + 4
+    assert [entry.value for entry in first_four.listed] == [entry.value for entry in all_slices.listed[:4]]
+    assert all_slices.total == first_four.total == len(all_slices.listed) == 10 + 3 + 4
 
 
 def test_numeric_metadata_is_grouped_by_quartile():
-    found = [one for one in slices(with_metadata()).listed if one.column == "age"]
-    assert [one.n for one in sorted(found, key=lambda one: float(one.value.split()[-1][:-1]))] == pytest.approx(
-        [225] * 4, abs=2
-    )
+    column_slices = [entry for entry in slices(with_metadata()).listed if entry.column == "age"]
+    assert [
+        entry.n for entry in sorted(column_slices, key=lambda entry: float(entry.value.split()[-1][:-1]))
+    ] == pytest.approx([225] * 4, abs=2)
     text = [f"{k}.5" if k else "" for k in range(200)]
-    found = [one for one in slices(pages.model(200, metadata={"x": text})).listed if one.column == "x"]
-    assert sum(one.n for one in found) == 200
-    assert {one.n for one in found if one.value == MISSING} == {1}
+    column_slices = [
+        entry for entry in slices(pages.sample_predictions(200, metadata={"x": text})).listed if entry.column == "x"
+    ]
+    assert sum(entry.n for entry in column_slices) == 200
+    assert {entry.n for entry in column_slices if entry.value == MISSING} == {1}
 
 
 def test_slices_have_intervals_and_full_precision():
-    found = slices(with_metadata(), how=Resampling(0.9, 50))
-    data = slice_data(found)
-    for one, row in zip(found.listed, data["rows"], strict=True):
-        assert one.ece.interval.level == 0.9
+    all_slices = slices(with_metadata(), how=Resampling(0.9, 50))
+    data = slice_data(all_slices)
+    for entry, row in zip(all_slices.listed, data["rows"], strict=True):
+        assert entry.ece.interval.level == 0.9
         assert row == [
-            one.column, one.value, one.n, one.accuracy, float(one.ece), one.ece.interval.low, one.ece.interval.high,
-            one.harm, one.is_small,
+            entry.column, entry.value, entry.n, entry.accuracy, float(entry.ece), entry.ece.interval.low,
+            entry.ece.interval.high, entry.harm, entry.is_small,
         ]  # fmt: skip
-    without = slice_data(slices(with_metadata()))
-    assert all(row[5] is row[6] is None for row in without["rows"])
+    without_intervals = slice_data(slices(with_metadata()))
+    assert all(row[5] is row[6] is None for row in without_intervals["rows"])
 
 
 def test_top_label_predictions_have_slices():
     confidence = torch.linspace(0.5, 1, 400)
     metadata = {"site": ["a", "b"] * 200}
-    given = TopLabelPredictions(confidence, torch.arange(400) % 3 > 0, metadata=metadata)
-    assert {(one.column, one.value) for one in slices(given).listed} == {("site", "a"), ("site", "b")}
+    predictions = TopLabelPredictions(confidence, torch.arange(400) % 3 > 0, metadata=metadata)
+    assert {(entry.column, entry.value) for entry in slices(predictions).listed} == {("site", "a"), ("site", "b")}
     assert slices(TopLabelPredictions(confidence, torch.arange(400) % 3 > 0)).total == 0
 
 
-def test_the_page_lists_slices(visit, folder):
+def test_the_page_lists_slices(open_tab, folder):
     from fedlas.report.html import save_page
 
     path = save_page(with_metadata(), folder / "slices.html", resamples=50)
-    here = visit(path)
-    assert here.count("#slice-table tbody tr") == 17
-    assert "id, one" in here.text("#slice-note").replace("\n", "")
-    assert here.count("#slice-table .small-slice") >= 1
-    assert "%" in here.text("#slice-table .interval")
+    tab = open_tab(path)
+    assert tab.count("#slice-table tbody tr") == 17
+    assert "id, one" in tab.text("#slice-note").replace("\n", "")
+    assert tab.count("#slice-table .small-slice") >= 1
+    assert "%" in tab.text("#slice-table .interval")

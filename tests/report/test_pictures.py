@@ -35,19 +35,19 @@ def test_outdated_or_missing_pictures_are_detected(script, tmp_path, monkeypatch
     numbers["data"][0]["over"] += 0.01
     (copy / "over_under.json").write_text(json.dumps(numbers))
 
-    def copied(folder):
+    def copy_pictures(folder):
         return [Path(shutil.copy(path, folder)) for path in sorted(PICTURES.iterdir())]
 
-    monkeypatch.setattr(script, "draw", copied)
-    told = script.check(copy)
-    assert "confidence.svg" in told[0]
-    assert re.match(r"over_under\.json data 0 over .*0\.12", told[1])
-    assert len(told) == 2
+    monkeypatch.setattr(script, "draw", copy_pictures)
+    differences = script.check(copy)
+    assert "confidence.svg" in differences[0]
+    assert re.match(r"over_under\.json data 0 over .*0\.12", differences[1])
+    assert len(differences) == 2
 
 
 def test_pictures_are_small_and_every_one_is_shown():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    found = (re.findall(r"pictures/([\w.]+\.svg)\)", page.read_text(encoding="utf-8")) for page in pages)
-    shown = {name for names in found for name in names}
-    assert shown == {path.name for path in PICTURES.glob("*.svg")}
+    names_by_page = (re.findall(r"pictures/([\w.]+\.svg)\)", page.read_text(encoding="utf-8")) for page in pages)
+    shown_names = {name for names in names_by_page for name in names}
+    assert shown_names == {path.name for path in PICTURES.glob("*.svg")}
     assert all(path.stat().st_size < 160_000 for path in PICTURES.iterdir())

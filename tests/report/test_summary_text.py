@@ -19,7 +19,7 @@ from fedlas.report.summary_text import at_confidence, direction, effect, headlin
 
 
 def sample_predictions(n: int, classes: int = 10, scale: float = 1.0, seed: int = 0) -> Predictions:
-    """A model whose logits are `scale` times those that the labels were drawn from."""
+    """Predictions whose logits are `scale` times those that the labels were drawn from."""
     random = torch.Generator().manual_seed(seed)
     logits = 2.5 * torch.randn(n, classes, generator=random)
     labels = torch.multinomial(logits.softmax(1), 1, generator=random)[:, 0]
@@ -31,19 +31,19 @@ def report_of(predictions: Predictions, posthoc: tuple[str, ...] = (), **options
 
 
 @cache
-def measured(n: int, classes: int = 10, scale: float = 1.0, posthoc: tuple[str, ...] = ()) -> Report:
+def cached_report(n: int, classes: int = 10, scale: float = 1.0, posthoc: tuple[str, ...] = ()) -> Report:
     return report_of(sample_predictions(n, classes, scale), posthoc)
 
 
 @pytest.fixture
 def report() -> Report:
     """Return the report of an over-confident model, with two calibrators."""
-    return measured(3_000, scale=2.0, posthoc=("temperature", "isotonic"))
+    return cached_report(3_000, scale=2.0, posthoc=("temperature", "isotonic"))
 
 
 def percent(result: Result) -> str:
-    ends = () if result.interval is None else (result.interval.low, result.interval.high)
-    return formatting.percent(float(result), *ends)
+    bounds = () if result.interval is None else (result.interval.low, result.interval.high)
+    return formatting.percent(float(result), *bounds)
 
 
 def summary(report: Report) -> str:
@@ -51,7 +51,7 @@ def summary(report: Report) -> str:
 
 
 @pytest.mark.parametrize(
-    ("classes", "scale", "way"),
+    ("classes", "scale", "expected_direction"),
     [
         (2, 2.0, "over"),
         (10, 0.5, "under"),
@@ -59,64 +59,65 @@ def summary(report: Report) -> str:
         pytest.param(100, 0.5, "under", marks=pytest.mark.campaign),
     ],
 )
-def test_headline_states_over_or_under_confidence(classes, scale, way):
-    report = measured(3_000, classes, scale)
-    assert direction(report.before) == way
-    gap = f"{way}-confident by {100 * abs(float(report['signed_ece'])):.1f} "
+def test_headline_states_over_or_under_confidence(classes, scale, expected_direction):
+    report = cached_report(3_000, classes, scale)
+    assert direction(report.before) == expected_direction
+    gap = f"{expected_direction}-confident by {100 * abs(float(report['signed_ece'])):.1f} "
     assert headline(report).startswith(gap)
     assert any(gap in line for line in sentences(report))
-    other = {"over": "under", "under": "over"}[way]
-    assert f"{other}-confident" not in summary(report)
+    opposite = {"over": "under", "under": "over"}[expected_direction]
+    assert f"{opposite}-confident" not in summary(report)
 
 
 @pytest.mark.parametrize("classes", [pytest.param(2, marks=pytest.mark.campaign), 10])
 def test_a_calibrated_model_is_not_called_miscalibrated(classes):
-    report = measured(3_000, classes, posthoc=("temperature",))
+    report = cached_report(3_000, classes, posthoc=("temperature",))
     assert direction(report.before) == "none"
     assert "-confident" not in summary(report)
     floor = f"{100 * report['ece'].details['noise_floor']:.1f} %"
     assert floor in headline(report)
     assert "T = " not in headline(report)
     (line,) = [line for line in sentences(report) if "T = " in line]
-    before = re.search(r" (\d+\.\d+) % to ", line)
-    assert before is not None
-    assert float(before[1]) == pytest.approx(100 * float(report["ece"]), abs=0.05)
+    ece_match = re.search(r" (\d+\.\d+) % to ", line)
+    assert ece_match is not None
+    assert float(ece_match[1]) == pytest.approx(100 * float(report["ece"]), abs=0.05)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("n", [5, 60])
 def test_calibrated_models_are_rarely_called_miscalibrated(n):
     """At 95 %, about 2 of 40 calibrated models may be; the probability of more than 7 is below 0.002."""
-    accused = 0
+    flagged = 0
     for seed in range(40):
-        given = sample_predictions(n, 4, seed=seed)
-        found = {
-            name: metrics.bootstrap(getattr(metrics, name), given, resamples=300) for name in ("ece", "signed_ece")
+        predictions = sample_predictions(n, 4, seed=seed)
+        results = {
+            name: metrics.bootstrap(getattr(metrics, name), predictions, resamples=300)
+            for name in ("ece", "signed_ece")
         }
-        found |= {"over_ece": metrics.over_ece(given), "under_ece": metrics.under_ece(given)}
-        accused += direction(State("uncalibrated", found, {})) != "none"
-    assert accused <= 7
+        results |= {"over_ece": metrics.over_ece(predictions), "under_ece": metrics.under_ece(predictions)}
+        flagged += direction(State("uncalibrated", results, {})) != "none"
+    assert flagged <= 7
 
 
 @pytest.mark.parametrize("n", [1, 5])
 def test_summary_of_few_samples_gives_a_wide_interval(n):
-    every = sample_predictions(2_000)
-    right = every[every.correct]
-    report = report_of(right[:n])
+    predictions = sample_predictions(2_000)
+    correct_predictions = predictions[predictions.correct]
+    report = report_of(correct_predictions[:n])
     assert direction(report.before) == "none"
-    said = " ".join(sentences(report))
+    text = " ".join(sentences(report))
     low, high = report["ece"].interval.low, report["ece"].interval.high
-    assert f" 0 to {formatting.percent(high, low, high)}" in said
-    assert said.lower().count(f"{n} sample") == 1 + (high >= 0.1)  # once more where they are too few
+    assert f" 0 to {formatting.percent(high, low, high)}" in text
+    assert text.lower().count(f"{n} sample") == 1 + (high >= 0.1)  # mentioned again if there are too few
     assert headline(report)
 
 
 def test_errors_of_both_signs_have_no_direction():
     random = torch.Generator().manual_seed(0)
     confidence = 0.5 + 0.5 * torch.rand(4_000, generator=random)
-    true = torch.where(confidence > 0.75, confidence - 0.12, confidence + 0.12)
-    hits = (torch.rand(4_000, generator=random) < true).long()
-    report = report_of(Predictions.from_probs(confidence, hits))
+    accuracy = torch.where(confidence > 0.75, confidence - 0.12, confidence + 0.12)
+    correct = (torch.rand(4_000, generator=random) < accuracy).long()
+    report = report_of(Predictions.from_probs(confidence, correct))
     assert direction(report.before) == "both"
     assert f"(ECE {100 * float(report['ece']):.1f} %)" in headline(report)
     parts = [percent(report[name]) for name in ("over_ece", "under_ece")]
@@ -130,52 +131,54 @@ def test_miscalibrated_positive_class_is_reported_for_binary_models():
     labels = (torch.rand(3000, generator=generator, dtype=torch.float64) < positive + 0.06).long()
     report = evaluate(Predictions(torch.stack([1 - positive, positive], 1).log(), labels))
     assert direction(report.before) == "none"
-    shown = percent(report.before["classwise_ece"])
-    assert shown == "6.2 %"
-    assert shown in headline(report)
-    assert any(shown in sentence for sentence in sentences(report))
+    classwise_ece = percent(report.before["classwise_ece"])
+    assert classwise_ece == "6.2 %"
+    assert classwise_ece in headline(report)
+    assert any(classwise_ece in sentence for sentence in sentences(report))
 
 
 def test_summary_without_intervals_claims_no_significance():
     report = evaluate(sample_predictions(2_000, scale=2.0), posthoc="temperature", intervals=False)
     assert direction(report.before) == "unknown"
-    said = summary(report)
-    assert "over-confident" not in said
-    assert said.count("interval") == 2
+    text = summary(report)
+    assert "over-confident" not in text
+    assert text.count("interval") == 2
     assert effect(report.after["temperature"]) == "untested"
 
 
 def test_accuracy_at_a_confidence_is_taken_from_its_bin(report):
-    given = sample_predictions(3_000, scale=2.0)
-    confidence, correct = given.confidence, given.correct
-    near = (confidence > 13 / 15) & (confidence <= 14 / 15)
-    place = at_confidence(report.before.bins["width"])
-    assert place is not None
-    assert place.samples == int(near.sum())
-    assert place.accuracy == pytest.approx(float(correct[near].double().mean()))
-    assert f" {formatting.percent(place.accuracy, place.low, place.high)}" in headline(report)
-    assert at_confidence(evaluate(given[:8], intervals=False).before.bins["width"]) is None
+    predictions = sample_predictions(3_000, scale=2.0)
+    confidence, correct = predictions.confidence, predictions.correct
+    in_bin = (confidence > 13 / 15) & (confidence <= 14 / 15)
+    reliability_bin = at_confidence(report.before.bins["width"])
+    assert reliability_bin is not None
+    assert reliability_bin.samples == int(in_bin.sum())
+    assert reliability_bin.accuracy == pytest.approx(float(correct[in_bin].double().mean()))
+    assert f" {formatting.percent(reliability_bin.accuracy, reliability_bin.low, reliability_bin.high)}" in headline(
+        report
+    )
+    assert at_confidence(evaluate(predictions[:8], intervals=False).before.bins["width"]) is None
 
 
 def test_worst_bin_is_reported_if_its_gap_is_significant(report):
-    place = worst_bin(report.before)
-    assert place is not None
-    assert place.confidence > place.high
+    worst = worst_bin(report.before)
+    assert worst is not None
+    assert worst.confidence > worst.high
     gaps = report.before.bins["width"].weighted_gap
-    assert place.weighted_gap == pytest.approx(float(gaps.max()))
+    assert worst.weighted_gap == pytest.approx(float(gaps.max()))
     edges = r" \d\.\d\d to \d\.\d\d"
-    assert re.search(edges, " ".join(sentences(report)))[0] == f" {place.lower:.2f} to {place.upper:.2f}"
-    calibrated = measured(300)
+    assert re.search(edges, " ".join(sentences(report)))[0] == f" {worst.lower:.2f} to {worst.upper:.2f}"
+    calibrated = cached_report(300)
     assert worst_bin(calibrated.before) is None
     assert not re.search(edges, " ".join(sentences(calibrated)))
 
 
 def test_summary_names_the_temperature_that_removes_miscalibration(report):
-    found = report.after["temperature"].parameters["temperature"]
+    temperature = report.after["temperature"].parameters["temperature"]
     assert effect(report.after["temperature"]) in {"all", "most"}
-    assert f"T = {found:.3g} " in headline(report)
+    assert f"T = {temperature:.3g} " in headline(report)
     lines = sentences(report)
-    assert any(f"T = {found:.3g} (" in line for line in lines)
+    assert any(f"T = {temperature:.3g} (" in line for line in lines)
     assert any("isotonic" in line for line in lines)
     assert sum("cross-fitted in 5 " in line for line in lines) == 1
 
@@ -192,21 +195,21 @@ def test_doubtful_fit_is_reported_instead_of_its_effect(report):
 
 
 def test_summary_names_the_split_a_calibrator_was_fitted_on():
-    given = sample_predictions(2_000, scale=2.0)
+    predictions = sample_predictions(2_000, scale=2.0)
     calibration = sample_predictions(2_000, scale=2.0, seed=1)
-    other = Predictions(calibration.logits, calibration.labels, split="held-out")
-    lines = sentences(evaluate(given, posthoc="temperature", calibration=other, intervals=False))
+    held_out = Predictions(calibration.logits, calibration.labels, split="held-out")
+    lines = sentences(evaluate(predictions, posthoc="temperature", calibration=held_out, intervals=False))
     assert re.search('2,000 samples.*"held-out"', lines[-1])
 
 
-def state(ece: float, low: float, high: float, chance: float = 0.0, **parameters: float) -> State:
+def state(ece: float, low: float, high: float, noise_floor: float = 0.0, **parameters: float) -> State:
     definition = Definition("ECE", n=100)
-    result = Result(ece, definition, Interval(low, high), {"noise_floor": chance})
+    result = Result(ece, definition, Interval(low, high), {"noise_floor": noise_floor})
     bins = bin_statistics(torch.rand(9), torch.ones(9), equal_width_edges(3), EdgeRule.RIGHT)
     return State("temperature", {"ece": result}, {"width": bins}, parameters=parameters)
 
 
-def compared(after: tuple[float, float, float], tests: dict[str, str | None]) -> State:
+def calibrated_state(after: tuple[float, float, float], tests: dict[str, str | None]) -> State:
     """Return a state after calibration whose paired tests, against an ECE of 10 %, have the given outcomes."""
     before, calibrated = state(0.1, 0.08, 0.12, 0.01), state(*after, 0.002)
     interval = Interval(-1, 1)
@@ -221,8 +224,8 @@ def compared(after: tuple[float, float, float], tests: dict[str, str | None]) ->
     [
         ((0.002, 0.0, 0.01), {"ece": "second"}, "all"),
         ((0.02, 0.015, 0.03), {"ece": "second"}, "most"),
-        ((0.06, 0.05, 0.085), {"ece": "second"}, "part"),  # the intervals overlap
-        ((0.06, 0.055, 0.07), {"ece": None}, "unchanged"),  # they do not
+        ((0.06, 0.05, 0.085), {"ece": "second"}, "part"),  # the intervals overlap, but the test is significant
+        ((0.06, 0.055, 0.07), {"ece": None}, "unchanged"),  # they do not overlap, but the test is not significant
         ((0.12, 0.1, 0.14), {"ece": None}, "unchanged"),
         ((0.102, 0.09, 0.11), {"ece": "first"}, "worse"),
         ((0.002, 0.0, 0.01), {"ece": "second", "nll": "first"}, "harm"),
@@ -231,20 +234,22 @@ def compared(after: tuple[float, float, float], tests: dict[str, str | None]) ->
     ],
 )
 def test_effect_of_a_calibrator_follows_the_paired_tests(after, tests, expected):
-    assert effect(compared(after, tests)) == expected
+    assert effect(calibrated_state(after, tests)) == expected
 
 
 @pytest.mark.parametrize(("scale", "n", "seed"), [(1.15, 1_000, 0), (1.0, 1_000, 1), (0.8, 400, 2)])
 def test_calibrator_comparison_equals_a_comparison_of_two_models(scale, n, seed):
-    given, other = (sample_predictions(n, scale=scale, seed=start) for start in (seed, seed + 100))
-    calibrator = build_calibrator("temperature").fit(other.with_split(None))
-    report = evaluate(given, posthoc=calibrator, resamples=300)
+    predictions, calibration = (sample_predictions(n, scale=scale, seed=start) for start in (seed, seed + 100))
+    calibrator = build_calibrator("temperature").fit(calibration.with_split(None))
+    report = evaluate(predictions, posthoc=calibrator, resamples=300)
     tests = report.after["temperature"].comparisons
     assert set(tests) == {"accuracy", "ece", "nll", "brier", "aurc"}
     for name in ("ece", "nll"):
-        pair = metrics.paired_bootstrap(getattr(metrics, name), given, calibrator.transform(given), resamples=300)
-        assert tests[name].better == pair.better
-        assert tests[name].p_value == pytest.approx(pair.p_value)
+        comparison = metrics.paired_bootstrap(
+            getattr(metrics, name), predictions, calibrator.transform(predictions), resamples=300
+        )
+        assert tests[name].better == comparison.better
+        assert tests[name].p_value == pytest.approx(comparison.p_value)
     assert tests["accuracy"].better is None
     (line,) = [line for line in sentences(report) if "T = " in line]
     assert line.count("p = ") == 2
@@ -260,70 +265,74 @@ def test_paired_tests_of_calibrators_are_saved(report, tmp_path):
 
 
 def test_summary_truncates_long_untrusted_names():
-    given = sample_predictions(400, 4, scale=2.0)
-    soft = 0.9 * torch.nn.functional.one_hot(given.labels, 4).float() + 0.025
-    long = "x" * 5_000
-    report = report_of(Predictions(given.logits, soft, split=long), posthoc=("temperature",))
+    predictions = sample_predictions(400, 4, scale=2.0)
+    soft = 0.9 * torch.nn.functional.one_hot(predictions.labels, 4).float() + 0.025
+    long_name = "x" * 5_000
+    report = report_of(Predictions(predictions.logits, soft, split=long_name), posthoc=("temperature",))
     lines = sentences(report)
     assert all(len(line) < 400 for line in lines)
-    named = dataclasses.replace(report, after={long: dataclasses.replace(report.after["temperature"], name=long)})
-    assert all(len(line) < 400 for line in (headline(named), *sentences(named)))
+    renamed_report = dataclasses.replace(
+        report, after={long_name: dataclasses.replace(report.after["temperature"], name=long_name)}
+    )
+    assert all(len(line) < 400 for line in (headline(renamed_report), *sentences(renamed_report)))
 
 
 def test_non_empty_bins_contain_every_sample():
-    given = sample_predictions(500)
-    bins = evaluate(given, intervals=False).before.bins["width"]
-    places = non_empty_bins(bins)
-    assert sum(place.samples for place in places) == 500
-    assert len(places) == int((bins.counts > 0).sum()) < 15
-    assert all(place.low <= place.accuracy <= place.high for place in places)
-    assert sum(abs(place.weighted_gap) for place in places) == pytest.approx(
-        float(evaluate(given, intervals=False)["ece"])
+    predictions = sample_predictions(500)
+    bins = evaluate(predictions, intervals=False).before.bins["width"]
+    reliability_bins = non_empty_bins(bins)
+    assert sum(reliability_bin.samples for reliability_bin in reliability_bins) == 500
+    assert len(reliability_bins) == int((bins.counts > 0).sum()) < 15
+    assert all(
+        reliability_bin.low <= reliability_bin.accuracy <= reliability_bin.high for reliability_bin in reliability_bins
+    )
+    assert sum(abs(reliability_bin.weighted_gap) for reliability_bin in reliability_bins) == pytest.approx(
+        float(evaluate(predictions, intervals=False)["ece"])
     )
 
 
-@pytest.mark.parametrize(("temperature", "shown"), [(4_987.0, "4990"), (2.316, "2.32")])
-def test_temperature_is_formatted_consistently_without_exponent(report, temperature, shown):
-    learned = {"temperature": temperature, "standard_error": 0.02}
-    after = dataclasses.replace(report.after["temperature"], parameters=learned)
+@pytest.mark.parametrize(("temperature", "expected_text"), [(4_987.0, "4990"), (2.316, "2.32")])
+def test_temperature_is_formatted_consistently_without_exponent(report, temperature, expected_text):
+    parameters = {"temperature": temperature, "standard_error": 0.02}
+    after = dataclasses.replace(report.after["temperature"], parameters=parameters)
     report = dataclasses.replace(report, after={"temperature": after})
-    assert f"; T = {shown} " in headline(report)
-    assert any(f"T = {shown} (" in line for line in sentences(report))
+    assert f"; T = {expected_text} " in headline(report)
+    assert any(f"T = {expected_text} (" in line for line in sentences(report))
     assert "e+" not in summary(report)
 
 
-@pytest.mark.parametrize(("standard_error", "shown"), [(0.9, True), (1.1, False)])
-def test_temperature_interval_is_shown_unless_it_is_uninformative(report, standard_error, shown):
+@pytest.mark.parametrize(("standard_error", "is_shown"), [(0.9, True), (1.1, False)])
+def test_temperature_interval_is_shown_unless_it_is_uninformative(report, standard_error, is_shown):
     """With a standard error of log T above 1, the range spans more than a factor of 50."""
-    learned = {"temperature": 2.0, "standard_error": standard_error}
-    after = dataclasses.replace(report.after["temperature"], parameters=learned)
+    parameters = {"temperature": 2.0, "standard_error": standard_error}
+    after = dataclasses.replace(report.after["temperature"], parameters=parameters)
     lines = sentences(dataclasses.replace(report, after={"temperature": after}))
-    assert any("T = 2 (" in line for line in lines) == shown
+    assert any("T = 2 (" in line for line in lines) == is_shown
 
 
 def test_temperature_interval_of_cross_fitting_is_that_of_all_samples(report):
     """Each fold's fit has seen a part of the samples; their mean varies like one fit to all of them."""
-    held = report.after["temperature"]
-    learned = {"temperature": 2.0, "standard_error": 0.1}
-    for fits, shown in ((held.fits[:1], "1.64 to 2.43"), (held.fits[:1] * 5, "1.68 to 2.38")):
-        after = dataclasses.replace(held, parameters=learned, fits=fits)
+    calibrated = report.after["temperature"]
+    parameters = {"temperature": 2.0, "standard_error": 0.1}
+    for fits, expected_range in ((calibrated.fits[:1], "1.64 to 2.43"), (calibrated.fits[:1] * 5, "1.68 to 2.38")):
+        after = dataclasses.replace(calibrated, parameters=parameters, fits=fits)
         lines = sentences(dataclasses.replace(report, after={"temperature": after}))
-        assert any(f"T = 2 ({shown})" in line for line in lines)
+        assert any(f"T = 2 ({expected_range})" in line for line in lines)
 
 
 def test_a_calibrator_that_costs_accuracy_or_likelihood_is_harmful(report):
     kind = "temperature"
-    held = report.after[kind]
-    results, tests = dict(held.results), dict(held.comparisons)
+    calibrated = report.after[kind]
+    results, tests = dict(calibrated.results), dict(calibrated.comparisons)
     for name, value in {"accuracy": 0.5, "nll": 9.0}.items():
-        results[name] = Result(value, held[name].definition)
+        results[name] = Result(value, calibrated[name].definition)
         tests[name] = dataclasses.replace(tests[name], second=results[name], better="first")
-    worse = dataclasses.replace(held, results=results, comparisons=tests)
-    assert effect(worse) == "harm"
-    said = " ".join(sentences(dataclasses.replace(report, after={kind: worse})))
+    harmful = dataclasses.replace(calibrated, results=results, comparisons=tests)
+    assert effect(harmful) == "harm"
+    text = " ".join(sentences(dataclasses.replace(report, after={kind: harmful})))
     loss = report["nll"]
     nll = formatting.number(loss, loss.interval.low, loss.interval.high, percent=False)
-    assert re.search(rf" NLL .*{nll} to 9\.000.*accuracy .*{percent(report['accuracy'])} to 50\.00 %", said)
+    assert re.search(rf" NLL .*{nll} to 9\.000.*accuracy .*{percent(report['accuracy'])} to 50\.00 %", text)
 
 
 def test_summary_counts_labels_of_probability_zero():
@@ -331,4 +340,4 @@ def test_summary_counts_labels_of_probability_zero():
     labels = torch.tensor([0, 0] * 18 + [1, 1] * 2)
     lines = sentences(evaluate(Predictions.from_probs(probs, labels), intervals=False))
     assert any(re.match("2 labels .*zero.* NLL", line) for line in lines)
-    assert not any("zero" in line for line in sentences(measured(300)))
+    assert not any("zero" in line for line in sentences(cached_report(300)))

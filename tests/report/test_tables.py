@@ -20,7 +20,7 @@ from fedlas.report.tables import Cell, Column, Detail, Mark, Row, Table, mean_ra
 DETAILS: tuple[Detail, ...] = ("ours", "both", "full")
 GROUPS = ("CIFAR-10, ResNet-101", "CIFAR-10, ResNet-50", "CIFAR-100, ResNet-101")
 # ECE in percent of the paper's main table, in those groups, and the ranks that this makes; two share a value.
-PRINTED = {
+PAPER_ECE = {
     "CE": ([5.74, 5.85, 12.94], [7, 7, 4]),
     "MMCE": ([3.61, 3.1, 13.43], [4, 4, 6]),
     "ECP": ([5.41, 3.01, 13.43], [6, 3, 6]),
@@ -29,42 +29,42 @@ PRINTED = {
     "MbLS": ([1.38, 1.21, 6.1], [2, 1, 2]),
     "FeDLaS-LS": ([1.37, 1.29, 7.48], [1, 2, 3]),
 }
-NASTY = r"""50% of $x_1^2$ {#1} & ~\alpha | <b>"it's"</b> [1] *s* `c` """
+SPECIAL_CHARACTERS = r"""50% of $x_1^2$ {#1} & ~\alpha | <b>"it's"</b> [1] *s* `c` """
 
 
 def paper_table() -> Table:
     rows = tuple(
         Row(name.lower(), name, tuple(Cell(paper=value / 100, planned=3) for value in values))
-        for name, (values, _) in PRINTED.items()
+        for name, (values, _) in PAPER_ECE.items()
     )
     return Table("paper", "Paper", tuple(Column("ECE %", group) for group in GROUPS), rows)
 
 
 def small_table(**changes: Any) -> Table:
-    """Two metrics on two data sets: a whole row, a row that is half run, a row that was not."""
+    """Two metrics on two data sets: one row has all runs, one has half of them, one has none."""
     columns = tuple(
         Column(name, group, higher_is_better=name == "accuracy %")
         for group in ("CIFAR-10", "CIFAR-100")
         for name in ("accuracy %", "ECE %")
     )
-    whole = (
+    complete_row = (
         Cell((0.951, 0.952, 0.949), ((0.94, 0.96),) * 3, 0.9511, 3),
         Cell((0.0585, 0.06, 0.055), ((0.05, 0.07),) * 3, 0.0785, 3),
         Cell((0.77,) * 3, (), 0.7707, 3),
         Cell((0.125, 0.127, 0.126), ((0.12, 0.13),) * 3, None, 3),
     )
-    half = (
+    partial_row = (
         Cell((0.95,), ((0.94, 0.96),), 0.9487, 3),
         Cell((0.0129,), ((0.011, 0.015),), 0.012, 3),
         Cell(paper=0.78, planned=3),
         Cell(planned=3),
     )
-    empty = tuple(Cell(planned=3) for _ in columns)
+    empty_row = tuple(Cell(planned=3) for _ in columns)
     fields: dict[str, Any] = {
         "name": "small-fast",
         "title": "Fast",
         "columns": columns,
-        "rows": (Row("ce", "CE", whole), Row("fedlas_ls", "FeDLaS-LS", half), Row("ls", "LS", empty)),
+        "rows": (Row("ce", "CE", complete_row), Row("fedlas_ls", "FeDLaS-LS", partial_row), Row("ls", "LS", empty_row)),
         "notes": ("Fast protocol: 20 epochs.",),
     }
     return Table(**{**fields, **changes})
@@ -75,15 +75,15 @@ def one_column(*cells: Cell, **options: Any) -> Table:
     return Table("one", "One", (Column("ECE %", **options),), rows)
 
 
-def named(text: str) -> Table:
-    """Make a table in which every word is the given one."""
+def table_with_text(text: str) -> Table:
+    """Make a table whose names and titles are all this text."""
     cells = (Cell((0.5, 0.25), ((0.2, 0.6),) * 2, 0.5, 3), Cell(paper=0.125))
     rows = (Row(text, text, cells), Row(text, text, cells[::-1]))
     return Table("t", text, (Column(text, text), Column(text, text)), rows, (text,))
 
 
-def plain(text: str) -> str:
-    return " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())
+def printable(text: str) -> str:
+    return " ".join("".join(character if character.isprintable() else " " for character in text).split())
 
 
 def test_a_cell_averages_its_seeds() -> None:
@@ -114,7 +114,7 @@ def test_cells_accept_metric_results() -> None:
 @pytest.mark.parametrize(
     ("cell", "inside"),
     [
-        (Cell((0.02,), ((0.01, 0.03),), 0.03), None),  # one seed says nothing of the noise of seeds
+        (Cell((0.02,), ((0.01, 0.03),), 0.03), None),  # one seed gives no estimate of the noise between seeds
         (Cell((0.02,), ((0.01, 0.03),)), None),
         (Cell((), (), 0.02), None),
         (Cell((math.nan, 0.02), (), 0.02), None),
@@ -134,7 +134,7 @@ def test_cells_accept_metric_results() -> None:
         # The same spread of two seeds: 2 x 0.01 sqrt(1/2 + 1/3) = 0.018257.
         (Cell((0.0, math.sqrt(2) / 100), (), math.sqrt(0.5) / 100 + 0.0182), True),
         (Cell((0.0, math.sqrt(2) / 100), (), math.sqrt(0.5) / 100 + 0.0183), False),
-        (Cell((0.0009,) * 3, (), 0.0009), True),  # the machine's mean of the three is another number
+        (Cell((0.0009,) * 3, (), 0.0009), True),  # in floating point the mean of the three differs from 0.0009
         (Cell((0.0129,) * 3, (), 0.013), False),
     ],
 )
@@ -171,12 +171,12 @@ def test_our_and_paper_numbers_are_marked_separately() -> None:
 
 def test_paper_marks_include_left_out_rows() -> None:
     table = one_column(Cell((0.3,), (), 0.3), Cell((0.2,), (), 0.2), Cell((0.1,), (), 0.1))
-    few = replace(table, rows=table.rows[:2], left_out=table.rows[2:])
-    assert few.marks()[0] == (Mark((1,), (0,)), Mark((), (1,)))
-    ranked = mean_rank_columns(few, ["ECE %"])
-    assert ranked.marks()[0] == few.marks()[0]
+    partial_table = replace(table, rows=table.rows[:2], left_out=table.rows[2:])
+    assert partial_table.marks()[0] == (Mark((1,), (0,)), Mark((), (1,)))
+    ranked = mean_rank_columns(partial_table, ["ECE %"])
+    assert ranked.marks()[0] == partial_table.marks()[0]
     with pytest.raises(ValueError, match=r"1 cells .*2 columns"):
-        replace(ranked, left_out=few.left_out)
+        replace(ranked, left_out=partial_table.left_out)
 
 
 def test_single_or_unranked_values_are_not_marked() -> None:
@@ -242,12 +242,12 @@ def test_decimal_points_are_aligned() -> None:
 fractions = st.floats(-2, 2, allow_nan=False).map(lambda value: round(value, 5))
 
 
-Written = tuple[list[float], list[tuple[float, float]], float | None, int]
-Options = tuple[str, str, bool, bool, int, bool]
+CellArguments = tuple[list[float], list[tuple[float, float]], float | None, int]
+ColumnArguments = tuple[str, str, bool, bool, int, bool]
 
 
 @st.composite
-def written_cells(draw: st.DrawFn) -> Written:
+def cell_arguments(draw: st.DrawFn) -> CellArguments:
     values = draw(st.lists(fractions, max_size=3))
     pairs = st.tuples(fractions, fractions)
     intervals = draw(st.lists(pairs, min_size=len(values), max_size=len(values))) if draw(st.booleans()) else []
@@ -255,65 +255,69 @@ def written_cells(draw: st.DrawFn) -> Written:
 
 
 @st.composite
-def written_tables(draw: st.DrawFn) -> tuple[list[Options], list[tuple[str, list[Written]]]]:
-    """What tables are made of; made in here, their shape checks would draw random numbers behind hypothesis's back."""
+def table_arguments(draw: st.DrawFn) -> tuple[list[ColumnArguments], list[tuple[str, list[CellArguments]]]]:
+    """Arguments of tables; the tables are not built here, because their shape checks draw random numbers."""
     names, groups = st.sampled_from(["ECE %", "NLL"]), st.sampled_from(["", "one", "a long heading of a group"])
     flag = st.booleans()
     columns = draw(st.lists(st.tuples(names, groups, flag, flag, st.integers(1, 4), flag), max_size=4))
-    row = st.lists(written_cells(), min_size=len(columns), max_size=len(columns))
+    row = st.lists(cell_arguments(), min_size=len(columns), max_size=len(columns))
     return columns, draw(st.lists(st.tuples(st.sampled_from(["CE", "FeDLaS-LS"]), row), max_size=4))
 
 
-def table_of(written: tuple[list[Options], list[tuple[str, list[Written]]]]) -> Table:
+def table_of(arguments: tuple[list[ColumnArguments], list[tuple[str, list[CellArguments]]]]) -> Table:
     columns = tuple(
         Column(name, group, higher_is_better=higher, percent=percent, digits=digits, ranked=ranked)
-        for name, group, higher, percent, digits, ranked in written[0]
+        for name, group, higher, percent, digits, ranked in arguments[0]
     )
     rows = tuple(
-        Row(name.lower(), name, tuple(Cell(tuple(v), tuple(i), paper, planned) for v, i, paper, planned in held))
-        for name, held in written[1]
+        Row(name.lower(), name, tuple(Cell(tuple(v), tuple(i), paper, planned) for v, i, paper, planned in cells))
+        for name, cells in arguments[1]
     )
     return Table("t", "Title", columns, rows)
 
 
-def expected(table: Table, row: Row, detail: Detail) -> list[str]:
-    """All numbers that belong into a row, in order, written down a second time."""
-    found = []
+def expected_numbers(table: Table, row: Row, detail: Detail) -> list[str]:
+    """All numbers of a row of the table, in order, computed independently."""
+    texts = []
     for column, cell in zip(table.columns, row.cells, strict=True):
         numbers = [cell.mean, cell.spread]
         numbers += [*(cell.interval or ())] if detail == "full" else []
         numbers += [cell.paper] if detail != "ours" else []
         scale = 100 if column.percent else 1
-        shown = [f"{scale * number:.{column.digits}f}" for number in numbers if number is not None]
+        row_texts = [f"{scale * number:.{column.digits}f}" for number in numbers if number is not None]
         if detail == "full" and cell.difference is not None:
-            shown.append(f"{scale * cell.difference:+.{column.digits}f}")
-        found += [re.sub(r"^[-+](0\.0+)$", r"\1", number) for number in shown]
-    return found
+            row_texts.append(f"{scale * cell.difference:+.{column.digits}f}")
+        texts += [re.sub(r"^[-+](0\.0+)$", r"\1", number) for number in row_texts]
+    return texts
 
 
-@given(written_tables(), st.sampled_from(DETAILS))
-def test_text_table_contains_every_value(written: Any, detail: Detail) -> None:
-    table = table_of(written)
+@given(table_arguments(), st.sampled_from(DETAILS))
+def test_text_table_contains_every_value(arguments: Any, detail: Detail) -> None:
+    table = table_of(arguments)
     lines = table.text(detail).splitlines()
-    start = next(place for place, line in enumerate(lines) if re.fullmatch("-+", line)) + 1
+    start = next(index for index, line in enumerate(lines) if re.fullmatch("-+", line)) + 1
     for row, line in zip(table.rows, lines[start:], strict=False):
-        words = line.split()
-        assert words[:2] == [row.title, row.name]
-        found = [re.sub(r"^\+(0\.0+)$", r"\1", number) for number in re.findall(r"[-+]?\d+\.\d+", line)]
-        assert found == expected(table, row, detail)
+        parts = line.split()
+        assert parts[:2] == [row.title, row.name]
+        numbers = [re.sub(r"^\+(0\.0+)$", r"\1", number) for number in re.findall(r"[-+]?\d+\.\d+", line)]
+        assert numbers == expected_numbers(table, row, detail)
         partial = [cell for cell in row.cells if 0 < len(cell.values) < cell.planned]
         assert re.findall(r"\(\d/\d\)", line) == [f"({len(cell.values)}/{cell.planned})" for cell in partial]
 
 
-@given(written_tables(), st.sampled_from(DETAILS))
-def test_all_formats_show_the_numbers_of_the_text_table(written: Any, detail: Detail) -> None:
-    table = table_of(written)
-    minus = table.latex(detail).replace("$-$", "-")
+@given(table_arguments(), st.sampled_from(DETAILS))
+def test_all_formats_show_the_numbers_of_the_text_table(arguments: Any, detail: Detail) -> None:
+    table = table_of(arguments)
+    latex = table.latex(detail).replace("$-$", "-")
     for row in table.rows:
-        wanted = expected(table, row, detail)
-        for made in (table.markdown(detail), minus, table.html(detail)):
-            found = [re.findall(r"[-+]?\d+\.\d+", line) for line in made.splitlines() if f"{row.title}" in line]
-            assert wanted in [[re.sub(r"^\+(0\.0+)$", r"\1", number) for number in numbers] for numbers in found]
+        expected_row = expected_numbers(table, row, detail)
+        for output in (table.markdown(detail), latex, table.html(detail)):
+            numbers_by_line = [
+                re.findall(r"[-+]?\d+\.\d+", line) for line in output.splitlines() if f"{row.title}" in line
+            ]
+            assert expected_row in [
+                [re.sub(r"^\+(0\.0+)$", r"\1", number) for number in numbers] for numbers in numbers_by_line
+            ]
     check_latex(table.latex(detail))
     check_markdown(table.markdown(detail))
     Parsed.of(table.html(detail))
@@ -323,64 +327,64 @@ def markdown_cells(line: str) -> list[str]:
     assert line.startswith("| ")
     assert line.endswith(" |")
     parts = re.findall(r"(?:\\.|[^|\\])*", line[1:-1])
-    found = [part.strip() for part in parts[::2]]
+    cells = [part.strip() for part in parts[::2]]
     assert "|".join(parts[::2]) == line[1:-1]
-    return [re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", part) for part in found]
+    return [re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", part) for part in cells]
 
 
-def check_markdown(made: str) -> list[list[str]]:
-    lines = [markdown_cells(line) for line in made.splitlines() if line.startswith("|")]
+def check_markdown(markdown: str) -> list[list[str]]:
+    lines = [markdown_cells(line) for line in markdown.splitlines() if line.startswith("|")]
     assert len({len(line) for line in lines}) == 1
     assert re.fullmatch(r"(:---|---:)+", "".join(lines[1]))
     return lines
 
 
 def test_markdown_marks_and_aligns() -> None:
-    made = small_table().markdown("both").splitlines()
-    assert made[0] == "### Fast"
-    assert made[2].startswith("| method | name | CIFAR-10<br>accuracy %<br>ours | CIFAR-10<br>accuracy %<br>paper |")
-    assert made[3] == "| :--- | :--- |" + " ---: |" * 7
-    assert made[5] == (
+    lines = small_table().markdown("both").splitlines()
+    assert lines[0] == "### Fast"
+    assert lines[2].startswith("| method | name | CIFAR-10<br>accuracy %<br>ours | CIFAR-10<br>accuracy %<br>paper |")
+    assert lines[3] == "| :--- | :--- |" + " ---: |" * 7
+    assert lines[5] == (
         r"| FeDLaS-LS | fedlas\_ls | *95.00* (1/3) | *94.87* | **1.29** (1/3) | **1.20** |  | **78.00** |  |"
     )
-    assert made[6] == "| LS | ls |" + "  |" * 7
-    assert any(re.match("Bold: .*italic: ", line) for line in made)
+    assert lines[6] == "| LS | ls |" + "  |" * 7
+    assert any(re.match("Bold: .*italic: ", line) for line in lines)
 
 
 @given(st.text() | st.text(r"\|`*_<&[]#-+1. ", max_size=8))
 def test_markdown_escapes_text_in_cells(text: str) -> None:
-    made = named(text).markdown("full")
-    lines = check_markdown(made)
-    assert [line[:2] for line in lines[2:]] == [[plain(text)] * 2] * 2
-    for line in made.splitlines():
+    markdown = table_with_text(text).markdown("full")
+    lines = check_markdown(markdown)
+    assert [line[:2] for line in lines[2:]] == [[printable(text)] * 2] * 2
+    for line in markdown.splitlines():
         assert not re.match(r"\s|[-+=]|\d+[.)]|#(?!## )", line)
-    assert not re.search(r"(?<!\\)(\\\\)*[<&](?!br>)", made)
+    assert not re.search(r"(?<!\\)(\\\\)*[<&](?!br>)", markdown)
 
 
-def check_latex(made: str) -> list[str]:
-    """Check what TeX would stumble over; the rows of the table come back."""
-    bare = re.sub(r"\\[\\&%$#_{}]", "", made)
+def check_latex(latex: str) -> list[str]:
+    """Check for syntax that TeX would reject; return the rows of the table."""
+    unescaped = re.sub(r"\\[\\&%$#_{}]", "", latex)
     depth = 0
-    for sign in bare:
-        depth += {"{": 1, "}": -1}.get(sign, 0)
+    for character in unescaped:
+        depth += {"{": 1, "}": -1}.get(character, 0)
         assert depth >= 0
     assert depth == 0
-    assert not re.search(r"[%#_^~|<>\"]", bare)
-    assert bare.count("$") % 2 == 0
-    assert re.findall(r"\\begin\{(.*?)\}", made) == re.findall(r"\\end\{(.*?)\}", made)[::-1]
-    assert "" not in made.splitlines()[:-1]
-    assert not re.search(r"\\(\\|[a-z]+rule(\{.*?\})?)\s*[\[*]", made)
-    spec = re.search(r"\\begin\{tabular\}\{(lr*)\}", made)
+    assert not re.search(r"[%#_^~|<>\"]", unescaped)
+    assert unescaped.count("$") % 2 == 0
+    assert re.findall(r"\\begin\{(.*?)\}", latex) == re.findall(r"\\end\{(.*?)\}", latex)[::-1]
+    assert "" not in latex.splitlines()[:-1]
+    assert not re.search(r"\\(\\|[a-z]+rule(\{.*?\})?)\s*[\[*]", latex)
+    spec = re.search(r"\\begin\{tabular\}\{(lr*)\}", latex)
     assert spec
     width = len(spec[1])
-    rows = [line for line in made.splitlines() if line.endswith(r" \\")]
+    rows = [line for line in latex.splitlines() if line.endswith(r" \\")]
     for row in rows:
         spans = [int(span) - 1 for span in re.findall(r"\\multicolumn\{(\d+)\}", row)]
         assert len(re.findall(r"(?<!\\)&", row)) + sum(spans) == width - 1
-    for start, stop in re.findall(r"\\cmidrule\(lr\)\{(\d+)-(\d+)\}", made):
+    for start, stop in re.findall(r"\\cmidrule\(lr\)\{(\d+)-(\d+)\}", latex):
         assert 1 < int(start) <= int(stop) <= width
-    used = set(re.findall(r"\\([a-zA-Z]+)", bare))
-    assert used <= {
+    commands = set(re.findall(r"\\([a-zA-Z]+)", unescaped))
+    assert commands <= {
         *("begin", "end", "centering", "caption", "label", "footnotesize", "scriptsize", "setlength", "tabcolsep"),
         *("toprule", "midrule", "bottomrule", "cmidrule", "multicolumn", "textbf", "underline", "pm", "par"),
         *("smallskip", "textbackslash", "textasciitilde", "textasciicircum", "textless", "textgreater", "textbar"),
@@ -390,38 +394,38 @@ def check_latex(made: str) -> list[str]:
 
 
 def test_latex_has_the_rows_of_a_paper() -> None:
-    made = small_table().latex()
-    rows = check_latex(made)
+    latex = small_table().latex()
+    rows = check_latex(latex)
     assert rows[0] == r"\multicolumn{1}{c}{} & \multicolumn{2}{c}{CIFAR-10} & \multicolumn{2}{c}{CIFAR-100} \\"
-    assert r"\cmidrule(lr){2-3}\cmidrule(lr){4-5}" in made
+    assert r"\cmidrule(lr){2-3}\cmidrule(lr){4-5}" in latex
     assert rows[1] == r"Method & accuracy \% & ECE \% & accuracy \% & ECE \% \\"
     assert rows[2] == (
         r"CE & \textbf{95.07} $\pm$ 0.15 & \underline{5.78} $\pm$ 0.26 & 77.00 $\pm$ 0.00 & 12.60 $\pm$ 0.10 \\"
     )
     assert rows[3] == r"FeDLaS-LS & \underline{95.00} (1/3) & \textbf{1.29} (1/3) &  &  \\"
-    assert made.startswith("\\begin{table}[t]\n")
-    assert r"\label{tab:small-fast}" in made
+    assert latex.startswith("\\begin{table}[t]\n")
+    assert r"\label{tab:small-fast}" in latex
 
 
 def test_a_wide_latex_table_takes_both_columns_of_the_page() -> None:
-    made = small_table().latex("full")
-    check_latex(made)
-    assert made.startswith("\\begin{table*}[t]\n")
-    assert r"$-$0.04 inside" in made
+    latex = small_table().latex("full")
+    check_latex(latex)
+    assert latex.startswith("\\begin{table*}[t]\n")
+    assert r"$-$0.04 inside" in latex
 
 
 def test_latex_escapes_special_characters() -> None:
-    rows = check_latex(named(NASTY).latex("full"))
+    rows = check_latex(table_with_text(SPECIAL_CHARACTERS).latex("full"))
     assert rows[-1].startswith(
         r"50\% of \$x\_1\textasciicircum{}2\$ \{\#1\} \& \textasciitilde{}\textbackslash{}alpha \textbar{} "
         r"\textless{}b\textgreater{}''it's''\textless{}/b\textgreater{} {[}1{]} {*}s{*} `c` & "
     )
-    assert r"$\theta$ $\pm$ $\times$" in named("θ ± ×").latex()
+    assert r"$\theta$ $\pm$ $\times$" in table_with_text("θ ± ×").latex()
 
 
 @given(st.text() | st.text('\\&%$#_{}~^[]*<>|"\n a', max_size=8))
 def test_latex_is_valid_for_any_text(text: str) -> None:
-    check_latex(named(text).latex("full"))
+    check_latex(table_with_text(text).latex("full"))
 
 
 def test_row_without_a_paper_name_shows_its_own_name() -> None:
@@ -432,10 +436,10 @@ def test_row_without_a_paper_name_shows_its_own_name() -> None:
 
 
 def test_csv_has_everything_as_fractions() -> None:
-    made = small_table().csv()
-    assert made.endswith("\r\n")
-    assert made.count("\r\n") == made.count("\n") == 13
-    lines = list(csv.DictReader(io.StringIO(made, newline="")))
+    text = small_table().csv()
+    assert text.endswith("\r\n")
+    assert text.count("\r\n") == text.count("\n") == 13
+    lines = list(csv.DictReader(io.StringIO(text, newline="")))
     first, second, third, *_ = lines
     assert ",".join(first) == ("row,title,group,column,mean,spread,n,planned,low,high,paper,difference,inside_noise")
     cell = small_table().rows[0].cells[0]
@@ -457,36 +461,36 @@ def test_csv_has_everything_as_fractions() -> None:
     "text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", " =1", "＝1", '=HYPERLINK("http://x";"y")', "\u200b=1"]
 )
 def test_csv_text_cannot_be_a_formula(text: str) -> None:
-    for line in csv.DictReader(io.StringIO(named(text).csv(), newline="")):
-        assert [line[name] for name in ("row", "title", "group", "column")] == [f"'{plain(text)}"] * 4
+    for line in csv.DictReader(io.StringIO(table_with_text(text).csv(), newline="")):
+        assert [line[name] for name in ("row", "title", "group", "column")] == [f"'{printable(text)}"] * 4
 
 
 @given(st.text())
 def test_csv_round_trips(text: str) -> None:
-    lines = list(csv.DictReader(io.StringIO(named(text).csv(), newline=""), strict=True))
+    lines = list(csv.DictReader(io.StringIO(table_with_text(text).csv(), newline=""), strict=True))
     assert len(lines) == 4
     for line in lines:
-        assert line["row"].removeprefix("'") == plain(text).removeprefix("'")
+        assert line["row"].removeprefix("'") == printable(text).removeprefix("'")
         assert line["row"][:1] not in set("=+-@")
 
 
 class Parsed(HTMLParser):
-    """The tags and words of an HTML text, which has to close what it opens."""
+    """The tags and texts of an HTML document, in which every tag must be closed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[tuple[str, str]] = []
+        self.texts: list[tuple[str, str]] = []
 
     @classmethod
-    def of(cls, made: str) -> "Parsed":
+    def of(cls, html: str) -> "Parsed":
         parsed = cls()
-        parsed.feed(made)
+        parsed.feed(html)
         parsed.close()
         assert not parsed.open
-        widths = {width for table in made.split("<table")[1:] for width in parsed.widths(table)}
-        assert len(widths) <= made.count("<table")
+        widths = {width for table in html.split("<table")[1:] for width in parsed.widths(table)}
+        assert len(widths) <= html.count("<table")
         return parsed
 
     @staticmethod
@@ -506,56 +510,63 @@ class Parsed(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if data.strip():
-            self.words.append((self.open[-1] if self.open else "", data))
+            self.texts.append((self.open[-1] if self.open else "", data))
 
 
 def test_html_is_one_table_with_classes() -> None:
-    made = small_table().html("both")
-    parsed = Parsed.of(made)
+    html = small_table().html("both")
+    parsed = Parsed.of(html)
     assert parsed.tags[0] == ("table", {"class": "fedlas-table", "id": "small-fast"})
-    assert ("caption", "Fast") in parsed.words
+    assert ("caption", "Fast") in parsed.texts
     assert {tag for tag, _ in parsed.tags} == {
         *("table", "caption", "thead", "tbody", "tfoot", "tr", "th", "td", "b", "u"),
     }  # fmt: skip
-    assert "style" not in made
-    assert [word for tag, word in parsed.words if tag == "b"] == ["95.07", "95.11", "1.29", "1.20", "78.00"]
-    assert [word for tag, word in parsed.words if tag == "u"] == ["5.78", "7.85", "77.07", "95.00", "94.87"]
+    assert "style" not in html
+    assert [content for tag, content in parsed.texts if tag == "b"] == ["95.07", "95.11", "1.29", "1.20", "78.00"]
+    assert [content for tag, content in parsed.texts if tag == "u"] == ["5.78", "7.85", "77.07", "95.00", "94.87"]
     assert {attributes["class"] for tag, attributes in parsed.tags if tag == "b"} == {"best"}
     groups = [attributes["colspan"] for tag, attributes in parsed.tags if attributes.get("scope") == "colgroup"]
     assert groups == ["4", "3", "2", "2", "2", "1"]
-    assert made.count("<td></td>") == 9
+    assert html.count("<td></td>") == 9
 
 
 @given(st.text() | st.text("<>&\"'a/", max_size=12))
 def test_html_escapes_text(text: str) -> None:
-    made = named(text)
-    parsed, empty = Parsed.of(page([made, made], text)), Parsed.of(page([named("a"), named("a")], "a"))
-    allowed = {tag for tag, _ in empty.tags}
+    table = table_with_text(text)
+    parsed = Parsed.of(page([table, table], text))
+    reference = Parsed.of(page([table_with_text("a"), table_with_text("a")], "a"))
+    allowed = {tag for tag, _ in reference.tags}
     assert {tag for tag, _ in parsed.tags} <= allowed
-    if plain(text):
-        assert ("title", plain(text)) in parsed.words
-        assert sum(word == plain(text) for _, word in parsed.words) == 1 + 2 * (1 + 1 + 2 + 4 + 1)
+    if printable(text):
+        assert ("title", printable(text)) in parsed.texts
+        assert sum(content == printable(text) for _, content in parsed.texts) == 1 + 2 * (1 + 1 + 2 + 4 + 1)
 
 
 def test_html_page_has_no_external_references() -> None:
-    made = page([small_table(), paper_table()], NASTY)
-    parsed = Parsed.of(made)
-    assert made.startswith("<!DOCTYPE html>\n")
+    html = page([small_table(), paper_table()], SPECIAL_CHARACTERS)
+    parsed = Parsed.of(html)
+    assert html.startswith("<!DOCTYPE html>\n")
     assert [tag for tag, _ in parsed.tags].count("table") == 2
     assert not [tag for tag, _ in parsed.tags if tag in {"script", "link", "img"}]
-    assert not re.search(r"https?:|url\(|@import", made)
+    assert not re.search(r"https?:|url\(|@import", html)
 
 
 def test_save_writes_every_format(tmp_path: Path) -> None:
     table = small_table(title="Fäst")
     paths = table.save(tmp_path / "new")
-    assert [path.name for path in paths] == [f"small-fast.{end}" for end in ("md", "tex", "csv", "html", "txt")]
+    assert [path.name for path in paths] == [f"small-fast.{suffix}" for suffix in ("md", "tex", "csv", "html", "txt")]
     contents = [path.read_bytes().decode() for path in paths]
-    made = [table.markdown("both"), table.latex("both"), table.csv(), page([table], "Fäst"), table.text("both")]
-    assert contents == made
+    expected_contents = [
+        table.markdown("both"),
+        table.latex("both"),
+        table.csv(),
+        page([table], "Fäst"),
+        table.text("both"),
+    ]
+    assert contents == expected_contents
     assert sorted((tmp_path / "new").iterdir()) == sorted(paths)
-    (again,) = table.save(str(tmp_path / "new"), ("txt",), detail="full")
-    assert again.read_text(encoding="utf-8") == table.text("full")
+    (text_path,) = table.save(str(tmp_path / "new"), ("txt",), detail="full")
+    assert text_path.read_text(encoding="utf-8") == table.text("full")
 
 
 def test_save_with_an_unknown_format_writes_nothing(tmp_path: Path) -> None:
@@ -576,7 +587,7 @@ def test_row_with_missing_cells_raises() -> None:
 
 
 def test_unknown_detail_raises() -> None:
-    # With the shape checks of the tests the annotation refuses it, without them the table.
+    # The annotation raises TypeError with the shape checks of the tests; without them the table raises ValueError.
     with pytest.raises((ValueError, TypeError), match="brief"):
         small_table().text(cast("Any", "brief"))
 
@@ -592,21 +603,21 @@ def test_empty_table_has_every_format(table: Table) -> None:
 
 
 def test_mean_ranks_equal_those_of_the_paper() -> None:
-    table = mean_rank_columns(paper_table(), ["ECE %"])
-    assert table.columns[3].group == "Mean rank"
-    assert [row.cells[3].values for row in table.rows] == [()] * 7
-    for row, (_, ranks) in zip(table.rows, PRINTED.values(), strict=True):
+    ranked = mean_rank_columns(paper_table(), ["ECE %"])
+    assert ranked.columns[3].group == "Mean rank"
+    assert [row.cells[3].values for row in ranked.rows] == [()] * 7
+    for row, (_, ranks) in zip(ranked.rows, PAPER_ECE.values(), strict=True):
         assert row.cells[3].paper == pytest.approx(sum(ranks) / 3)
-    assert table.marks()[3].paper == Mark((5,), (6,))
+    assert ranked.marks()[3].paper == Mark((5,), (6,))
 
 
 def test_mean_ranks_use_rounded_values_of_complete_rows() -> None:
     columns = (Column("ECE %", "a"), Column("acc", "a", higher_is_better=True), Column("ECE %", "b"))
-    ours = [(0.01004, 0.9, 0.02), (0.00996, 0.8, 0.01), (0.5, 0.95, None), (0.03, 0.7, 0.03)]
-    paper = [(0.01, 0.9, 0.02), (0.02, 0.8, 0.01), (0.03, 0.7, 0.03), (None, 0.6, 0.04)]
+    our_values = [(0.01004, 0.9, 0.02), (0.00996, 0.8, 0.01), (0.5, 0.95, None), (0.03, 0.7, 0.03)]
+    paper_values = [(0.01, 0.9, 0.02), (0.02, 0.8, 0.01), (0.03, 0.7, 0.03), (None, 0.6, 0.04)]
     rows = tuple(
         Row("ce", "CE", tuple(Cell(() if o is None else (o,), (), p) for o, p in zip(a, b, strict=True)))
-        for a, b in zip(ours, paper, strict=True)
+        for a, b in zip(our_values, paper_values, strict=True)
     )
     table = mean_rank_columns(Table("t", "T", columns, rows), ["ECE %", "acc"])
     assert [(column.name, column.group) for column in table.columns[3:]] == [("ECE", "Mean rank"), ("acc", "Mean rank")]
@@ -619,9 +630,9 @@ def test_mean_ranks_use_rounded_values_of_complete_rows() -> None:
     assert "rows" not in table.notes[1]
     assert [line["difference"] for line in csv.DictReader(io.StringIO(table.csv()))][3::5] == [""] * 4
     assert table.text("full").splitlines()[3].split()[-5:] == ["ours", "paper", "ours", "paper", "difference"]
-    again = mean_rank_columns(table, ["acc"])  # ranks are not ranked, though their column has the name too
-    assert [row.cells[5] for row in again.rows] == [row.cells[4] for row in again.rows]
-    assert re.search(r"columns.*: 1\)", again.notes[-1])
+    ranked_twice = mean_rank_columns(table, ["acc"])  # columns of ranks are not ranked, although one is called "acc"
+    assert [row.cells[5] for row in ranked_twice.rows] == [row.cells[4] for row in ranked_twice.rows]
+    assert re.search(r"columns.*: 1\)", ranked_twice.notes[-1])
 
 
 def test_mean_ranks_ignore_floating_point_noise() -> None:
