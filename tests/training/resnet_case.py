@@ -176,7 +176,7 @@ def one_value(device: str) -> str:
 
 
 def compare_weight_casts(device: str) -> dict[str, bool]:
-    """Return whether low-precision copies equal those of torch, for sizes with and without vector loads and stores."""
+    """Return whether low-precision copies equal those of torch, for sizes that the kernel supports and for others."""
     torch.manual_seed(0)
     shapes = (64, 64, 3, 3), (64, 3, 3, 3), (128, 64, 1, 1), (2,), (4,)
     max_exponent = 25 if batch_norm.INTERPRETED else 100  # Triton's interpreter is wrong for the smallest bfloat16
@@ -185,8 +185,8 @@ def compare_weight_casts(device: str) -> dict[str, bool]:
     if batch_norm.INTERPRETED:  # it cuts off what bfloat16 has no room for
         weights = [value.bfloat16().float() for value in weights]
     weights[:3] = [value.to(memory_format=torch.channels_last) for value in weights[:3]]
-    vectorisable = [value for value in weights if value.numel() % 4 == 0]
-    vectorised, scalar = WeightCast(vectorisable), WeightCast(weights)
+    supported_weights = [value for value in weights if value.numel() % 4 == 0]
+    cast_of_supported, fallback_cast = WeightCast(supported_weights), WeightCast(weights)
 
     def equals_torch(cast: WeightCast, tensors: list[torch.Tensor]) -> bool:
         result = [(dtype, cast.copies(tensors, dtype)) for dtype in (torch.bfloat16, torch.float16)]
@@ -196,13 +196,13 @@ def compare_weight_casts(device: str) -> dict[str, bool]:
         equal = all(torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in pairs)
         return equal and all(item.stride() == second.stride() for item, second in pairs)
 
-    first, repeated = (vectorised.copies(vectorisable, torch.bfloat16) for _ in range(2))
+    first, repeated = (cast_of_supported.copies(supported_weights, torch.bfloat16) for _ in range(2))
     return {
-        "vectorised": vectorised.fits and equals_torch(vectorised, vectorisable),
-        "scalar": not scalar.fits and equals_torch(scalar, weights),
+        "supported": cast_of_supported.fits and equals_torch(cast_of_supported, supported_weights),
+        "fallback": not fallback_cast.fits and equals_torch(fallback_cast, weights),
         "new storage": all(item.data_ptr() != second.data_ptr() for item, second in zip(first, repeated, strict=True)),
-        "same addresses": vectorised.holds(vectorisable),
-        "moved tensor": not vectorised.holds([*vectorisable[:-1], vectorisable[-1].clone()]),
+        "same addresses": cast_of_supported.holds(supported_weights),
+        "moved tensor": not cast_of_supported.holds([*supported_weights[:-1], supported_weights[-1].clone()]),
     }
 
 
