@@ -213,7 +213,7 @@ def test_fedlas_equals_golden_values(entry: str) -> None:
 
 @section("gate")
 def test_gate_equals_golden_values() -> None:
-    """Feed the gate's two outputs directly: the first layer passes one number on, the second makes +-x/2 of it."""
+    """Set the gate's two outputs directly: the first layer returns its input, the second returns +-x/2."""
     reader = Reader(VALUES["gate"])
     state = build_fedlas(next(iter(FEDLAS))).smoothing.bcg.state_dict()
     for name, value in reader("weights").items():

@@ -60,7 +60,7 @@ def test_tied_confidences_share_a_bin() -> None:
     assert_equal(loss.gammas, gammas)
     assert_equal(loss.edges, edges)
     assert edges[2:] == [1.0] * 4
-    # Bin 1 holds the 50 saturated samples, half of them right: the gap is 1/2. Bins 2 to 4 are empty, their gap is 0.
+    # Bin 1 holds the 50 saturated samples, half of them correct: the gap is 1/2. Bins 2 to 4 are empty, their gap is 0.
     # Bin 0 holds the 15 samples in the middle; the least confident ones are in no bin.
     middle = math.exp(1) / (math.exp(1) + 3)
     assert_equal(loss.gammas, [math.exp(middle - 1), math.exp(0.5), 1.0, 1.0, 1.0])

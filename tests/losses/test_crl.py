@@ -108,7 +108,7 @@ def test_both_samples_of_a_pair_get_a_gradient() -> None:
     logits.requires_grad_()
     loss(logits, torch.tensor([0, 0]), index=torch.arange(2)).backward()
     assert logits.grad is not None
-    assert logits.grad[0, 0] < 0 < logits.grad[1, 0]  # the one with the better history gets surer, the other less sure
+    assert logits.grad[0, 0] < 0 < logits.grad[1, 0]  # the sample with the better history gets more confident
 
 
 def test_single_sample_is_ranked_against_itself() -> None:
@@ -121,7 +121,7 @@ def test_single_sample_is_ranked_against_itself() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_eval_mode_has_no_ranking_term(training: bool) -> None:
-    """A validation sample has no history; its position in the validation split must not find one."""
+    """A validation sample has no history; its position in the validation split must not be used as an index."""
     loss = build(rank_weight=100.0).train(training)
     loss.correct_epochs.copy_(torch.tensor([3, 0, 1, 2]))
     loss.finished_epochs.fill_(3)

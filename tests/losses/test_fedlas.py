@@ -655,7 +655,7 @@ def test_statistics_recover_from_an_outlier_of_1e30() -> None:
 
 
 def test_gate_learns_to_lower_the_training_loss() -> None:
-    """What docs/decisions.md warns of: where samples are fitted well, psi becomes -sign(gamma), alpha_i shrinks."""
+    """As docs/decisions.md says: where samples are fitted well, psi becomes -sign(gamma), alpha_i shrinks."""
     labels = torch.arange(16) % 4
     logits = 8 * nn.functional.one_hot(labels, 4).double()
     features = (1.0 + labels).double()[:, None].expand(-1, 3)  # classes 0 and 1 have small norms, 2 and 3 large ones

@@ -324,5 +324,5 @@ def test_soft_gate_gradient_equals_plain_loops(name: str) -> None:
         bcg.fc_out: (gate.weight_out, gate.bias_out),
     }.items():
         assert_equal_gradient(layer.weight.grad, numerical_gradient(lambda _: value_with(gate), weight))
-        rows = [bias]  # the list itself is changed in place, and it is the gate's own
+        rows = [bias]  # changed in place: it is the list of the gate
         assert_equal_gradient(layer.bias.grad[None], numerical_gradient(lambda _: value_with(gate), rows))

@@ -98,11 +98,11 @@ def test_a_gate_that_is_not_in_the_optimizer_warns_at_the_end_of_an_epoch():
     train(net, loss, optimizer_of(net), epochs=1)
     with pytest.warns(UserWarning, match="optimizer") as warning_records:
         loss.end_epoch()
-    assert "src/fedlas" not in warning_records[0].filename  # but where the loss was called
+    assert "src/fedlas" not in warning_records[0].filename  # the warning names the caller
 
 
 def test_accumulated_gradients_fused_updates_and_cleared_gradients_are_not_mistaken():
-    """Reviewers met false warnings for accumulation, and none where gradients are cleared by the module."""
+    """Regression: accumulation gave false warnings, and gradients cleared by the module gave none."""
     net, loss = network(), build("fedlas_ls")
     optimizer = optimizer_of(net, loss)
     for number in range(usage_checks.STEPS_WITHOUT_UPDATE + 20):

@@ -51,8 +51,8 @@ BACKWARD_SHAPES = {
     "then a stride of three": ((2, 5, 7, 64, 64), "skip", 3),
 }
 
-# All shapes in float32, which shows every digit, and one each in a type that the kernels are for; Triton's interpreter
-# multiplies bfloat16 wrongly.
+# All shapes in float32, for exact comparison, and one each in float16; Triton's interpreter is wrong for products in
+# bfloat16.
 TYPES = {"float32": torch.float32, "float16": torch.float16}
 CASES = [*((name, "float32") for name in SHAPES), ("more tiles than programs", "float16")]
 BACKWARD_CASES = [*((name, "float32") for name in BACKWARD_SHAPES), ("two norms", "float16")]

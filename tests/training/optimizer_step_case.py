@@ -86,7 +86,10 @@ CASES: dict[str, tuple[dict[str, Any], Change]] = {
     "bad gradient": ({"clip": 1.0}, non_finite_gradient(math.inf, "net")),
     "too large a gradient": ({"clip": None}, non_finite_gradient(1e30, "net")),
     "bad gate": ({"clip": 1.0}, non_finite_gradient(math.nan, "loss")),
-    "a gradient is missing": ({"nesterov": True, "lr": 0.02}, without_one_gradient),  # more would enlarge rounding
+    "a gradient is missing": (
+        {"nesterov": True, "lr": 0.02},
+        without_one_gradient,
+    ),  # a higher one would enlarge rounding errors
 }
 
 

@@ -23,7 +23,7 @@ def test_outputs_and_running_statistics_are_as_exact_as_torchs(results, shape, k
 
 def test_a_mean_far_from_zero_loses_few_digits(results):
     for part, (kernel_error, torch_error) in results["shapes"]["far from zero"].items():
-        assert kernel_error < max(2e-4, 3 * torch_error), part  # some means are fifty times the spread here
+        assert kernel_error < max(2e-4, 3 * torch_error), part  # some means are fifty times the standard deviation here
 
 
 def test_a_nan_running_mean_does_not_affect_the_batch(results):
@@ -69,7 +69,7 @@ def test_used_for_stride_1_and_statistics_are_computed_once(results):
 
 def test_input_gradients_compute_the_sums_of_the_previous_batch_norm(results):
     step = results["step"]["float16"]
-    before_products = {"bn1", "layer1.0.bn3"}  # the convolution after is of 1 x 1, and has no more channels than these
+    before_products = {"bn1", "layer1.0.bn3"}  # followed by a 1x1 convolution with at most as many channels
     assert sorted(step["fused sums"]) == sorted(before_products)
     assert sorted(step["separate sums"]) == sorted(
         {f"layer{stage}.0.bn{norm}" for stage in (1, 2) for norm in (1, 2, 3)} - before_products

@@ -26,7 +26,11 @@ from fedlas.training.session import Session
 from fedlas.training.validation import halves
 
 NAMES = [record.name for record in fedlas.list_losses()]
-QUICK = {"adafocal", "crl", "fedlas_mbls"}  # each needs something else of training; others train in further tests
+QUICK = {
+    "adafocal",
+    "crl",
+    "fedlas_mbls",
+}  # each needs different inputs from training; the others train in campaigns and in other tests
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +303,7 @@ def test_a_damaged_test_split_raises_before_the_first_step(tmp_path, monkeypatch
     with pytest.raises(DamagedFileError, match="t10k-images is damaged"):
         fit(short("ce"), out=tmp_path)
     assert Run(tmp_path).log == []
-    assert fit(short("ce", epochs=1, splits=("val",)), out=tmp_path / "without").finished  # which asks for no test data
+    assert fit(short("ce", epochs=1, splits=("val",)), out=tmp_path / "without").finished  # needs no test data
 
 
 def test_log_records_are_flushed_to_disk(tmp_path, monkeypatch):
@@ -396,7 +400,7 @@ def test_another_recipe_may_replace_a_run_that_diverged_in_its_first_epoch(tmp_p
 
 @pytest.mark.parametrize(("step", "checkpoint_every"), [(9, 0), (4, 2)])
 def test_a_run_that_diverged_later_is_not_replaced(tmp_path, step, checkpoint_every):
-    """An epoch of it is in the log, or a checkpoint there."""
+    """Its log has an epoch, or it has a checkpoint."""
     with pytest.raises(DivergedError):
         fit(short("ce", checkpoint_every=checkpoint_every), out=tmp_path, callbacks=[Poison(step)])
     if not checkpoint_every:
@@ -427,7 +431,7 @@ class Poison(AbstractCallback):
 
 
 def test_divergence_reports_a_resumable_checkpoint(tmp_path, finished, monkeypatch):
-    monkeypatch.setattr(Writer, "idle", True)  # an epoch waits for a slow disk, and does not skip its checkpoint
+    monkeypatch.setattr(Writer, "idle", True)  # a slow disk must not skip the checkpoint of an epoch
     with pytest.raises(DivergedError, match=r"step 17\b.*checkpoint\.pt") as error_info:
         fit(short(), out=tmp_path / "run", callbacks=[Poison(16)])
     assert error_info.value.step == 17

@@ -47,7 +47,7 @@ def test_a_network_for_other_images_raises_before_training(model, options, messa
 
 
 def test_duplicate_class_names_raise_before_training(monkeypatch):
-    """Predictions with such names cannot be made, which was noticed after the first epoch."""
+    """Regression: predictions with such names raised an error only after the first epoch."""
     recipe = short("ce", epochs=1, data_options={"train_samples": 50})
     data_class = type(fedlas.build_data("digits"))
     monkeypatch.setattr(data_class, "class_names", property(lambda _self: ("0", "0", *"23456789")))
@@ -93,7 +93,7 @@ def test_a_single_class_raises(tmp_path):
 
 @pytest.fixture
 def unchecked():
-    """Call as users do, without the type checker of the tests, which comes first."""
+    """Disable the type checker of the tests, which would raise first."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -229,7 +229,7 @@ def test_a_checkpoint_of_another_recipe_raises(finished, tmp_path, changes):
     recipe = finished.recipe.replace(**changes)
     run = Run(shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
     run.recipe_file.write_text(recipe.to_json())
-    run.environment_file.unlink()  # which knows the images and labels of the other seed
+    run.environment_file.unlink()  # it would report the images and labels of the other seed
     message = rf"checkpoint\.pt.*{finished.recipe.key}.*{recipe.key}"
     with pytest.raises(RunError, match=message):
         fit(recipe, out=run.folder, resume=True, progress=False)
@@ -276,14 +276,16 @@ def test_ignored_labels_warn(finished, tmp_path):
         predict_with(finished.folder, "folder", options={"path": str(folder)}, out=out)
     assert fedlas.read_predictions(out).given_labels is None
     cats = tmp_path / "cats.safetensors"
-    predict_with(finished.folder, "folder", options={"path": str(folder / "cat")}, out=cats)  # nobody expects labels
+    predict_with(
+        finished.folder, "folder", options={"path": str(folder / "cat")}, out=cats
+    )  # one class: no labels expected, no warning
 
 
 def test_predictions_do_not_overwrite_other_files(finished, tmp_path):
     """Regression: a calibrator or the predictions of another run were overwritten without a warning."""
     out = tmp_path / "p.safetensors"
     out.touch()
-    for _ in range(2):  # what is there already may be written again
+    for _ in range(2):  # the same predictions may be written again
         predict_with(finished.folder, "digits", out=out)
     with pytest.raises(RunError, match=r"p\.safetensors.*predictions"):
         predict_with(finished.folder, "digits", split="val", out=out)

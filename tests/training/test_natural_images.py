@@ -15,7 +15,7 @@ from fedlas.training.run_folder import locked
 from waiting import until
 
 HERE = Path(__file__).parent
-# Python 3.12 and later warn of any fork in a process with threads; the workers do not touch what the threads hold.
+# Python 3.12 and later warn of any fork in a process with threads; the workers do not use locks that the threads hold.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 

@@ -140,7 +140,7 @@ def test_only_gradients_outside_their_slots_are_copied():
     fused_step._copy_to_slots()
     assert [slot.unique().tolist() for slot in fused_step.slots.values()] == [[2.0], [3.0]]
     net.weight.data = net.weight.data.clone()
-    assert not fused_step.ready  # its address is another one
+    assert not fused_step.ready  # its address has changed
 
 
 def in_float64(net: nn.Module) -> nn.Module:

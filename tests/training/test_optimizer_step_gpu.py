@@ -19,7 +19,7 @@ from fedlas.training.backend_flags import backend_flags
 from fedlas.training.build import select_device
 from fedlas.training.session import Session
 
-__all__ = ["pytestmark"]  # needs a CUDA device, and inductor may explain itself
+__all__ = ["pytestmark"]  # skips without a CUDA device, and ignores warnings of inductor
 RESIDUAL = {"model": "resnet18_cifar", "model_options": {}, "channels_last": True, "precision": "bf16"}
 
 
@@ -118,7 +118,7 @@ def test_a_captured_step_is_independent_of_later_allocations():
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_first_step_of_a_resnet_equals_that_of_torch(accumulate):
-    """Four million numbers and more: each program of the norm looks at several tiles."""
+    """Over four million parameters: each program of the norm sums several tiles."""
     recipe = short("ce", compile=True, accumulate=accumulate, clip=0.5, **RESIDUAL)
     device, sessions = select_device("cuda"), []
     for use_kernels in (True, False):
@@ -144,7 +144,7 @@ def test_a_step_does_not_synchronise(capture):
 
 
 def compiled(*modules: Any) -> list[Any]:
-    """List what the kernels of modules were compiled to, one for each kind."""
+    """List the compiled kernels of modules, one for each specialisation."""
     kernels = {kernel for module in modules for name, kernel in vars(module).items() if name.endswith("_kernel")}
     return [
         compiled_kernel

@@ -56,12 +56,12 @@ def test_each_specialisation_is_compiled_once_and_not_run():
     with precompilation(CPU) as context, context.active():
         assert precompiling() is context
         launch(kernel, (7,), numbers, 48, (numbers.double(),), WIDTH=2)
-        launch(kernel, (9,), torch.ones(5), 64, (numbers.double(),), WIDTH=2)  # as many bytes together as before
+        launch(kernel, (9,), torch.ones(5), 64, (numbers.double(),), WIDTH=2)  # the same specialisation
         launch(kernel, (7,), numbers, 49, (numbers.double(),), WIDTH=2)
         launch(kernel, (7,), numbers, 1, (numbers.double(),), WIDTH=2)
         launch(kernel, (7,), numbers.half(), 48, (numbers.double(),), WIDTH=2)
         launch(kernel, (7,), numbers, 48, (numbers.double(),), WIDTH=4)
-        assert kernel.ready == 0  # nothing is loaded while cuDNN measures
+        assert kernel.ready == 0  # nothing is loaded while cuDNN benchmarks
     assert not precompiling()
     assert not kernel.ran
     assert len(kernel.compiled) == kernel.ready == 5
@@ -81,7 +81,7 @@ def test_a_kernel_that_cannot_be_compiled_raises_when_it_runs():
             raise RuntimeError("no")
 
         def __getitem__(self, grid):
-            return self.warmup  # what runs is compiled first
+            return self.warmup  # a launch compiles first
 
     broken = Broken()
     with pytest.warns(UserWarning, match="1 kernels.*no"), precompilation(CPU) as context, context.active():
@@ -217,7 +217,7 @@ def state(session: Session) -> dict[str, torch.Tensor]:
     ],
 )
 def test_pre_compilation_does_not_change_the_step(loss, changes, monkeypatch):
-    """This pre-compilation computes, which a real one does not; its effects are undone all the same."""
+    """This pre-compilation computes, unlike a real one; its effects must be undone nevertheless."""
     complete_traces, states = [], []
     computing = nullcontext(SimpleNamespace(active=nullcontext))
 

@@ -228,7 +228,7 @@ def test_protocols_without_a_data_set_raise():
 @pytest.mark.parametrize("data", sorted(DATA.entries))
 @pytest.mark.parametrize("model", [None, "small_cnn"])
 def test_suggested_protocols_are_usable(data, model):
-    """`fast` was advised for digits, and had no network for them."""
+    """Regression: `fast` was suggested for digits, for which it has no network."""
     try:
         recipe_for(data, model, protocol="paper")
     except ValueError as error:
@@ -245,9 +245,9 @@ def test_fast_protocol_has_its_documented_settings():
     recipe = recipe_for("cifar10", loss="ce", protocol="fast")
     assert (recipe.model, recipe.batch_size, recipe.epochs, recipe.schedule) == ("resnet18_cifar", 512, 20, "one_cycle")
     assert (recipe.nesterov, recipe.momentum, recipe.lr, recipe.weight_decay) == (True, 0.9, 0.2, 1e-3)
-    cifar100 = recipe_for("cifar100", loss="ce", protocol="fast")  # tuned by itself
+    cifar100 = recipe_for("cifar100", loss="ce", protocol="fast")  # tuned separately
     assert (cifar100.lr, cifar100.weight_decay, cifar100.epochs) == (0.2, 2e-3, 20)
-    assert recipe_for("cifar10", "resnet18_cifar").epochs == 20  # the network alone says which protocol
+    assert recipe_for("cifar10", "resnet18_cifar").epochs == 20  # the network determines the protocol
 
 
 @pytest.mark.parametrize("data", ["cifar10", "cifar100", "fashion_mnist"])
@@ -258,7 +258,7 @@ def test_standard_protocol_has_its_documented_settings(data):
     assert (recipe.precision, recipe.halve_validation, recipe.evaluated) == ("bf16", True, "last")
     with pytest.raises(ValueError, match=r"halve_validation.*selection"):
         recipe.replace(data_options={"selection": "official"})
-    assert recipe_for("fashion_mnist").model == "small_cnn"  # the default protocols are as they were
+    assert recipe_for("fashion_mnist").model == "small_cnn"  # the default protocols are unchanged
 
 
 def test_unknown_names_raise_with_a_suggestion():

@@ -27,7 +27,7 @@ from fedlas.training.accelerators import batch_norm, conv1x1, stem
 from fedlas.training.accelerators import resnet as fused_module
 from fedlas.training.accelerators.resnet import FusedResNet, fuse
 
-__all__ = ["pytestmark"]  # needs a CUDA device, and inductor may explain itself
+__all__ = ["pytestmark"]  # skips without a CUDA device, and ignores warnings of inductor
 
 
 @pytest.fixture(autouse=True)
@@ -211,7 +211,7 @@ def test_conv1x1_is_as_exact_as_its_type_and_reproducible(shape, dtype):
 
 
 def test_kernels_accept_more_rows_than_the_grid_limit():
-    """A batch of 4,096 images of 32 x 32 has 65,536 tiles of 64 rows; all axes of a grid but the first end before."""
+    """A batch of 4,096 images of 32 x 32 has 65,536 tiles of 64 rows; only the first axis of a grid can be that large."""
     y = torch.randn(4096, 64, 32, 33, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
     weight, bias, mean, var = (torch.full((64,), value, device="cuda") for value in (1.0, 0.0, 0.0, 1.0))
     norm = batch_norm.Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)

@@ -100,7 +100,7 @@ def assert_continues(run: Run, expected: Run) -> None:
     assert not run.finished
     times = run.log[0]["machine"]
     assert_equal_runs(fit(RECIPES["fedlas_ls"], out=run.folder, resume=True), expected)
-    assert run.log[0]["machine"] == times  # it went on, and did not start over
+    assert run.log[0]["machine"] == times  # the first epoch was not repeated
 
 
 def test_a_crashed_run_continues_bit_for_bit(uninterrupted, tmp_path):

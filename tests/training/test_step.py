@@ -302,7 +302,7 @@ def test_failed_compilation_raises_if_there_are_several_processes(monkeypatch, b
     """Regression: one process repeated the step, and with it collectives that the others had finished."""
     session = Session(short("ce"), CPU)
     replace_calls(session, CannotBeCompiled(session.net, compiler_error("no graph\nand more"), backward=backward))
-    monkeypatch.setattr(compilation, "ranks", SimpleNamespace(count=lambda: 2))  # elsewhere there is one process
+    monkeypatch.setattr(compilation, "ranks", SimpleNamespace(count=lambda: 2))  # other modules see one process
     with pytest.raises(RunError, match=r"set compile=False: no graph$"):
         steps(session, 1)
     assert session.step.module.calls[0].active
@@ -374,7 +374,7 @@ def test_errors_that_are_not_compilation_errors_are_raised():
     ],
 )
 def test_a_compiled_step_sees_terms_and_gate_too(loss, backend, count):
-    """Traced whole, as on a GPU, but carried out by torch's own kernels."""
+    """Traced in one graph, as on a GPU, but executed by torch's own kernels."""
     torch._dynamo.reset()  # variants that other tests compiled count towards the limit
     recipe = short(loss)
     reference, compiled = Session(recipe, CPU), Session(recipe, CPU)

@@ -23,7 +23,7 @@ from waiting import no_waiting
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # Inductor explains a choice of its own, and uses what torch has deprecated.
+    # Inductor warns of its choice of kernels, and uses deprecated functions of torch.
     pytest.mark.filterwarnings(
         "ignore:\\nOnline softmax is disabled",
         "ignore:.*torch.jit:DeprecationWarning",
@@ -127,7 +127,7 @@ def test_a_step_does_not_synchronise(loss, capture):
 
 
 class StopAt(AbstractCallback):
-    """Sends this process a signal after some step, without a look at the device: steps stay captured."""
+    """Sends this process a signal after some step, without reading from the device: steps stay captured."""
 
     def __init__(self, step: int) -> None:
         self.step = step
