@@ -232,7 +232,7 @@ def test_gate_is_the_published_network() -> None:
     assert gate(LOGITS, ALL).tolist() == pytest.approx(expected)
 
 
-def silent_gate(**options: Any) -> BCG:
+def tied_gate(**options: Any) -> BCG:
     """A gate whose two outputs are always equal."""
     gate = BCG(3, **options).double()
     for parameter in gate.parameters():
@@ -243,12 +243,12 @@ def silent_gate(**options: Any) -> BCG:
 @pytest.mark.parametrize("zero", [-1, 0])
 @pytest.mark.parametrize("positive_index", [0, 1])
 def test_gate_zero_sets_psi_for_a_tie(zero: Any, positive_index: Any) -> None:
-    assert silent_gate(zero=zero, positive_index=positive_index)(LOGITS, ALL).tolist() == [float(zero)] * 4
+    assert tied_gate(zero=zero, positive_index=positive_index)(LOGITS, ALL).tolist() == [float(zero)] * 4
 
 
 @pytest.mark.parametrize("positive_index", [0, 1])
 def test_positive_index_selects_the_positive_output(positive_index: Any) -> None:
-    gate = silent_gate(positive_index=positive_index)
+    gate = tied_gate(positive_index=positive_index)
     with torch.no_grad():
         gate.fc_out.bias[positive_index] = 1e-9
     assert gate(LOGITS, ALL).tolist() == [1.0] * 4

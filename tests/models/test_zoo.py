@@ -1,8 +1,8 @@
 """`WithFeatures` on networks of other libraries: torchvision, timm and Hugging Face.
 
 Small ones run on the CPU, where the head applied to the features must give the logits; one of every family runs on the
-meta device, where only shapes can be checked. Networks that cannot work are listed with
-the reason, and must raise an error.
+meta device, where only shapes can be checked. Networks that cannot work are listed with the
+reason, and must raise an error.
 """
 
 import pytest
@@ -136,12 +136,12 @@ def timm_family(name):
     return timm_registry._model_to_module[name]
 
 
-def smallness(name):
+def size_rank(name):
     return next((n for n, text in enumerate(SMALL) if text in name), len(SMALL))
 
 
 PLAIN = [name for name in TIMM if "distilled" not in name and not name.endswith("_enc")]
-TIMM_FAMILIES = {timm_family(name): name for name in sorted(PLAIN, key=smallness, reverse=True)}
+TIMM_FAMILIES = {timm_family(name): name for name in sorted(PLAIN, key=size_rank, reverse=True)}
 
 
 def on_timm(name, refused):

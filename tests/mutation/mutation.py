@@ -259,14 +259,14 @@ def run(mutants: list[dict[str, Any]], args: argparse.Namespace) -> None:
         start = time.monotonic()
         try:
             path.write_bytes(apply_mutation(mutant, source))
-            forget(path)
+            remove_bytecode(path)
             for group in groups:
                 result, test = run_tests(group, args.limit, args.pytest)
                 if result != "survived":
                     break
         finally:
             path.write_bytes(source)
-            forget(path)
+            remove_bytecode(path)
         line = {"number": mutant["number"], "tests": len(ids), "result": result, "test": test}
         line["seconds"] = round(time.monotonic() - start, 1)
         with args.out.open("a", encoding="utf-8") as file:
@@ -274,7 +274,7 @@ def run(mutants: list[dict[str, Any]], args: argparse.Namespace) -> None:
         print(mutant["number"], mutant["file"], mutant["line"], mutant["kind"], result, test, flush=True)
 
 
-def forget(path: Path) -> None:
+def remove_bytecode(path: Path) -> None:
     """Remove the compiled files of a module."""
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
         compiled.unlink()

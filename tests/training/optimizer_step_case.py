@@ -115,7 +115,7 @@ def trained(changes: dict[str, Any], device: str, change: Change, *, use_kernels
     return session
 
 
-def numbers(session: Session) -> dict[str, list[torch.Tensor]]:
+def step_tensors(session: Session) -> dict[str, list[torch.Tensor]]:
     """Return the tensors that steps change."""
     optimizer = session.step.optimizer
     return {
@@ -162,7 +162,7 @@ def compare(case: str, device: str, count: int | None = None) -> dict[str, Any]:
         fused, reference = (
             trained(changes, device, change, use_kernels=use_kernels, count=count) for use_kernels in (True, False)
         )
-    fused_state, reference_state = numbers(fused), numbers(reference)
+    fused_state, reference_state = step_tensors(fused), step_tensors(reference)
     return {
         "is fused": isinstance(fused.step.fused_step, optimizer_step.FusedOptimizerStep),
         "steps": fused.ready,
@@ -175,15 +175,15 @@ def compare(case: str, device: str, count: int | None = None) -> dict[str, Any]:
 
 
 def compare_metric_sums(device: str) -> list[list[bool]]:
-    """Return for awkward logits whether the kernel was used and its sums equal those of torch."""
+    """Return for edge cases of logits whether the kernel was used and its sums equal those of torch."""
     inf, nan = math.inf, math.nan
     rows = [[1, 1, 0], [0, 1, 1], [nan, 1, nan], [inf, nan, 0], [-inf, -inf, -inf], [nan, nan, nan], [0, -0.0, -1]]
-    awkward = torch.tensor(rows * 3, device=device, dtype=torch.float32)
-    awkward_labels = torch.arange(3, device=device).repeat_interleave(len(rows))
+    edge_cases = torch.tensor(rows * 3, device=device, dtype=torch.float32)
+    edge_case_labels = torch.arange(3, device=device).repeat_interleave(len(rows))
     random = torch.randn(301, 37, device=device).round()
     result = []
     for logits, labels in (
-        (awkward, awkward_labels),
+        (edge_cases, edge_case_labels),
         (random, random.argmax(1)),
         (random.bfloat16(), torch.arange(301, device=device) % 37),
         (random.t().contiguous().t(), torch.arange(301, device=device) % 40 - 2),  # some labels are out of range

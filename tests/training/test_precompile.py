@@ -52,15 +52,15 @@ def without_cuda(monkeypatch):
 
 @pytest.mark.usefixtures("without_cuda")
 def test_each_specialisation_is_compiled_once_and_not_run():
-    kernel, numbers = Kernel(), torch.zeros(3)
+    kernel, tensor = Kernel(), torch.zeros(3)
     with precompilation(CPU) as context, context.active():
         assert precompiling() is context
-        launch(kernel, (7,), numbers, 48, (numbers.double(),), WIDTH=2)
-        launch(kernel, (9,), torch.ones(5), 64, (numbers.double(),), WIDTH=2)  # the same specialisation
-        launch(kernel, (7,), numbers, 49, (numbers.double(),), WIDTH=2)
-        launch(kernel, (7,), numbers, 1, (numbers.double(),), WIDTH=2)
-        launch(kernel, (7,), numbers.half(), 48, (numbers.double(),), WIDTH=2)
-        launch(kernel, (7,), numbers, 48, (numbers.double(),), WIDTH=4)
+        launch(kernel, (7,), tensor, 48, (tensor.double(),), WIDTH=2)
+        launch(kernel, (9,), torch.ones(5), 64, (tensor.double(),), WIDTH=2)  # the same specialisation
+        launch(kernel, (7,), tensor, 49, (tensor.double(),), WIDTH=2)
+        launch(kernel, (7,), tensor, 1, (tensor.double(),), WIDTH=2)
+        launch(kernel, (7,), tensor.half(), 48, (tensor.double(),), WIDTH=2)
+        launch(kernel, (7,), tensor, 48, (tensor.double(),), WIDTH=4)
         assert kernel.ready == 0  # nothing is loaded while cuDNN benchmarks
     assert not precompiling()
     assert not kernel.ran
@@ -70,8 +70,8 @@ def test_each_specialisation_is_compiled_once_and_not_run():
     float32 = torch.float32
     assert kinds == {(float32, 48, 2), (float32, 49, 2), (float32, 1, 2), (torch.float16, 48, 2), (float32, 48, 4)}
     assert all(isinstance(value, MockTensor) for _, args, *_ in kernel.compiled for value in (args[0], args[2][0]))
-    launch(kernel, (7,), numbers, 48, WIDTH=2)
-    assert kernel.ran == [((7,), (numbers, 48), {"WIDTH": 2})]
+    launch(kernel, (7,), tensor, 48, WIDTH=2)
+    assert kernel.ran == [((7,), (tensor, 48), {"WIDTH": 2})]
 
 
 @pytest.mark.usefixtures("without_cuda")
@@ -122,13 +122,13 @@ def test_a_kernel_that_could_not_be_loaded_is_loaded_when_it_runs():
 def test_background_work_is_awaited_and_may_fail(fails):
     kernel, threads = Kernel(), []
 
-    def meanwhile():
+    def background_work():
         time.sleep(0.3)
         threads.append(threading.get_ident())
         if fails:
             raise RuntimeError("no")
 
-    with precompilation(CPU, meanwhile) as context, context.active():
+    with precompilation(CPU, background_work) as context, context.active():
         launch(kernel, (1,))
     assert len(threads) == len(kernel.compiled) == 1
     assert threads != [threading.get_ident()]
@@ -219,7 +219,7 @@ def state(session: Session) -> dict[str, torch.Tensor]:
 def test_pre_compilation_does_not_change_the_step(loss, changes, monkeypatch):
     """This pre-compilation computes, unlike a real one; its effects must be undone nevertheless."""
     complete_traces, states = [], []
-    computing = nullcontext(SimpleNamespace(active=nullcontext))
+    precompilation_that_computes = nullcontext(SimpleNamespace(active=nullcontext))
 
     def record_trace(step, inputs, trace=compilation.trace):
         trace(step, inputs)
@@ -229,7 +229,7 @@ def test_pre_compilation_does_not_change_the_step(loss, changes, monkeypatch):
     monkeypatch.setattr(compilation, "trace", record_trace)
     for precompiles in (True, False):
         session = Session(short(loss, **changes), CPU)
-        session.runner.precompile = (lambda: computing) if precompiles else None
+        session.runner.precompile = (lambda: precompilation_that_computes) if precompiles else None
         session.net.train()
         for number, inputs in enumerate(session.batches(0)):
             if number < 2:
@@ -269,8 +269,8 @@ def test_networks_with_custom_kernels_are_pre_compiled(monkeypatch):
     assert CustomKernels(CPU).precompile(model) is None
     loaded = []
     monkeypatch.setattr(kernels, "import_module", loaded.append)
-    begin = CustomKernels(CPU).precompile(fuse(model))
-    assert begin is not None
-    with begin() as context:
+    precompile_network = CustomKernels(CPU).precompile(fuse(model))
+    assert precompile_network is not None
+    with precompile_network() as context:
         assert isinstance(context, precompile.Precompilation)
     assert loaded == ["torch._inductor.compile_fx"]

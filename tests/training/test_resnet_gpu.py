@@ -211,7 +211,7 @@ def test_conv1x1_is_as_exact_as_its_type_and_reproducible(shape, dtype):
 
 
 def test_kernels_accept_more_rows_than_the_grid_limit():
-    """A batch of 4,096 images of 32 x 32 has 65,536 tiles of 64 rows; only the first axis of a grid can be that large."""
+    """A batch of 4,096 images of 32 x 32 has 65,536 tiles of 64 rows; only the first grid axis may be that large."""
     y = torch.randn(4096, 64, 32, 33, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
     weight, bias, mean, var = (torch.full((64,), value, device="cuda") for value in (1.0, 0.0, 0.0, 1.0))
     norm = batch_norm.Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)
