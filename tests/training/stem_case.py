@@ -139,7 +139,7 @@ def used(device: str) -> dict[str, bool]:
         model = fuse(model)
         layout = options.get("layout", torch.channels_last)
         images = torch.randn(2, model.conv1.in_channels, 4, 3, device=device).contiguous(memory_format=layout)
-        images.requires_grad_(options.get("learns", False))
+        images.requires_grad_(options.get("image_gradients", False))
         with (
             patch.object(stem, "convolve", wraps=stem.convolve) as convolve,
             torch.autocast(device, dtype, enabled=dtype != torch.float32),
