@@ -83,11 +83,11 @@ def section(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return lambda test: test
 
 
-def close(ours: Tensor | float, theirs: Any, rel: float = 1e-9) -> None:
+def close(value: Tensor | float, expected: Any, rel: float = 1e-9) -> None:
     """Compare with a tolerance relative to the largest absolute value."""
-    ours = torch.as_tensor(ours, dtype=torch.float64)
-    theirs = torch.as_tensor(theirs, dtype=torch.float64)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=rel * float(theirs.abs().max()))
+    value = torch.as_tensor(value, dtype=torch.float64)
+    expected = torch.as_tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(value, expected, rtol=0, atol=rel * float(expected.abs().max()))
 
 
 def gradient(loss: torch.nn.Module, **extra: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,8 +105,8 @@ def test_inputs_equal_golden_values() -> None:
     close(6 * torch.sin(1.3 * i + 0.7 * j[:5] + 0.4 * i * j[:5]), reader("logits"), rel=1e-5)
     close((2 + 1.5 * torch.cos(0.9 * i + 1.7 * j)).abs(), reader("features"), rel=1e-4)
     assert LOGITS.argmax(1).tolist() == reader("argmax")
-    moved = torch.tensor([0, 0, 2, 0, 0, 2, 0, 0])
-    assert ((LOGITS.argmax(1) + moved) % 5).tolist() == reader("target")
+    offset = torch.tensor([0, 0, 2, 0, 0, 2, 0, 0])
+    assert ((LOGITS.argmax(1) + offset) % 5).tolist() == reader("target")
     reader.finish()
 
 
@@ -130,8 +130,8 @@ def test_losses_equal_golden_values(entry: str) -> None:
     if "terms" in reader:
         total, *parts = reader("terms")
         close(value, total, rel)
-        for ours, theirs in zip(TERMS[name](loss.last_terms), parts, strict=True):
-            close(ours, theirs, rel)
+        for term, expected in zip(TERMS[name](loss.last_terms), parts, strict=True):
+            close(term, expected, rel)
     reader.finish()
 
 
@@ -160,14 +160,14 @@ def test_crl_equals_golden_values() -> None:
     close(loss.last_terms["ranking"], reader("ranking_loss"))
 
     # Sign and margin of each pair, read off the hinge: with equal scores it is the margin, with the gradient the sign.
-    level = torch.zeros(8, 5, dtype=torch.float64)
+    zero_logits = torch.zeros(8, 5, dtype=torch.float64)
     loss.correct_epochs.copy_(counts.long())
-    margins = loss.parts(level, LABELS, index=torch.arange(8))["ranking"]
+    margins = loss.parts(zero_logits, LABELS, index=torch.arange(8))["ranking"]
     close(margins, reader("rank_margin"))
     loss.correct_epochs.copy_(counts.long())
     scores = torch.zeros(8, dtype=torch.float64, requires_grad=True)
-    shares = loss._ranking(scores, torch.arange(8), torch.ones(8, dtype=torch.bool))
-    signs = [-torch.autograd.grad(share, scores, retain_graph=True)[0][i] for i, share in enumerate(shares)]
+    terms = loss._ranking(scores, torch.arange(8), torch.ones(8, dtype=torch.bool))
+    signs = [-torch.autograd.grad(term, scores, retain_graph=True)[0][i] for i, term in enumerate(terms)]
     assert torch.stack(signs).tolist() == reader("rank_target")
     reader.finish()
 
@@ -213,7 +213,7 @@ def test_fedlas_equals_golden_values(entry: str) -> None:
 
 @section("gate")
 def test_gate_equals_golden_values() -> None:
-    """Feed the gate's two outputs directly: the first layer passes one number on, the second makes +-x/2 of it."""
+    """Set the gate's two outputs directly: the first layer returns its input, the second returns +-x/2."""
     reader = Reader(VALUES["gate"])
     state = build_fedlas(next(iter(FEDLAS))).smoothing.bcg.state_dict()
     for name, value in reader("weights").items():
@@ -222,10 +222,12 @@ def test_gate_equals_golden_values() -> None:
     with torch.no_grad():
         for name, parameter in bcg.named_parameters():
             parameter.copy_(torch.tensor([[-0.5], [0.5]]) if name == "fc_out.weight" else float("weight" in name))
-    for at, sign in reader("sign"):
+    for difference, sign in reader("sign"):
         # tanh(x / 2) is the difference of a softmax over (-x/2, x/2)
-        x = torch.full((1, 1), 2 * torch.atanh(torch.tensor(abs(at), dtype=torch.float64)).item(), dtype=torch.float64)
-        if at < 0:
+        x = torch.full(
+            (1, 1), 2 * torch.atanh(torch.tensor(abs(difference), dtype=torch.float64)).item(), dtype=torch.float64
+        )
+        if difference < 0:
             x = -x / 0.01  # the leaky slope
         assert bcg(x, torch.ones(1, dtype=torch.bool)).item() == sign
     reader.finish()

@@ -1,4 +1,4 @@
-"""Every loss a second time, in plain Python loops, for the tests to compare with.
+"""Reference implementations of all losses in plain Python loops, for comparison in tests.
 
 Floats, lists and `math` only. Each loss function takes logits as a list of rows and labels as a list of integers and
 returns the mean over the batch. Nothing here is shared with the library, and nothing here is fast.
@@ -149,8 +149,8 @@ def dual_focal(logits: Rows, labels: list[int], gamma: float = 5.0) -> float:
     total = 0.0
     for row, label in zip(logits, labels, strict=True):
         probs = softmax(row)
-        below = max((prob for prob in probs if prob < probs[label]), default=0.0)
-        total += (1 - probs[label] + below) ** gamma * -log_softmax(row)[label]
+        next_largest = max((prob for prob in probs if prob < probs[label]), default=0.0)
+        total += (1 - probs[label] + next_largest) ** gamma * -log_softmax(row)[label]
     return total / len(logits)
 
 
@@ -172,19 +172,19 @@ def mmce(
                 total += gap_i * gap_j * kernel(conf_i, conf_j)
         return ce(logits, labels) + lambda_ * total / len(logits) ** 2
 
-    right = [conf for conf, c in zip(confidences, correct, strict=True) if c]
-    wrong = [conf for conf, c in zip(confidences, correct, strict=True) if not c]
-    if not right or not wrong:
+    correct_confidences = [conf for conf, c in zip(confidences, correct, strict=True) if c]
+    wrong_confidences = [conf for conf, c in zip(confidences, correct, strict=True) if not c]
+    if not correct_confidences or not wrong_confidences:
         return ce(logits, labels)
-    m, n = len(right), len(wrong)
-    both_right = mean([kernel(a, b) * (1 - a) * (1 - b) for a in right for b in right])
-    both_wrong = mean([kernel(a, b) * a * b for a in wrong for b in wrong])
-    mixed = mean([kernel(a, b) * (1 - a) * b for a in right for b in wrong])
+    m, n = len(correct_confidences), len(wrong_confidences)
+    correct_pairs = mean([kernel(a, b) * (1 - a) * (1 - b) for a in correct_confidences for b in correct_confidences])
+    wrong_pairs = mean([kernel(a, b) * a * b for a in wrong_confidences for b in wrong_confidences])
+    mixed_pairs = mean([kernel(a, b) * (1 - a) * b for a in correct_confidences for b in wrong_confidences])
     if double_normalise:
-        both_right /= m * m + 1e-5
-        both_wrong /= n * n + 1e-5
-        mixed /= m * n + 1e-5
-    square = max(0.0, both_right + both_wrong - 2 * mixed)
+        correct_pairs /= m * m + 1e-5
+        wrong_pairs /= n * n + 1e-5
+        mixed_pairs /= m * n + 1e-5
+    square = max(0.0, correct_pairs + wrong_pairs - 2 * mixed_pairs)
     return ce(logits, labels) + lambda_ * math.sqrt(square + 1e-10)
 
 
@@ -204,16 +204,16 @@ def cpc(logits: Rows, labels: list[int], lambda_bdc: float = 0.1, lambda_bec: fl
     n, classes = len(logits), len(logits[0])
     bdc = bec = 0.0
     for row, label in zip(logits, labels, strict=True):
-        others = [value for k, value in enumerate(row) if k != label]
-        bdc -= sum(log_sigmoid(row[label] - value) for value in others)
-        bec -= sum(0.5 * log_sigmoid(a - b + 1e-10) for a in others for b in others)
+        other_logits = [value for k, value in enumerate(row) if k != label]
+        bdc -= sum(log_sigmoid(row[label] - value) for value in other_logits)
+        bec -= sum(0.5 * log_sigmoid(a - b + 1e-10) for a in other_logits for b in other_logits)
     bdc /= n * (classes - 1)
     bec = bec / (n * (classes - 1) * (classes - 2)) if classes > 2 else 0.0
     return ce(logits, labels) + lambda_bdc * bdc + lambda_bec * bec
 
 
 def crl_scores(logits: Rows, score: str = "softmax") -> Row:
-    """How sure the prediction of each sample is, by one of three rules."""
+    """Confidence of each sample's prediction, by one of three scores."""
     result = []
     for row in logits:
         probs = sorted(softmax(row), reverse=True)
@@ -230,10 +230,10 @@ def crl_scores(logits: Rows, score: str = "softmax") -> Row:
 def crl_targets(counts: Row, smallest: float, epochs: float) -> tuple[Row, Row]:
     """Sign and margin of every pair (i, i + 1) from the counts of correct classifications."""
     span = epochs - smallest
-    shares = [(count - smallest) / span if span > 0 else 0.0 for count in counts]
+    frequencies = [(count - smallest) / span if span > 0 else 0.0 for count in counts]
     signs, margins = [], []
-    for i, share in enumerate(shares):
-        difference = share - shares[(i + 1) % len(shares)]
+    for i, frequency in enumerate(frequencies):
+        difference = frequency - frequencies[(i + 1) % len(frequencies)]
         signs.append(float((difference > 0) - (difference < 0)))
         margins.append(abs(difference))
     return signs, margins
@@ -295,9 +295,9 @@ def equal_mass_edges(confidences: Row, bins: int = 15) -> Row:
     for q in range(bins + 1):
         # The product in the order of numpy.linspace: a rounded edge may decide on which side of it a sample falls.
         position = min(q * (len(ordered) / bins), float(last))
-        below = math.floor(position)
-        above = min(below + 1, last)
-        edges.append(ordered[below] + (position - below) * (ordered[above] - ordered[below]))
+        lower = math.floor(position)
+        upper = min(lower + 1, last)
+        edges.append(ordered[lower] + (position - lower) * (ordered[upper] - ordered[lower]))
     return edges
 
 
@@ -460,7 +460,7 @@ def fedlas_mbls(
     return convex(cross_entropies(logits, labels), excesses, alphas)
 
 
-# --- where the gate stands, epoch by epoch ---
+# --- states of the gate in each epoch ---
 
 
 def state_shares(states: dict[int, float]) -> tuple[float, float]:
@@ -472,5 +472,5 @@ def state_shares(states: dict[int, float]) -> tuple[float, float]:
 
 def flip_rate(previous: dict[int, float], current: dict[int, float]) -> float:
     """Share of the samples visited in both epochs whose state changed."""
-    both = [index for index in current if index in previous]
-    return sum(previous[index] != current[index] for index in both) / len(both)
+    common = [index for index in current if index in previous]
+    return sum(previous[index] != current[index] for index in common) / len(common)

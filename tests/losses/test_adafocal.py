@@ -16,22 +16,22 @@ def build(**options: Any) -> Any:
     return fedlas.build_loss("adafocal", num_classes=4, **options).double()
 
 
-def validation(n: int = 75, spread: float = 2.0, seed: int = 0) -> tuple[Tensor, Tensor]:
-    source = torch.Generator().manual_seed(seed)
-    logits = spread * torch.randn(n, 4, dtype=torch.float64, generator=source)
-    return logits, torch.randint(4, (n,), generator=source)
+def validation(n: int = 75, scale: float = 2.0, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = scale * torch.randn(n, 4, dtype=torch.float64, generator=generator)
+    return logits, torch.randint(4, (n,), generator=generator)
 
 
-def same(ours: Tensor, theirs: list[float]) -> None:
-    assert ours.tolist() == pytest.approx(theirs, rel=1e-12, abs=1e-15)
+def assert_equal(values: Tensor, expected: list[float]) -> None:
+    assert values.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
 def test_initial_gammas_and_edges() -> None:
     loss = build()
     gammas, edges = plain.adafocal_start()
-    same(loss.gammas, gammas)
-    same(loss.edges, edges)
-    same(build(bins=4, gamma=-0.5).gammas, [-0.5] * 4)
+    assert_equal(loss.gammas, gammas)
+    assert_equal(loss.edges, edges)
+    assert_equal(build(bins=4, gamma=-0.5).gammas, [-0.5] * 4)
 
 
 @pytest.mark.parametrize("bins", [1, 4, 15])
@@ -43,27 +43,27 @@ def test_three_epochs_equal_plain_loops(bins: int) -> None:
             logits, labels = validation(n, seed=epoch)
             loss.end_epoch(Predictions(logits, labels))
             gammas, edges = plain.adafocal_update(gammas, logits.tolist(), labels.tolist())
-            same(loss.gammas, gammas)
-            same(loss.edges, edges)
+            assert_equal(loss.gammas, gammas)
+            assert_equal(loss.edges, edges)
             train_logits, train_labels = validation(20, seed=100 + epoch)
             value = loss(train_logits, train_labels).item()
             assert value == pytest.approx(plain.adafocal(train_logits.tolist(), train_labels.tolist(), gammas, edges))
 
 
 def test_tied_confidences_share_a_bin() -> None:
-    """Equal confidences stay together, in the first bin that reaches them; the bins after it are empty."""
+    """Equal confidences share the first bin whose upper edge reaches them; the following bins are empty."""
     rows = [[0.0, 0.0, 0.0, 0.0]] * 10 + [[40.0, 0.0, 0.0, 0.0]] * 50 + [[1.0, 0.0, 0.0, 0.0]] * 15
     labels = [0, 1] * 30 + [0] * 15
     loss = build(bins=5)
     loss.end_epoch(Predictions(torch.tensor(rows, dtype=torch.float64), torch.tensor(labels)))
     gammas, edges = plain.adafocal_update([1.0] * 5, rows, labels)
-    same(loss.gammas, gammas)
-    same(loss.edges, edges)
+    assert_equal(loss.gammas, gammas)
+    assert_equal(loss.edges, edges)
     assert edges[2:] == [1.0] * 4
-    # Bin 1 holds the 50 saturated samples, half of them right: the gap is 1/2. Bins 2 to 4 are empty, their gap is 0.
+    # Bin 1 holds the 50 saturated samples, half of them correct: the gap is 1/2. Bins 2 to 4 are empty, their gap is 0.
     # Bin 0 holds the 15 samples in the middle; the least confident ones are in no bin.
     middle = math.exp(1) / (math.exp(1) + 3)
-    same(loss.gammas, [math.exp(middle - 1), math.exp(0.5), 1.0, 1.0, 1.0])
+    assert_equal(loss.gammas, [math.exp(middle - 1), math.exp(0.5), 1.0, 1.0, 1.0])
 
 
 def test_bins_use_confidence_and_samples_the_probability_of_their_label() -> None:
@@ -122,7 +122,7 @@ def test_step_limits_and_switch_are_configurable() -> None:
     gammas = [1.0] * 15
     for _ in range(2):
         gammas, _ = plain.adafocal_update(gammas, logits.tolist(), labels.tolist(), **options)
-    same(loss.gammas, gammas)
+    assert_equal(loss.gammas, gammas)
 
 
 def test_missing_validation_data_raises() -> None:

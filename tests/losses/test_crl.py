@@ -9,18 +9,18 @@ from torch import Tensor
 import fedlas
 from losses import plain
 
-RIGHT = torch.tensor([[4.0, 0.0, 0.0], [0.0, 2.0, 0.0], [0.0, 0.0, 1.0], [3.0, 0.0, 0.0]], dtype=torch.float64)
+CORRECT = torch.tensor([[4.0, 0.0, 0.0], [0.0, 2.0, 0.0], [0.0, 0.0, 1.0], [3.0, 0.0, 0.0]], dtype=torch.float64)
 LABELS = torch.tensor([0, 1, 2, 0])
-WRONG = RIGHT.roll(1, 1)
+WRONG = CORRECT.roll(1, 1)
 
 
 def build(num_samples: int = 4, **options: Any) -> Any:
     return fedlas.build_loss("crl", num_classes=3, num_samples=num_samples, **options).double()
 
 
-def rows(*right: bool) -> Tensor:
-    """Logits that are right where asked."""
-    return torch.where(torch.tensor(right)[:, None], RIGHT, WRONG)
+def rows(*correct: bool) -> Tensor:
+    """Logits whose predictions are correct for the given samples."""
+    return torch.where(torch.tensor(correct)[:, None], CORRECT, WRONG)
 
 
 def test_correct_counts_are_stored_by_index() -> None:
@@ -38,9 +38,9 @@ def test_ignored_samples_are_neither_counted_nor_ranked() -> None:
     logits, index = rows(True, True, True, True), torch.arange(4)
     labels = LABELS.clone()
     labels[1] = -100
-    kept = [0, 2, 3]
+    valid = [0, 2, 3]
     expected = plain.crl(
-        logits[kept].tolist(), labels[kept].tolist(), counts=[0.0, 1.0, 2.0], smallest=0, epochs=2, rank_weight=1.0
+        logits[valid].tolist(), labels[valid].tolist(), counts=[0.0, 1.0, 2.0], smallest=0, epochs=2, rank_weight=1.0
     )
     assert loss(logits, labels, index=index).item() == pytest.approx(expected, rel=1e-7)
     assert loss.correct_epochs.tolist() == [1, 2, 2, 3, 0]
@@ -50,16 +50,16 @@ def test_normaliser_is_one_in_the_first_two_epochs() -> None:
     """During epoch e the normaliser K is max(1, e - 1)."""
     loss = build()
     history = [0.0, 0.0, 0.0, 0.0]
-    pattern = [(True, True, False, True), (True, False, False, True), (True, True, True, False), (True,) * 4]
-    for epoch, right in enumerate(pattern, start=1):
+    correct_per_epoch = [(True, True, False, True), (True, False, False, True), (True, True, True, False), (True,) * 4]
+    for epoch, correct_samples in enumerate(correct_per_epoch, start=1):
         normaliser = max(1, epoch - 1)
-        logits = rows(*right)
+        logits = rows(*correct_samples)
         # Every epoch has one batch here, so the table at its start is what the ranking sees.
         expected = plain.crl(
             logits.tolist(), LABELS.tolist(), counts=history, smallest=min(history), epochs=normaliser, rank_weight=1.0
         )
         assert loss(logits, LABELS, index=torch.arange(4)).item() == pytest.approx(expected, rel=1e-7)
-        history = [count + correct for count, correct in zip(history, right, strict=True)]
+        history = [count + is_correct for count, is_correct in zip(history, correct_samples, strict=True)]
         assert loss.correct_epochs.tolist() == history
         loss.end_epoch()
         assert loss.finished_epochs == epoch
@@ -67,8 +67,8 @@ def test_normaliser_is_one_in_the_first_two_epochs() -> None:
 
 def test_first_epoch_is_cross_entropy() -> None:
     loss = build()
-    value = loss(RIGHT, LABELS, index=torch.arange(4))
-    assert value.item() == pytest.approx(plain.ce(RIGHT.tolist(), LABELS.tolist()))
+    value = loss(CORRECT, LABELS, index=torch.arange(4))
+    assert value.item() == pytest.approx(plain.ce(CORRECT.tolist(), LABELS.tolist()))
     assert loss.last_terms["ranking"] == 0
 
 
@@ -85,8 +85,8 @@ def test_ranking_is_zero_if_all_samples_are_always_correct() -> None:
     """k = K everywhere, where the published code divides 0 by 0."""
     loss = build()
     for _ in range(3):
-        value = loss(RIGHT, LABELS, index=torch.arange(4))
-        assert value.item() == pytest.approx(plain.ce(RIGHT.tolist(), LABELS.tolist()))
+        value = loss(CORRECT, LABELS, index=torch.arange(4))
+        assert value.item() == pytest.approx(plain.ce(CORRECT.tolist(), LABELS.tolist()))
         loss.end_epoch()
 
 
@@ -95,8 +95,8 @@ def test_normalisation_uses_the_smallest_count_of_all_samples() -> None:
     loss = build(num_samples=6)
     loss.correct_epochs.copy_(torch.tensor(counts))
     loss.finished_epochs.fill_(5)
-    expected = plain.crl(RIGHT.tolist(), LABELS.tolist(), counts=[5, 3, 4, 5], smallest=1, epochs=5)
-    assert loss(RIGHT, LABELS, index=torch.arange(4)).item() == pytest.approx(expected, rel=1e-7)
+    expected = plain.crl(CORRECT.tolist(), LABELS.tolist(), counts=[5, 3, 4, 5], smallest=1, epochs=5)
+    assert loss(CORRECT, LABELS, index=torch.arange(4)).item() == pytest.approx(expected, rel=1e-7)
 
 
 def test_both_samples_of_a_pair_get_a_gradient() -> None:
@@ -108,25 +108,25 @@ def test_both_samples_of_a_pair_get_a_gradient() -> None:
     logits.requires_grad_()
     loss(logits, torch.tensor([0, 0]), index=torch.arange(2)).backward()
     assert logits.grad is not None
-    assert logits.grad[0, 0] < 0 < logits.grad[1, 0]  # the one with the better history gets surer, the other less sure
+    assert logits.grad[0, 0] < 0 < logits.grad[1, 0]  # the sample with the better history gets more confident
 
 
 def test_single_sample_is_ranked_against_itself() -> None:
     loss = build()
     loss.correct_epochs.copy_(torch.tensor([3, 0, 1, 2]))
     loss.finished_epochs.fill_(3)
-    value = loss(RIGHT[:1], LABELS[:1], index=torch.tensor([0]))
-    assert value.item() == pytest.approx(plain.ce(RIGHT[:1].tolist(), [0]))
+    value = loss(CORRECT[:1], LABELS[:1], index=torch.tensor([0]))
+    assert value.item() == pytest.approx(plain.ce(CORRECT[:1].tolist(), [0]))
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_eval_mode_has_no_ranking_term(training: bool) -> None:
-    """A validation sample has no history; its position in the validation split must not find one."""
+    """A validation sample has no history; its position in the validation split must not be used as an index."""
     loss = build(rank_weight=100.0).train(training)
     loss.correct_epochs.copy_(torch.tensor([3, 0, 1, 2]))
     loss.finished_epochs.fill_(3)
     with torch.set_grad_enabled(not training):
-        value = loss(RIGHT, LABELS, index=torch.arange(4))
-    assert value.item() == pytest.approx(plain.ce(RIGHT.tolist(), LABELS.tolist()))
+        value = loss(CORRECT, LABELS, index=torch.arange(4))
+    assert value.item() == pytest.approx(plain.ce(CORRECT.tolist(), LABELS.tolist()))
     assert loss.last_terms["ranking"] == 0
     assert loss.correct_epochs.tolist() == [3, 0, 1, 2]

@@ -30,7 +30,7 @@ def statistics(module: Any) -> tuple[float, float]:
 
 
 def regulariser(loss: Any, logits: Tensor) -> Tensor:
-    """E_i or R_i of each sample, written anew."""
+    """Reference implementation of E_i or R_i of each sample."""
     if loss.name == "fedlas_ls":
         return -logits.log_softmax(1).mean(1)
     excess = (logits.amax(1, keepdim=True) - logits - loss.margin).clamp_min(0)
@@ -105,16 +105,16 @@ def test_statistics_are_updated_before_normalisation() -> None:
 @pytest.mark.parametrize("scale", [1.0, 1e7, 0.0, 1e300, math.nan])
 def test_eager_cpu_path_equals_the_general_path(options: Any, scale: float) -> None:
     """Without a mask all samples count, and on a CPU the statistics are numbers of Python."""
-    plain_path, masked = NCI(**options), NCI(**options)
+    unmasked, masked = NCI(**options), NCI(**options)
     for factor in (1.0, scale, 2.0):
         features = FEATURES * factor
         torch.testing.assert_close(
-            plain_path(LOGITS, features, None), masked(LOGITS, features, ALL), rtol=1e-12, atol=1e-12
+            unmasked(LOGITS, features, None), masked(LOGITS, features, ALL), rtol=1e-12, atol=1e-12
         )
-        assert statistics(plain_path) == pytest.approx(statistics(masked), rel=1e-13)
-        assert plain_path.started == masked.started
+        assert statistics(unmasked) == pytest.approx(statistics(masked), rel=1e-13)
+        assert unmasked.started == masked.started
     with torch.no_grad():
-        torch.testing.assert_close(plain_path(LOGITS, FEATURES), masked(LOGITS, FEATURES, ALL), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(unmasked(LOGITS, FEATURES), masked(LOGITS, FEATURES, ALL), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-3, 5.0])
@@ -158,17 +158,17 @@ def test_gamma_is_clamped() -> None:
 
 
 def test_ignored_samples_are_excluded_from_the_statistics() -> None:
-    nci, fewer = NCI(), NCI()
+    nci, valid_only = NCI(), NCI()
     valid = torch.tensor([True, False, True, True])
     gamma = nci(LOGITS, FEATURES, valid)
     assert gamma[1] == 0
-    torch.testing.assert_close(gamma[valid], fewer(LOGITS[valid], FEATURES[valid], ALL[:3]))
-    assert statistics(nci) == pytest.approx(statistics(fewer))
+    torch.testing.assert_close(gamma[valid], valid_only(LOGITS[valid], FEATURES[valid], ALL[:3]))
+    assert statistics(nci) == pytest.approx(statistics(valid_only))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_norms_of_low_precision_features_are_computed_in_float32(dtype: torch.dtype) -> None:
-    features = torch.full((2, 8193), 0.5).to(dtype)  # the norm, 4096.5, has no place in a narrow type
+    features = torch.full((2, 8193), 0.5).to(dtype)  # the norm, 4096.5, cannot be represented in low precision
     assert NCI(normalise="none")(LOGITS[:2].float(), features, ALL[:2]).tolist() == [4096.5] * 2
     loss = fedlas.build_loss("fedlas_ls", num_classes=3).to(dtype)
     assert loss.smoothing.nci.mean.dtype == torch.float64
@@ -176,7 +176,7 @@ def test_norms_of_low_precision_features_are_computed_in_float32(dtype: torch.dt
 
 
 @pytest.mark.parametrize(
-    ("options", "word"),
+    ("options", "message"),
     [
         ({"theta": -0.1}, "theta"),
         ({"gate_zero": 1}, "gate_zero"),
@@ -185,8 +185,8 @@ def test_norms_of_low_precision_features_are_computed_in_float32(dtype: torch.dt
     ],
     ids=str,
 )
-def test_invalid_options_raise(options: dict[str, Any], word: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=word):  # TypeError: the shape checks of the tests come first
+def test_invalid_options_raise(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):  # TypeError: the shape checks of the tests come first
         build(**options)
 
 
@@ -232,7 +232,7 @@ def test_gate_is_the_published_network() -> None:
     assert gate(LOGITS, ALL).tolist() == pytest.approx(expected)
 
 
-def silent_gate(**options: Any) -> BCG:
+def tied_gate(**options: Any) -> BCG:
     """A gate whose two outputs are always equal."""
     gate = BCG(3, **options).double()
     for parameter in gate.parameters():
@@ -243,12 +243,12 @@ def silent_gate(**options: Any) -> BCG:
 @pytest.mark.parametrize("zero", [-1, 0])
 @pytest.mark.parametrize("positive_index", [0, 1])
 def test_gate_zero_sets_psi_for_a_tie(zero: Any, positive_index: Any) -> None:
-    assert silent_gate(zero=zero, positive_index=positive_index)(LOGITS, ALL).tolist() == [float(zero)] * 4
+    assert tied_gate(zero=zero, positive_index=positive_index)(LOGITS, ALL).tolist() == [float(zero)] * 4
 
 
 @pytest.mark.parametrize("positive_index", [0, 1])
 def test_positive_index_selects_the_positive_output(positive_index: Any) -> None:
-    gate = silent_gate(positive_index=positive_index)
+    gate = tied_gate(positive_index=positive_index)
     with torch.no_grad():
         gate.fc_out.bias[positive_index] = 1e-9
     assert gate(LOGITS, ALL).tolist() == [1.0] * 4
@@ -261,13 +261,13 @@ def test_gradient_goes_straight_through_the_sign() -> None:
     """The gradient of psi is the gradient of the difference that the sign was taken of."""
     hard, soft = BCG(3, width=4).double(), BCG(3, width=4, kind="soft").double()
     soft.load_state_dict(dict(hard.state_dict()))
-    pull = torch.tensor([1.0, -2.0, 0.5, 30.0], dtype=torch.float64)
-    (hard(LOGITS, ALL) * pull).sum().backward()
-    (soft(LOGITS, ALL) * pull).sum().backward()
-    for ours, theirs in zip(hard.parameters(), soft.parameters(), strict=True):
-        assert ours.grad is not None
-        assert ours.grad.abs().max() > 0
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
+    weights = torch.tensor([1.0, -2.0, 0.5, 30.0], dtype=torch.float64)
+    (hard(LOGITS, ALL) * weights).sum().backward()
+    (soft(LOGITS, ALL) * weights).sum().backward()
+    for hard_parameter, soft_parameter in zip(hard.parameters(), soft.parameters(), strict=True):
+        assert hard_parameter.grad is not None
+        assert hard_parameter.grad.abs().max() > 0
+        torch.testing.assert_close(hard_parameter.grad, soft_parameter.grad, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["learned", "soft", "shuffled"])
@@ -324,11 +324,11 @@ def test_positive_psi_increases_smoothing_with_the_norm(gate: Any) -> None:
 @pytest.mark.parametrize(("low", "high"), [(0.04, None), (None, 0.06), (0.04, 0.06)])
 def test_alpha_i_is_clamped_to_its_limits(low: float | None, high: float | None) -> None:
     options: dict[str, Any] = {"num_classes": 3, "gate": "positive", "start": "first_batch"}
-    free = AdaptiveSmoothing(**options).double()(LOGITS, FEATURES)
-    held = AdaptiveSmoothing(alpha_min=low, alpha_max=high, **options).double()(LOGITS, FEATURES)
-    assert free.min() < 0.04
-    assert free.max() > 0.06
-    assert held.tolist() == [min(max(a, low or 0.0), high or 1.0) for a in free.tolist()]
+    unlimited = AdaptiveSmoothing(**options).double()(LOGITS, FEATURES)
+    limited = AdaptiveSmoothing(alpha_min=low, alpha_max=high, **options).double()(LOGITS, FEATURES)
+    assert unlimited.min() < 0.04
+    assert unlimited.max() > 0.06
+    assert limited.tolist() == [min(max(a, low or 0.0), high or 1.0) for a in unlimited.tolist()]
 
 
 def test_clamped_samples_give_the_gate_no_gradient() -> None:
@@ -348,10 +348,10 @@ def test_adaptive_smoothing_works_with_a_custom_base_loss() -> None:
     value = ((1 - alpha_i) * parts["classification"] + alpha_i * (parts["positive"] + parts["negative"])).mean()
 
     rows, labels = logits.tolist(), LABELS.tolist()
-    each_ce = plain.cross_entropies(rows, labels)
-    each_acls = [plain.acls([row], [label], margin=2.0, lambda_=1.0) for row, label in zip(rows, labels, strict=True)]
-    penalties = [total - ce for total, ce in zip(each_acls, each_ce, strict=True)]
-    assert value.item() == pytest.approx(plain.convex(each_ce, penalties, alpha_i.tolist()))
+    ce_values = plain.cross_entropies(rows, labels)
+    acls_values = [plain.acls([row], [label], margin=2.0, lambda_=1.0) for row, label in zip(rows, labels, strict=True)]
+    penalties = [total - ce for total, ce in zip(acls_values, ce_values, strict=True)]
+    assert value.item() == pytest.approx(plain.convex(ce_values, penalties, alpha_i.tolist()))
 
     value.backward()
     assert logits.grad is not None
@@ -374,7 +374,7 @@ def test_presets_set_each_option(
         assert (gate.positive_index, gate.zero, nci.eps) == (positive_index, zero, eps)
         if name == "fedlas_mbls":
             assert loss.margin_reduction == margin_reduction
-        # What no preset moves: the items on which paper and code agree, or where the paper is silent.
+        # Options that no preset changes: paper and code agree, or the paper does not specify them.
         assert (nci.theta, nci.norm, nci.source, nci.normalise) == (0.95, 1.0, "features", "ema")
         assert (*statistics(nci), bool(nci.started)) == (20.0, 100.0, True)
         assert (loss.smoothing.alpha_min, loss.smoothing.alpha_max) == (None, None)
@@ -384,9 +384,9 @@ def test_presets_set_each_option(
 def test_no_preset_is_the_default_preset() -> None:
     assert set(PRESETS) == {"default", "official", "paper"}
     for name in NAMES:
-        plain_one, named = build(name), build(name, preset="default")
-        named.load_state_dict(plain_one.state_dict())
-        assert plain_one(LOGITS, LABELS, FEATURES).item() == named(LOGITS, LABELS, FEATURES).item()
+        no_preset, default_preset = build(name), build(name, preset="default")
+        default_preset.load_state_dict(no_preset.state_dict())
+        assert no_preset(LOGITS, LABELS, FEATURES).item() == default_preset(LOGITS, LABELS, FEATURES).item()
 
 
 @pytest.mark.parametrize("preset", list(PRESETS))
@@ -420,16 +420,16 @@ def test_presets_change_the_loss_as_documented() -> None:
 @pytest.mark.parametrize("preset", list(PRESETS))
 @pytest.mark.parametrize("weight", [None, [0.5, 2.0, 1.0]])
 def test_without_beta_fedlas_ls_is_label_smoothing(preset: str, weight: list[float] | None) -> None:
-    ours, ls = (
+    fedlas_loss, ls_loss = (
         build(alpha=0.1, beta=0.0, preset=preset, weight=weight),
         fedlas.build_loss("ls", num_classes=3, alpha=0.1, weight=weight),
     )
-    x, y = LOGITS.clone().requires_grad_(), LOGITS.clone().requires_grad_()
-    a, b = ours(x, LABELS, FEATURES), ls(y, LABELS)
-    assert a.item() == b.item()
-    a.backward()
-    b.backward()
-    assert torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
+    fedlas_logits, ls_logits = LOGITS.clone().requires_grad_(), LOGITS.clone().requires_grad_()
+    fedlas_value, ls_value = fedlas_loss(fedlas_logits, LABELS, FEATURES), ls_loss(ls_logits, LABELS)
+    assert fedlas_value.item() == ls_value.item()
+    fedlas_value.backward()
+    ls_value.backward()
+    assert torch.equal(fedlas_logits.grad, ls_logits.grad)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("preset", list(PRESETS))
@@ -447,11 +447,13 @@ def test_network_learns_with_alpha_i_held_fixed(name: str) -> None:
     loss = build(name, start="first_batch", **({"margin": 1.0} if name == "fedlas_mbls" else {}))
     logits, features = LOGITS.clone().requires_grad_(), FEATURES.clone().requires_grad_()
     loss(logits, LABELS, features).backward()
-    other = LOGITS.clone().requires_grad_()
+    expected_logits = LOGITS.clone().requires_grad_()
     alpha_i = loss.alpha_i
     assert alpha_i.std() > 0
-    ((1 - alpha_i) * cross_entropy(other, LABELS) + alpha_i * regulariser(loss, other)).mean().backward()
-    torch.testing.assert_close(logits.grad, other.grad, rtol=1e-12, atol=1e-15)
+    (
+        (1 - alpha_i) * cross_entropy(expected_logits, LABELS) + alpha_i * regulariser(loss, expected_logits)
+    ).mean().backward()
+    torch.testing.assert_close(logits.grad, expected_logits.grad, rtol=1e-12, atol=1e-15)
     assert features.grad is None
 
 
@@ -460,27 +462,27 @@ def test_gate_learns_through_alpha_i_alone(name: str) -> None:
     """Its gradient is that of mean_i (E_i - CE_i) alpha_i, or R_i instead of E_i: no calibration signal is in it."""
     loss = build(name, start="first_batch")
     loss(LOGITS, LABELS, FEATURES).backward()
-    ours = [p.grad.clone() for p in loss.parameters()]
+    gradients = [p.grad.clone() for p in loss.parameters()]
     loss.zero_grad()
-    pull = regulariser(loss, LOGITS) - cross_entropy(LOGITS, LABELS)
-    (pull * loss.smoothing.eval()(LOGITS, FEATURES)).mean().backward()
-    for grad, parameter in zip(ours, loss.parameters(), strict=True):
-        assert grad.abs().max() > 0
-        torch.testing.assert_close(grad, parameter.grad)
+    difference = regulariser(loss, LOGITS) - cross_entropy(LOGITS, LABELS)
+    (difference * loss.smoothing.eval()(LOGITS, FEATURES)).mean().backward()
+    for gradient, parameter in zip(gradients, loss.parameters(), strict=True):
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(gradient, parameter.grad)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_statistics_updates_between_passes_do_not_break_backward(name: str) -> None:
     """In gradient accumulation, in-place updates of statistics between passes must not break the gradients."""
-    together, apart = build(name), build(name)
-    apart.load_state_dict(together.state_dict())
+    joint, separate = build(name), build(name)
+    separate.load_state_dict(joint.state_dict())
     batches = [(LOGITS, FEATURES), (-LOGITS, 3 * FEATURES)]
-    sum(together(logits, LABELS, features) for logits, features in batches).backward()
+    sum(joint(logits, LABELS, features) for logits, features in batches).backward()
     for logits, features in batches:
-        apart(logits, LABELS, features).backward()
-    for ours, theirs in zip(together.parameters(), apart.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
-    assert statistics(together) == statistics(apart)
+        separate(logits, LABELS, features).backward()
+    for joint_parameter, separate_parameter in zip(joint.parameters(), separate.parameters(), strict=True):
+        torch.testing.assert_close(joint_parameter.grad, separate_parameter.grad)
+    assert statistics(joint) == statistics(separate)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -489,15 +491,15 @@ def test_diagnostics_are_detached_values_of_the_last_call(name: str, reduction: 
     loss = build(name, reduction=reduction)
     assert (loss.psi, loss.gamma, loss.alpha_i) == (None, None, None)
     loss(LOGITS.clone().requires_grad_(), LABELS, FEATURES)
-    for seen in (loss.psi, loss.gamma, loss.alpha_i):
-        assert seen.shape == (4,)
-        assert not seen.requires_grad
+    for diagnostic in (loss.psi, loss.gamma, loss.alpha_i):
+        assert diagnostic.shape == (4,)
+        assert not diagnostic.requires_grad
     assert set(loss.psi.tolist()) <= {1.0, -1.0}
     expected = plain.adaptive_alphas(loss.smoothing.alpha, loss.smoothing.beta, loss.psi.tolist(), loss.gamma.tolist())
     assert loss.alpha_i.tolist() == pytest.approx(expected)
-    first = loss.gamma
+    first_gamma = loss.gamma
     loss(LOGITS, LABELS, 2 * FEATURES)
-    assert not torch.equal(first, loss.gamma)
+    assert not torch.equal(first_gamma, loss.gamma)
     assert not any("psi" in key or "alpha" in key or "gamma" in key for key in loss.state_dict())
 
 
@@ -549,10 +551,10 @@ def assert_healthy(loss: Any) -> None:
     ids=str,
 )
 def test_extreme_features_give_no_nan(name: str, options: dict[str, Any]) -> None:
-    for kind, hard in HARD.items():
+    for kind, extreme_features in HARD.items():
         loss: Any = fedlas.build_loss(name, num_classes=3, **options)
         optimizer = torch.optim.SGD(loss.parameters(), lr=0.1, momentum=0.9)
-        for features in (hard, FEATURES.float()):
+        for features in (extreme_features, FEATURES.float()):
             logits = LOGITS.float().requires_grad_()
             optimizer.zero_grad()
             value = loss(logits, LABELS, features)
@@ -570,16 +572,16 @@ def test_extreme_features_give_no_nan(name: str, options: dict[str, Any]) -> Non
 def test_nonfinite_norm_is_excluded_from_the_statistics(start: str) -> None:
     """That sample gets gamma 0 and alpha_i = alpha; the others get what they would have got without it."""
     for kind, features in UNUSABLE.items():
-        loss, without = (fedlas.build_loss("fedlas_ls", num_classes=3, start=start) for _ in range(2))
-        without.load_state_dict(loss.state_dict())
-        others = torch.tensor([0, 2, 3])
+        loss, reference = (fedlas.build_loss("fedlas_ls", num_classes=3, start=start) for _ in range(2))
+        reference.load_state_dict(loss.state_dict())
+        usable = torch.tensor([0, 2, 3])
         loss(LOGITS.float(), LABELS, features)
-        without(LOGITS[others].float(), LABELS[others], FEATURES[others].float())
-        assert statistics(loss) == pytest.approx(statistics(without)), kind
+        reference(LOGITS[usable].float(), LABELS[usable], FEATURES[usable].float())
+        assert statistics(loss) == pytest.approx(statistics(reference)), kind
         assert loss.gamma[1] == 0, kind
         assert loss.alpha_i[1] == torch.tensor(0.05), kind
-        torch.testing.assert_close(loss.gamma[others], without.gamma)
-        torch.testing.assert_close(loss.alpha_i[others], without.alpha_i)
+        torch.testing.assert_close(loss.gamma[usable], reference.gamma)
+        torch.testing.assert_close(loss.alpha_i[usable], reference.alpha_i)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -591,11 +593,11 @@ def test_batch_of_one_does_not_update_statistics(name: str) -> None:
     assert loss.gamma.item() == pytest.approx((NORMS[0] - 20) / 100.001)
     assert_healthy(loss)
 
-    fresh = build(name, start="first_batch")
-    fresh(LOGITS[:1], LABELS[:1], FEATURES[:1]).backward()
-    assert fresh.gamma.item() == 0
-    assert fresh.alpha_i.item() == fresh.smoothing.alpha
-    assert_healthy(fresh)
+    first_batch_loss = build(name, start="first_batch")
+    first_batch_loss(LOGITS[:1], LABELS[:1], FEATURES[:1]).backward()
+    assert first_batch_loss.gamma.item() == 0
+    assert first_batch_loss.alpha_i.item() == first_batch_loss.smoothing.alpha
+    assert_healthy(first_batch_loss)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -653,7 +655,7 @@ def test_statistics_recover_from_an_outlier_of_1e30() -> None:
 
 
 def test_gate_learns_to_lower_the_training_loss() -> None:
-    """What docs/decisions.md warns of: where samples are fitted well, psi becomes -sign(gamma), alpha_i shrinks."""
+    """As docs/decisions.md says: where samples are fitted well, psi becomes -sign(gamma), alpha_i shrinks."""
     labels = torch.arange(16) % 4
     logits = 8 * nn.functional.one_hot(labels, 4).double()
     features = (1.0 + labels).double()[:, None].expand(-1, 3)  # classes 0 and 1 have small norms, 2 and 3 large ones

@@ -11,14 +11,14 @@ from fedlas import GateHistory
 from losses import plain
 
 
-def note(history: GateHistory, states: dict[int, float]) -> None:
+def update(history: GateHistory, states: dict[int, float]) -> None:
     history.update(torch.tensor(list(states), dtype=torch.int64), torch.tensor(list(states.values())))
 
 
 def test_epoch_statistics_have_gate_fractions() -> None:
     history = GateHistory(10)
-    note(history, {0: 1.0, 3: -1.0})
-    note(history, {9: 1.0, 1: 1.0})
+    update(history, {0: 1.0, 3: -1.0})
+    update(history, {9: 1.0, 1: 1.0})
     epoch = history.end_epoch()
     assert (epoch.positive, epoch.negative, epoch.seen) == (0.75, 0.25, 4)
     assert math.isnan(epoch.flip_rate)  # nothing to compare with yet
@@ -29,9 +29,9 @@ def test_flip_rate_counts_samples_seen_in_both_epochs() -> None:
     history = GateHistory(6)
     first = {0: 1.0, 1: 1.0, 2: -1.0, 3: -1.0, 4: 1.0}
     second = {0: 1.0, 1: -1.0, 2: 1.0, 3: -1.0, 5: 1.0}  # 4 is skipped, 5 is new
-    note(history, first)
+    update(history, first)
     history.end_epoch()
-    note(history, second)
+    update(history, second)
     epoch = history.end_epoch()
     assert epoch.flip_rate == 0.5
     assert epoch.flip_rate == plain.flip_rate(first, second)
@@ -42,7 +42,7 @@ def test_flip_rate_counts_samples_seen_in_both_epochs() -> None:
 def test_flip_rate_excludes_samples_skipped_in_the_previous_epoch() -> None:
     history = GateHistory(2)
     for states in ({0: 1.0, 1: 1.0}, {0: 1.0}, {0: -1.0, 1: -1.0}):
-        note(history, states)
+        update(history, states)
         last = history.end_epoch()
     assert last.flip_rate == 1.0  # sample 0 alone; sample 1 was not there an epoch ago
     assert last.seen == 2
@@ -50,27 +50,27 @@ def test_flip_rate_excludes_samples_skipped_in_the_previous_epoch() -> None:
 
 def test_the_latest_state_of_an_epoch_counts() -> None:
     history = GateHistory(3)
-    note(history, {1: 1.0})
-    note(history, {1: -1.0})
+    update(history, {1: 1.0})
+    update(history, {1: -1.0})
     epoch = history.end_epoch()
     assert (epoch.positive, epoch.negative, epoch.seen) == (0.0, 1.0, 1)
 
 
 def test_epoch_without_samples_gives_nan() -> None:
     history = GateHistory(3)
-    note(history, {1: 1.0})
+    update(history, {1: 1.0})
     history.end_epoch()
     empty = history.end_epoch()
     assert empty.seen == 0
-    assert all(math.isnan(share) for share in (empty.positive, empty.negative, empty.flip_rate))
-    note(history, {1: -1.0})
+    assert all(math.isnan(fraction) for fraction in (empty.positive, empty.negative, empty.flip_rate))
+    update(history, {1: -1.0})
     assert math.isnan(history.end_epoch().flip_rate)
 
 
 def test_only_psi_above_zero_counts_as_positive() -> None:
     """psi can be 0 under preset="official" and anything between -1 and 1 in the soft gate; the state is a sign."""
     history = GateHistory(4)
-    note(history, {0: 0.0, 1: 0.3, 2: -0.3, 3: 1.0})
+    update(history, {0: 0.0, 1: 0.3, 2: -0.3, 3: 1.0})
     epoch = history.end_epoch()
     assert (epoch.positive, epoch.negative) == (0.5, 0.5)
 
@@ -78,12 +78,12 @@ def test_only_psi_above_zero_counts_as_positive() -> None:
 def test_random_epochs_equal_the_plain_count() -> None:
     history, previous = GateHistory(50), {}
     for number in range(4):
-        seen = torch.randperm(50)[: 40 + number]
-        psi = torch.randint(2, seen.shape) * 2.0 - 1
-        history.update(seen[:20], psi[:20])
-        history.update(seen[20:], psi[20:])
+        index = torch.randperm(50)[: 40 + number]
+        psi = torch.randint(2, index.shape) * 2.0 - 1
+        history.update(index[:20], psi[:20])
+        history.update(index[20:], psi[20:])
         epoch = history.end_epoch()
-        current = dict(zip(seen.tolist(), psi.tolist(), strict=True))
+        current = dict(zip(index.tolist(), psi.tolist(), strict=True))
         assert (epoch.positive, epoch.negative) == pytest.approx(plain.state_shares(current))
         if previous:
             assert epoch.flip_rate == pytest.approx(plain.flip_rate(previous, current))
@@ -101,16 +101,16 @@ def test_update_accepts_psi_of_the_loss() -> None:
 
 def test_state_dict_round_trip_in_the_middle_of_an_epoch() -> None:
     history, restored = GateHistory(4), GateHistory(4)
-    note(history, {0: 1.0, 1: -1.0, 2: 1.0})
+    update(history, {0: 1.0, 1: -1.0, 2: 1.0})
     history.end_epoch()
-    note(history, {0: -1.0})
+    update(history, {0: -1.0})
     restored.load_state_dict(history.state_dict())
     assert restored.epochs[0].seen == 3
     for copy in (history, restored):
-        note(copy, {1: -1.0, 3: 1.0})
-    ours, theirs = history.end_epoch(), restored.end_epoch()
-    assert ours == theirs
-    assert (ours.flip_rate, ours.seen) == (0.5, 3)
+        update(copy, {1: -1.0, 3: 1.0})
+    epoch, restored_epoch = history.end_epoch(), restored.end_epoch()
+    assert epoch == restored_epoch
+    assert (epoch.flip_rate, epoch.seen) == (0.5, 3)
 
 
 def test_invalid_arguments_raise() -> None:
@@ -121,7 +121,7 @@ def test_invalid_arguments_raise() -> None:
         history.update(torch.arange(3), torch.ones(2))
     for index in (4, -1):
         with pytest.raises(ValueError, match=rf"index.*{index}.*\b4 samples"):
-            note(history, {index: 1.0})
+            update(history, {index: 1.0})
     with pytest.raises(RuntimeError, match="size mismatch"):
         GateHistory(5).load_state_dict(history.state_dict())
 

@@ -42,34 +42,34 @@ STATELESS: list[tuple[str, dict[str, Any], Plain]] = [
 IDS = [f"{name}-{'-'.join(map(str, options.values()))}".rstrip("-") for name, options, _ in STATELESS]
 
 
-def batch(seed: int, n: int, classes: int, spread: float = 3.0) -> tuple[Tensor, Tensor]:
+def batch(seed: int, n: int, classes: int, scale: float = 3.0) -> tuple[Tensor, Tensor]:
     """Random logits, and labels that agree with them about half of the time."""
-    source = torch.Generator().manual_seed(1000 * seed + 10 * n + classes)
-    logits = spread * torch.randn(n, classes, dtype=torch.float64, generator=source)
-    labels = torch.randint(classes, (n,), generator=source)
-    return logits, torch.where(torch.rand(n, generator=source) < 0.4, logits.argmax(1), labels)
+    generator = torch.Generator().manual_seed(1000 * seed + 10 * n + classes)
+    logits = scale * torch.randn(n, classes, dtype=torch.float64, generator=generator)
+    labels = torch.randint(classes, (n,), generator=generator)
+    return logits, torch.where(torch.rand(n, generator=generator) < 0.4, logits.argmax(1), labels)
 
 
-def differences(function: Callable[[plain.Rows], float], rows: plain.Rows, step: float = 1e-6) -> Tensor:
+def numerical_gradient(function: Callable[[plain.Rows], float], rows: plain.Rows, step: float = 1e-6) -> Tensor:
     """Central differences of a plain function."""
-    slopes = torch.zeros(len(rows), len(rows[0]), dtype=torch.float64)
+    gradient = torch.zeros(len(rows), len(rows[0]), dtype=torch.float64)
     for i, row in enumerate(rows):
         for k, value in enumerate(row):
             row[k] = value + step
-            above = function(rows)
+            value_above = function(rows)
             row[k] = value - step
-            slopes[i, k] = (above - function(rows)) / (2 * step)
+            gradient[i, k] = (value_above - function(rows)) / (2 * step)
             row[k] = value
-    return slopes
+    return gradient
 
 
-def same(ours: Tensor, theirs: float, rel: float = 1e-12) -> None:
-    assert ours.item() == pytest.approx(theirs, rel=rel, abs=rel)
+def assert_equal(value: Tensor, expected: float, rel: float = 1e-12) -> None:
+    assert value.item() == pytest.approx(expected, rel=rel, abs=rel)
 
 
-def same_gradient(ours: Tensor, theirs: Tensor) -> None:
-    assert theirs.abs().max() > 1e-4
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
+def assert_equal_gradient(gradient: Tensor, expected: Tensor) -> None:
+    assert expected.abs().max() > 1e-4
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-8)
 
 
 def gradient_of(value: Tensor, logits: Tensor) -> Tensor:
@@ -77,10 +77,10 @@ def gradient_of(value: Tensor, logits: Tensor) -> Tensor:
 
 
 def test_every_published_loss_has_a_plain_version() -> None:
-    """All fifteen have a second implementation; those with state are compared in files of their own."""
-    here = {name for name, _, _ in STATELESS} | {"crl", "adafocal", "fedlas_ls", "fedlas_mbls"}
-    assert len(here) == 15
-    assert here <= {record.name for record in fedlas.list_losses()}
+    """All fifteen have a reference implementation; those with state are compared in separate tests."""
+    names = {name for name, _, _ in STATELESS} | {"crl", "adafocal", "fedlas_ls", "fedlas_mbls"}
+    assert len(names) == 15
+    assert names <= {record.name for record in fedlas.list_losses()}
 
 
 @pytest.mark.parametrize(("name", "options", "function"), STATELESS, ids=IDS)
@@ -88,7 +88,7 @@ def test_value_equals_plain_loops(name: str, options: dict[str, Any], function: 
     for seed, n, classes in BATCHES:
         loss = fedlas.build_loss(name, num_classes=classes, **options)
         logits, labels = batch(seed, n, classes)
-        same(loss(logits, labels), function(logits.tolist(), labels.tolist(), **options), 1e-10)
+        assert_equal(loss(logits, labels), function(logits.tolist(), labels.tolist(), **options), 1e-10)
 
 
 @pytest.mark.parametrize(("name", "options", "function"), STATELESS, ids=IDS)
@@ -98,8 +98,10 @@ def test_gradient_equals_plain_loops(name: str, options: dict[str, Any], functio
     loss = fedlas.build_loss(name, num_classes=4, **options)
     if name == "acls":  # the negative part sees the largest logit as a constant
         options = options | {"frozen_maxima": logits.amax(1).tolist()}
-    ours = gradient_of(loss(logits, labels), logits)
-    same_gradient(ours, differences(lambda rows: function(rows, labels.tolist(), **options), logits.tolist()))
+    gradient = gradient_of(loss(logits, labels), logits)
+    assert_equal_gradient(
+        gradient, numerical_gradient(lambda rows: function(rows, labels.tolist(), **options), logits.tolist())
+    )
 
 
 def test_tied_logits_equal_plain_loops() -> None:
@@ -108,29 +110,29 @@ def test_tied_logits_equal_plain_loops() -> None:
     labels = torch.tensor([0, 1, 0, 2])
     for name, options, function in STATELESS:
         if name == "dual_focal":
-            continue  # its choice hangs on the last digit of equal probabilities; below with rows that are exact
+            continue  # its result depends on the last digit of equal probabilities; exact rows below
         loss = fedlas.build_loss(name, num_classes=3, **options)
-        same(loss(logits, labels), function(logits.tolist(), labels.tolist(), **options))
+        assert_equal(loss(logits, labels), function(logits.tolist(), labels.tolist(), **options))
     exact = torch.tensor([[2.0, 2.0, 2.0], [9.0, 9.0, 0.0]], dtype=torch.float64)
     for label in range(3):
         labels = torch.full((2,), label)
-        same(fedlas.build_loss("dual_focal")(exact, labels), plain.dual_focal(exact.tolist(), labels.tolist()))
+        assert_equal(fedlas.build_loss("dual_focal")(exact, labels), plain.dual_focal(exact.tolist(), labels.tolist()))
 
 
 @pytest.mark.parametrize("p", [0.01, 0.199, 0.201, 0.24, 0.4, 0.6])
 def test_flsd_switches_gamma_at_its_threshold(p: float) -> None:
     logits = torch.tensor([[math.log(p), math.log(1 - p)]], dtype=torch.float64)
     expected = (1 - p) ** (5 if p < 0.2 else 3) * -math.log(p)
-    same(fedlas.build_loss("flsd")(logits, torch.tensor([0])), expected)
+    assert_equal(fedlas.build_loss("flsd")(logits, torch.tensor([0])), expected)
 
 
 @pytest.mark.parametrize("variant", ["m", "w"])
 def test_mmce_gradient_between_equal_confidences(variant: str) -> None:
-    """|a - b| has no slope at 0, so equal confidences do not pull at each other through the kernel."""
+    """|a - b| has no slope at 0, so equal confidences have no gradient through the kernel."""
     base, _ = batch(1, 3, 4)
     logits = torch.cat([base, base, base[:1]]).requires_grad_()
     labels = torch.cat([base.argmax(1), base.argmin(1), base[:1].argmax(1)])
-    ours = gradient_of(fedlas.build_loss("mmce", variant=variant, double_normalise=False)(logits, labels), logits)
+    gradient = gradient_of(fedlas.build_loss("mmce", variant=variant, double_normalise=False)(logits, labels), logits)
 
     conf, prediction = logits.softmax(1).max(1)
     correct = (prediction == labels).double()
@@ -139,21 +141,21 @@ def test_mmce_gradient_between_equal_confidences(variant: str) -> None:
         penalty = ((correct - conf)[:, None] * (correct - conf) * kernel).mean()
     else:
         m, n = correct.sum(), (1 - correct).sum()
-        pull = correct * (1 - conf) / m - (1 - correct) * conf / n
-        penalty = ((pull[:, None] * pull * kernel).sum() + 1e-10).sqrt()
-    theirs = gradient_of(torch.nn.functional.cross_entropy(logits, labels) + penalty, logits)
-    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+        weighted_gap = correct * (1 - conf) / m - (1 - correct) * conf / n
+        penalty = ((weighted_gap[:, None] * weighted_gap * kernel).sum() + 1e-10).sqrt()
+    expected = gradient_of(torch.nn.functional.cross_entropy(logits, labels) + penalty, logits)
+    torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("score", ["softmax", "margin", "entropy"])
 def test_crl_value_equals_plain_loops(score: str) -> None:
     for seed, n, classes in BATCHES:
         logits, labels = batch(seed, n, classes)
-        source = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         loss = fedlas.build_loss("crl", num_classes=classes, num_samples=50, rank_weight=0.7, score=score)
-        loss.correct_epochs.copy_(torch.randint(seed, 8, (50,), generator=source))
+        loss.correct_epochs.copy_(torch.randint(seed, 8, (50,), generator=generator))
         loss.finished_epochs.fill_(7)
-        index = torch.randperm(50, generator=source)[:n]
+        index = torch.randperm(50, generator=generator)[:n]
         history = loss.correct_epochs.tolist()
         expected = plain.crl(
             logits.tolist(),
@@ -164,7 +166,7 @@ def test_crl_value_equals_plain_loops(score: str) -> None:
             rank_weight=0.7,
             score=score,
         )
-        same(loss(logits, labels, index=index), expected, 1e-6)
+        assert_equal(loss(logits, labels, index=index), expected, 1e-6)
 
 
 @pytest.mark.parametrize("score", ["softmax", "margin", "entropy"])
@@ -175,12 +177,12 @@ def test_crl_gradient_equals_plain_loops(score: str) -> None:
     counts = [0, 3, 3, 1, 2, 0]
     loss.correct_epochs.copy_(torch.tensor(counts))
     loss.finished_epochs.fill_(3)
-    ours = gradient_of(loss(logits, labels, index=torch.arange(6)), logits)
+    gradient = gradient_of(loss(logits, labels, index=torch.arange(6)), logits)
 
     def function(rows: plain.Rows) -> float:
         return plain.crl(rows, labels.tolist(), counts=counts, smallest=0, epochs=3, rank_weight=2.0, score=score)
 
-    same_gradient(ours, differences(function, logits.tolist()))
+    assert_equal_gradient(gradient, numerical_gradient(function, logits.tolist()))
 
 
 GAMMAS = [-2.0, -0.7, 0.2, 1.0, 3.5, 20.0, 1.0, -0.2]
@@ -191,30 +193,32 @@ def test_adafocal_value_equals_plain_loops() -> None:
         logits, labels = batch(seed, n, classes)
         edges = [0.1, 0.2, 0.2, 0.3, 0.55, 0.55, 0.7, 0.9, 0.95]
         loss = fedlas.build_loss("adafocal", num_classes=classes, bins=8)
-        same(
+        assert_equal(
             loss(logits, labels),
             plain.adafocal(logits.tolist(), labels.tolist(), *plain.adafocal_start(8)),
             1e-10,
         )
         loss.gammas.copy_(torch.tensor(GAMMAS))
         loss.edges.copy_(torch.tensor(edges))
-        gammas, limits = loss.gammas.tolist(), loss.edges.tolist()
-        same(loss(logits, labels), plain.adafocal(logits.tolist(), labels.tolist(), gammas, limits), 1e-10)
+        gammas, loss_edges = loss.gammas.tolist(), loss.edges.tolist()
+        assert_equal(loss(logits, labels), plain.adafocal(logits.tolist(), labels.tolist(), gammas, loss_edges), 1e-10)
 
 
 def test_adafocal_gradient_equals_plain_loops() -> None:
-    logits, labels = batch(5, 8, 4, spread=1.5)
+    logits, labels = batch(5, 8, 4, scale=1.5)
     logits.requires_grad_()
     loss = fedlas.build_loss("adafocal", num_classes=4, bins=8)
     loss.gammas.copy_(torch.tensor(GAMMAS))
     gammas, edges = loss.gammas.tolist(), loss.edges.tolist()
-    ours = gradient_of(loss(logits, labels), logits)
-    same_gradient(ours, differences(lambda r: plain.adafocal(r, labels.tolist(), gammas, edges), logits.tolist()))
+    gradient = gradient_of(loss(logits, labels), logits)
+    assert_equal_gradient(
+        gradient, numerical_gradient(lambda r: plain.adafocal(r, labels.tolist(), gammas, edges), logits.tolist())
+    )
 
 
 def features_like(seed: int, n: int, width: int = 6) -> Tensor:
-    source = torch.Generator().manual_seed(seed)
-    return 3 * torch.randn(n, width, dtype=torch.float64, generator=source)
+    generator = torch.Generator().manual_seed(seed)
+    return 3 * torch.randn(n, width, dtype=torch.float64, generator=generator)
 
 
 def gate_of(loss: Any) -> plain.Gate:
@@ -283,7 +287,7 @@ def test_fedlas_value_over_three_steps_equals_plain_loops(name: str, options: di
             assert loss.gamma.tolist() == pytest.approx(gammas, rel=1e-9, abs=1e-9)
             assert loss.psi.tolist() == pytest.approx(states, rel=1e-9)
             assert loss.alpha_i.tolist() == pytest.approx(alphas, rel=1e-9)
-            same(value, fedlas_value(loss, rows, labels.tolist(), alphas), 1e-9)
+            assert_equal(value, fedlas_value(loss, rows, labels.tolist(), alphas), 1e-9)
             if state is not None:
                 assert (nci.mean.item(), nci.std.item()) == pytest.approx(state, rel=1e-12)
 
@@ -294,9 +298,11 @@ def test_fedlas_gradient_equals_plain_loops(name: str) -> None:
     logits, labels = batch(2, 6, 4)
     logits.requires_grad_()
     loss: Any = fedlas.build_loss(name, num_classes=4, start="first_batch").double()
-    ours = gradient_of(loss(logits, labels, features_like(2, 6)), logits)
+    gradient = gradient_of(loss(logits, labels, features_like(2, 6)), logits)
     alphas = loss.alpha_i.tolist()
-    same_gradient(ours, differences(lambda rows: fedlas_value(loss, rows, labels.tolist(), alphas), logits.tolist()))
+    assert_equal_gradient(
+        gradient, numerical_gradient(lambda rows: fedlas_value(loss, rows, labels.tolist(), alphas), logits.tolist())
+    )
 
 
 @pytest.mark.parametrize("name", ["fedlas_ls", "fedlas_mbls"])
@@ -307,8 +313,8 @@ def test_soft_gate_gradient_equals_plain_loops(name: str) -> None:
     loss(logits, labels, features_like(2, 6)).backward()
     gate, gammas = gate_of(loss), loss.gamma.tolist()
 
-    def value_with(changed: plain.Gate) -> float:
-        states = plain.gate_states(logits.tolist(), changed, "soft")
+    def value_with(changed_gate: plain.Gate) -> float:
+        states = plain.gate_states(logits.tolist(), changed_gate, "soft")
         alphas = plain.adaptive_alphas(loss.smoothing.alpha, loss.smoothing.beta, states, gammas)
         return fedlas_value(loss, logits.tolist(), labels.tolist(), alphas)
 
@@ -317,6 +323,6 @@ def test_soft_gate_gradient_equals_plain_loops(name: str) -> None:
         bcg.fc_in: (gate.weight_in, gate.bias_in),
         bcg.fc_out: (gate.weight_out, gate.bias_out),
     }.items():
-        same_gradient(layer.weight.grad, differences(lambda _: value_with(gate), weight))
-        rows = [bias]  # the list itself is changed in place, and it is the gate's own
-        same_gradient(layer.bias.grad[None], differences(lambda _: value_with(gate), rows))
+        assert_equal_gradient(layer.weight.grad, numerical_gradient(lambda _: value_with(gate), weight))
+        rows = [bias]  # changed in place: it is the list of the gate
+        assert_equal_gradient(layer.bias.grad[None], numerical_gradient(lambda _: value_with(gate), rows))

@@ -32,7 +32,7 @@ def distilled(logits: Tensor, labels: Tensor, alphas: list[float], targets: list
     total = 0.0
     for row, label, alpha, target in zip(logits.tolist(), labels.tolist(), alphas, targets, strict=True):
         log_probs = plain.log_softmax(row)
-        past = -sum(t * value for t, value in zip(target, log_probs, strict=True))
+        past = -sum(prob * log_prob for prob, log_prob in zip(target, log_probs, strict=True))
         total += (1 - alpha) * -log_probs[label] + alpha * past
     return total / len(labels)
 
@@ -107,14 +107,14 @@ def test_the_last_usable_prediction_of_a_repeated_sample_is_stored(name: str) ->
     torch.testing.assert_close(loss.past[[4, 1]], logits_of(0).softmax(1)[[1, 2]].float())
 
 
-@pytest.mark.parametrize("wrong", [-1, 6])
+@pytest.mark.parametrize("invalid_index", [-1, 6])
 @pytest.mark.parametrize("name", BOTH)
-def test_out_of_range_index_raises_even_without_value_checks(name: str, wrong: int, monkeypatch: Any) -> None:
+def test_out_of_range_index_raises_even_without_value_checks(name: str, invalid_index: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(base_loss, "checked_index", lambda index, _: index)
     loss = build(name)
     before = loss.past.clone()
     with pytest.raises((IndexError, RuntimeError), match=r"index"):
-        loss(logits_of(0), LABELS, index=torch.tensor([0, 1, wrong, 2]))
+        loss(logits_of(0), LABELS, index=torch.tensor([0, 1, invalid_index, 2]))
     assert torch.equal(loss.past, before)
 
 
@@ -160,7 +160,7 @@ def test_a_bfloat16_table_has_normalised_targets(name: str) -> None:
     options = {"epochs": 4, "schedule": "constant"} if name == "pskd" else {}
     loss, exact = build(name, table_dtype="bfloat16", **options), build(name, **options)
     for tolerance in (1e-7, 2e-3):  # a uniform row is exact in any type once it is normalised
-        value, expected = (item(logits_of(0), LABELS, index=INDEX) for item in (loss, exact))
+        value, expected = (criterion(logits_of(0), LABELS, index=INDEX) for criterion in (loss, exact))
         torch.testing.assert_close(value, expected, rtol=tolerance, atol=0)
 
 
@@ -187,9 +187,9 @@ def test_failed_move_to_a_device_has_a_note_about_the_table() -> None:
     def fail(_: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("no memory")
 
-    with pytest.raises(torch.OutOfMemoryError) as caught:
+    with pytest.raises(torch.OutOfMemoryError) as error_info:
         build("pskd")._apply(fail)
-    assert "6 x 3" in caught.value.__notes__[0]
+    assert "6 x 3" in error_info.value.__notes__[0]
 
 
 def test_ddp_does_not_broadcast_the_table() -> None:
@@ -266,21 +266,21 @@ def test_the_uniform_target_is_label_smoothing(training: bool) -> None:
 
 @pytest.mark.parametrize("name", BOTH)
 def test_training_continues_bit_for_bit_from_a_saved_state(name: str) -> None:
-    loss, twin = build(name), build(name)
+    loss, restored = build(name), build(name)
     validation = held_out([0.6, 0.7, 0.8, 0.9], [True, True, False, False])
 
-    def train(one: Any, steps: range) -> list[float]:
+    def train(criterion: Any, steps: range) -> list[float]:
         values = []
         for step in steps:
-            values.append(one(logits_of(step), LABELS, index=INDEX.roll(step)).item())
+            values.append(criterion(logits_of(step), LABELS, index=INDEX.roll(step)).item())
             if step % 2:
-                one.end_epoch(validation)
+                criterion.end_epoch(validation)
         return values
 
     train(loss, range(3))
-    twin.load_state_dict(loss.state_dict())
-    assert train(twin, range(3, 7)) == train(loss, range(3, 7))
-    assert all(torch.equal(value, twin.state_dict()[name]) for name, value in loss.state_dict().items())
+    restored.load_state_dict(loss.state_dict())
+    assert train(restored, range(3, 7)) == train(loss, range(3, 7))
+    assert all(torch.equal(value, restored.state_dict()[name]) for name, value in loss.state_dict().items())
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -289,10 +289,10 @@ def test_a_compiled_backward_pass_uses_the_rows_from_before_the_update(name: str
     eager, compiled = build(name), build(name)
     step = torch.compile(compiled, fullgraph=True, backend="aot_eager_decomp_partition")
     for number in range(2):
-        ours, theirs = logits_of(number).requires_grad_(), logits_of(number).requires_grad_()
-        step(ours, LABELS, index=INDEX).backward()
-        eager(theirs, LABELS, index=INDEX).backward()
-        torch.testing.assert_close(ours.grad, theirs.grad)
+        compiled_logits, eager_logits = logits_of(number).requires_grad_(), logits_of(number).requires_grad_()
+        step(compiled_logits, LABELS, index=INDEX).backward()
+        eager(eager_logits, LABELS, index=INDEX).backward()
+        torch.testing.assert_close(compiled_logits.grad, eager_logits.grad)
     assert torch.equal(compiled.past, eager.past)
 
 
@@ -301,22 +301,22 @@ def test_a_compiled_backward_pass_uses_the_rows_from_before_the_update(name: str
 
 def test_recorded_strengths_replace_feedback() -> None:
     """Each epoch has its own, the last ones stay, and a saved state continues at the right epoch."""
-    replay = [{"strengths": [0.1 * n, 0.2 * n], "edges": [0.0, 0.5 + 0.1 * n, 1.0]} for n in range(3)]
+    replay = [{"strengths": [0.1 * epoch, 0.2 * epoch], "edges": [0.0, 0.5 + 0.1 * epoch, 1.0]} for epoch in range(3)]
     loss = build("closed_loop", bins=2, replay=replay)
     assert not loss.needs_validation
-    for n in (0, 1, 2, 2):
-        torch.testing.assert_close(loss.alphas, torch.tensor(replay[n]["strengths"], dtype=torch.float64))
-        torch.testing.assert_close(loss.edges, torch.tensor(replay[n]["edges"], dtype=torch.float64))
-        again = build("closed_loop", bins=2, replay=replay)
-        again.load_state_dict(loss.state_dict())
-        for item in (loss, again):
-            item(logits_of(n), LABELS, index=INDEX)
-            item.end_epoch()
-        assert again.alphas.tolist() == loss.alphas.tolist()
+    for epoch in (0, 1, 2, 2):
+        torch.testing.assert_close(loss.alphas, torch.tensor(replay[epoch]["strengths"], dtype=torch.float64))
+        torch.testing.assert_close(loss.edges, torch.tensor(replay[epoch]["edges"], dtype=torch.float64))
+        restored = build("closed_loop", bins=2, replay=replay)
+        restored.load_state_dict(loss.state_dict())
+        for criterion in (loss, restored):
+            criterion(logits_of(epoch), LABELS, index=INDEX)
+            criterion.end_epoch()
+        assert restored.alphas.tolist() == loss.alphas.tolist()
     assert "3 epochs" in repr(loss)
-    for wrong in ([], [{"strengths": [0.1], "edges": [0.0, 1.0]}], [{"strengths": [0.1, 0.2]}]):
+    for invalid_replay in ([], [{"strengths": [0.1], "edges": [0.0, 1.0]}], [{"strengths": [0.1, 0.2]}]):
         with pytest.raises(ValueError, match="replay"):
-            build("closed_loop", bins=2, replay=wrong)
+            build("closed_loop", bins=2, replay=invalid_replay)
 
 
 def test_without_a_target_samples_are_only_weighted() -> None:

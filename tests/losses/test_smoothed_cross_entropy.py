@@ -24,13 +24,15 @@ def test_scalar_alpha_equals_torch_label_smoothing(reduction: str, weight: Tenso
     for alpha, extent in itertools.product([0.0, 0.05, 0.3, 1.0], [(), (3,), (2, 4)]):
         logits, labels = batch(*extent)
         labels[3] = -100
-        ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-        a = smoothed_cross_entropy(ours, labels, alpha, weight=weight, reduction=reduction)
-        b = functional.cross_entropy(theirs, labels, weight=weight, label_smoothing=alpha, reduction=reduction)
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
-        a.sum().backward()
-        b.sum().backward()
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+        fedlas_logits, torch_logits = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+        value = smoothed_cross_entropy(fedlas_logits, labels, alpha, weight=weight, reduction=reduction)
+        expected = functional.cross_entropy(
+            torch_logits, labels, weight=weight, label_smoothing=alpha, reduction=reduction
+        )
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-14)
+        value.sum().backward()
+        expected.sum().backward()
+        torch.testing.assert_close(fedlas_logits.grad, torch_logits.grad, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -38,9 +40,9 @@ def test_scalar_alpha_equals_torch_label_smoothing(reduction: str, weight: Tenso
 def test_soft_labels_equal_torch_label_smoothing(reduction: str, weight: Tensor | None) -> None:
     logits, _ = batch()
     labels = torch.rand(12, 5, dtype=torch.float64).softmax(1)
-    a = smoothed_cross_entropy(logits, labels, 0.2, weight=weight, reduction=reduction)
-    b = functional.cross_entropy(logits, labels, weight=weight, label_smoothing=0.2, reduction=reduction)
-    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+    value = smoothed_cross_entropy(logits, labels, 0.2, weight=weight, reduction=reduction)
+    expected = functional.cross_entropy(logits, labels, weight=weight, label_smoothing=0.2, reduction=reduction)
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("weight", [None, WEIGHT], ids=["", "weight"])
@@ -48,36 +50,38 @@ def test_soft_labels_equal_torch_label_smoothing(reduction: str, weight: Tensor 
 def test_tensor_alpha_is_applied_per_label(weight: Tensor | None, extent: tuple[int, ...]) -> None:
     logits, labels = batch(*extent)
     alpha = torch.rand(labels.shape, dtype=torch.float64)
-    each = smoothed_cross_entropy(logits, labels, alpha, weight=weight, reduction="none")
-    assert each.shape == labels.shape
+    losses = smoothed_cross_entropy(logits, labels, alpha, weight=weight, reduction="none")
+    assert losses.shape == labels.shape
     rows, flat = logits.movedim(1, -1).reshape(-1, 5), labels.flatten()
-    for row, label, a, value in zip(rows, flat, alpha.flatten(), each.flatten(), strict=True):
+    for row, label, a, value in zip(rows, flat, alpha.flatten(), losses.flatten(), strict=True):
         expected = functional.cross_entropy(
             row[None], label[None], weight=weight, label_smoothing=a.item(), reduction="sum"
         )
         assert value.item() == pytest.approx(expected.item())
-    share = 1 if weight is None else weight[labels]
+    label_weights = 1 if weight is None else weight[labels]
     mean = smoothed_cross_entropy(logits, labels, alpha, weight=weight)
-    assert mean.item() == pytest.approx((each.sum() / (labels.numel() if weight is None else share.sum())).item())
+    assert mean.item() == pytest.approx(
+        (losses.sum() / (labels.numel() if weight is None else label_weights.sum())).item()
+    )
     assert smoothed_cross_entropy(logits, labels, alpha, weight=weight, reduction="sum").item() == pytest.approx(
-        each.sum().item()
+        losses.sum().item()
     )
 
 
 def test_ignored_samples_are_excluded() -> None:
     logits, labels = batch()
     alpha = torch.rand(12, dtype=torch.float64)
-    kept = torch.arange(12) % 3 > 0
-    marked = torch.where(kept, labels, 7)
-    spoiled = torch.where(kept[:, None], logits, math.nan).requires_grad_()
-    steering = torch.where(kept, alpha, math.nan).requires_grad_()
-    value = smoothed_cross_entropy(spoiled, marked, steering, ignore_index=7)
-    assert value.item() == pytest.approx(smoothed_cross_entropy(logits[kept], labels[kept], alpha[kept]).item())
+    valid = torch.arange(12) % 3 > 0
+    partly_ignored = torch.where(valid, labels, 7)
+    partly_nan_logits = torch.where(valid[:, None], logits, math.nan).requires_grad_()
+    partly_nan_alpha = torch.where(valid, alpha, math.nan).requires_grad_()
+    value = smoothed_cross_entropy(partly_nan_logits, partly_ignored, partly_nan_alpha, ignore_index=7)
+    assert value.item() == pytest.approx(smoothed_cross_entropy(logits[valid], labels[valid], alpha[valid]).item())
     value.backward()
-    assert spoiled.grad is not None
-    assert not spoiled.grad[~kept].any()
-    assert steering.grad is not None
-    assert not steering.grad[~kept].any()
+    assert partly_nan_logits.grad is not None
+    assert not partly_nan_logits.grad[~valid].any()
+    assert partly_nan_alpha.grad is not None
+    assert not partly_nan_alpha.grad[~valid].any()
 
 
 def test_loss_of_only_ignored_samples_is_zero() -> None:
@@ -116,11 +120,11 @@ def test_alpha_may_be_a_scalar_tensor() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_logits_are_computed_in_float32(dtype: torch.dtype) -> None:
     logits, labels = batch()
-    narrow = logits.to(dtype)
+    low_precision = logits.to(dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        value = smoothed_cross_entropy(narrow, labels, torch.full((12,), 0.1, dtype=dtype))
+        value = smoothed_cross_entropy(low_precision, labels, torch.full((12,), 0.1, dtype=dtype))
     assert value.dtype == torch.float32
-    assert value.item() == pytest.approx(smoothed_cross_entropy(narrow.double(), labels, 0.1).item(), rel=1e-2)
+    assert value.item() == pytest.approx(smoothed_cross_entropy(low_precision.double(), labels, 0.1).item(), rel=1e-2)
 
 
 def test_invalid_arguments_raise() -> None:

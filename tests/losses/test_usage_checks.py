@@ -86,9 +86,9 @@ def test_parameters_lists_each_parameter_of_network_and_loss_once():
 @pytest.mark.parametrize("name", GATED)
 def test_a_gate_that_is_not_in_the_optimizer_warns_once(name):
     net, loss = network(), build(name)
-    with pytest.warns(UserWarning, match=rf"{name}.*fedlas\.parameters\(net, loss\)") as caught:
+    with pytest.warns(UserWarning, match=rf"{name}.*fedlas\.parameters\(net, loss\)") as warning_records:
         train(net, loss, optimizer_of(net), epochs=usage_checks.STEPS_WITHOUT_UPDATE)  # of two steps
-    assert len(caught) == 1
+    assert len(warning_records) == 1
 
 
 def test_a_gate_that_is_not_in_the_optimizer_warns_at_the_end_of_an_epoch():
@@ -96,13 +96,13 @@ def test_a_gate_that_is_not_in_the_optimizer_warns_at_the_end_of_an_epoch():
     train(net, loss, optimizer_of(net), epochs=1)
     loss.end_epoch()
     train(net, loss, optimizer_of(net), epochs=1)
-    with pytest.warns(UserWarning, match="optimizer") as caught:
+    with pytest.warns(UserWarning, match="optimizer") as warning_records:
         loss.end_epoch()
-    assert "src/fedlas" not in caught[0].filename  # but where the loss was called
+    assert "src/fedlas" not in warning_records[0].filename  # the warning names the caller
 
 
 def test_accumulated_gradients_fused_updates_and_cleared_gradients_are_not_mistaken():
-    """Reviewers met false warnings for accumulation, and none where gradients are cleared by the module."""
+    """Regression: accumulation gave false warnings, and gradients cleared by the module gave none."""
     net, loss = network(), build("fedlas_ls")
     optimizer = optimizer_of(net, loss)
     for number in range(usage_checks.STEPS_WITHOUT_UPDATE + 20):
@@ -163,9 +163,9 @@ def test_repeated_samples_without_the_end_of_an_epoch_warn_once(name):
     net, loss = network(), build(name)
     optimizer = optimizer_of(net, loss)
     train(net, loss, optimizer, epochs=2)
-    with pytest.warns(UserWarning, match=rf"{name}.*3 times.*loss\.end_epoch\(") as caught:
+    with pytest.warns(UserWarning, match=rf"{name}.*3 times.*loss\.end_epoch\(") as warning_records:
         train(net, loss, optimizer, epochs=3)
-    assert len(caught) == 1
+    assert len(warning_records) == 1
 
 
 def test_evaluations_without_the_end_of_an_epoch_warn():

@@ -43,7 +43,7 @@ def test_libraries_are_not_listed_as_networks():
         ("timm:test_vit.r160_in1k", timm.models.VisionTransformer),
         ("resnet26", timm.models.ResNet),
         ("swin_t", torchvision.models.SwinTransformer),
-        ("resnet50", torchvision.models.ResNet),  # ours comes first
+        ("resnet50", torchvision.models.ResNet),  # the catalogue takes precedence over libraries
     ],
 )
 def test_names_resolve_to_networks(name, cls):
@@ -54,11 +54,11 @@ def test_names_resolve_to_networks(name, cls):
 
 
 @pytest.mark.parametrize("name", ["timm:test_vit", "torchvision:resnet18", "vit_base_patch16_384"])
-@pytest.mark.parametrize("word", ["checkpoint_path", "pretrained_cfg", "weights_backbone"])
-def test_a_library_loads_no_weights_by_itself(name, word):
+@pytest.mark.parametrize("option", ["checkpoint_path", "pretrained_cfg", "weights_backbone"])
+def test_a_library_loads_no_weights_by_itself(name, option):
     """A recipe is untrusted input, and a library may unpickle the file that it names."""
-    with pytest.raises(ValueError, match=f"'{word}'"):
-        build_model(name, num_classes=5, settings={word: "untrusted.pth"})
+    with pytest.raises(ValueError, match=f"'{option}'"):
+        build_model(name, num_classes=5, settings={option: "untrusted.pth"})
 
 
 def test_unknown_options_are_passed_to_the_library():
@@ -76,14 +76,16 @@ def test_unknown_options_are_passed_to_the_library():
 def test_networks_of_torchvision_take_other_channels(name):
     with torch.device("meta"):
         model = build_model(f"torchvision:{name}", 5, in_channels=2)
-        plain = build_model(f"torchvision:{name}", 5)
+        default = build_model(f"torchvision:{name}", 5)
         assert model(torch.empty(2, 2, 224, 224)).shape == (2, 5)
-    first, before = (next(m for m in x.modules() if isinstance(m, nn.Conv2d)) for x in (model, plain))
-    assert repr(first) == repr(before).replace("(3,", "(2,", 1)
+    convolution, default_convolution = (
+        next(m for m in x.modules() if isinstance(m, nn.Conv2d)) for x in (model, default)
+    )
+    assert repr(convolution) == repr(default_convolution).replace("(3,", "(2,", 1)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("resnet50_cifr", "'resnet50_cifr'.*'resnet50_cifar'"),
         ("ResNet50-CIFAR", "'resnet50_cifar'"),
@@ -97,8 +99,8 @@ def test_networks_of_torchvision_take_other_channels(name):
         ("jax:resnet18", "'jax:resnet18'"),
     ],
 )
-def test_an_unknown_name_raises_with_suggestions(name, said):
-    with pytest.raises(ValueError, match=said):
+def test_an_unknown_name_raises_with_suggestions(name, message):
+    with pytest.raises(ValueError, match=message):
         build_model(name, 10)
 
 
@@ -112,8 +114,8 @@ def test_wrong_keywords_raise():
 
 
 def test_a_missing_library_does_not_break_the_catalogue(monkeypatch):
-    there = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "timm" else there(name))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "timm" else find_spec(name))
     with pytest.raises(ValueError, match=r"'small_cnn'.*'timm:NAME'.*installed"):
         build_model("smal_cnn", 10)
     with torch.device("meta"):
@@ -125,8 +127,8 @@ def test_listing_networks_loads_no_library():
         "import sys, fedlas; fedlas.list_models(); fedlas.build_model('small_cnn', 10); "
         "print({'timm', 'torchvision', 'safetensors'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "set()"
 
 
 def test_a_missing_library_raises_with_its_name(monkeypatch):
@@ -135,13 +137,13 @@ def test_a_missing_library_raises_with_its_name(monkeypatch):
         build_model("resnet18_cifar", 10)
 
 
-def described(record):
-    """What the documentation should say about a network."""
-    side = record.cls.image_size or 28
+def documentation_row(record):
+    """The row of a network in the table of the documentation."""
+    image_size = record.cls.image_size or 28
     with torch.device("meta"):
         model = build_model(record.name, 10)
         channels = next(m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d))
-        width = WithFeatures(model)(torch.empty(2, channels, side, side)).features.shape[1]
+        width = WithFeatures(model)(torch.empty(2, channels, image_size, image_size)).features.shape[1]
     size = sum(p.numel() for p in model.parameters())
     return f"| `{record.name}` | {record.cls.image_size or 'any'} | {width:,} | {size:,} |"
 
@@ -150,6 +152,6 @@ def described(record):
 def test_documented_network_properties_are_correct():
     """Fails if a documented property is outdated; new networks need no entry."""
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
-    shown = set(re.findall(r"^\| `\w+` \| \w+ \| [\d,]+ \| [\d,]+ \|", text, re.MULTILINE))
-    assert shown, "the documentation shows no networks"
-    assert shown <= {described(record) for record in list_models()}
+    documented_rows = set(re.findall(r"^\| `\w+` \| \w+ \| [\d,]+ \| [\d,]+ \|", text, re.MULTILINE))
+    assert documented_rows, "the documentation shows no networks"
+    assert documented_rows <= {documentation_row(record) for record in list_models()}

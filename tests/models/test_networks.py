@@ -20,11 +20,11 @@ SAME_BLOCKS = {
     "resnet101_cifar",
     "resnet101_tiny",
     "resnet50",
-}  # where they are thin
+}  # with a single block in each stage
 
 
 @pytest.fixture
-def thin(monkeypatch):
+def single_block_resnets(monkeypatch):
     """ResNets with one block in each stage: every layer of the deep ones, in a fraction of the time."""
     monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, (1, 1, 1, 1)))
 
@@ -33,17 +33,17 @@ def size(model):
     return sum(p.numel() for p in model.parameters())
 
 
-def small(name, **options):
-    """Any network of the catalogue, and images for it, made small enough for a test; ResNets need `thin`."""
+def small_network(name, **options):
+    """A small version of a network of the catalogue, and images for it; ResNets need `single_block_resnets`."""
     if name.startswith("vit"):
         options |= VIT
     model = build_model(name, 7, **options)
-    side = (
+    image_size = (
         32
         if name.startswith("vit") or name in {"resnet50", "resnet101"}
         else SIDE.get(name, RECORDS[name].cls.image_size)
     )
-    return model, torch.randn(2, options.get("in_channels", 1 if name == "small_cnn" else 3), side, side)
+    return model, torch.randn(2, options.get("in_channels", 1 if name == "small_cnn" else 3), image_size, image_size)
 
 
 @pytest.mark.parametrize(
@@ -96,19 +96,19 @@ def test_options_do_not_change_sizes():
     ],
 )
 def test_features_have_the_published_width_at_full_size(name, width):
-    side = RECORDS[name].cls.image_size
+    image_size = RECORDS[name].cls.image_size
     with torch.device("meta"):
-        logits, features = WithFeatures(build_model(name, 7))(torch.empty(2, 3, side, side))
+        logits, features = WithFeatures(build_model(name, 7))(torch.empty(2, 3, image_size, image_size))
     assert logits.shape == (2, 7)
     assert features.shape == (2, width)
 
 
-@pytest.mark.usefixtures("thin")
+@pytest.mark.usefixtures("single_block_resnets")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.campaign] if name in SAME_BLOCKS else []) for name in RECORDS]
 )
 def test_the_head_maps_features_to_logits(name):
-    model, images = small(name)
+    model, images = small_network(name)
     net = WithFeatures(model).eval()
     logits, features = net(images)
     torch.testing.assert_close(model.get_submodule(net.head_name)(features), logits)
@@ -116,39 +116,39 @@ def test_the_head_maps_features_to_logits(name):
     assert RECORDS[name].summary.endswith(".")
 
 
-def before_pool(model, x):
-    x = model.maxpool(model.relu(model.bn1(model.conv1(x))))
-    return model.layer4(model.layer3(model.layer2(model.layer1(x))))
+def before_pool(model, images):
+    images = model.maxpool(model.relu(model.bn1(model.conv1(images))))
+    return model.layer4(model.layer3(model.layer2(model.layer1(images))))
 
 
-@pytest.mark.usefixtures("thin")
-@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
-def test_tiny_features_are_2x2_average_pools(memory):
-    model, images = small("resnet18_tiny")
-    model, images = model.eval().to(memory_format=memory), images.to(memory_format=memory)
-    last = before_pool(model, images)
-    assert last.shape == (2, 512, 8, 8)
+@pytest.mark.usefixtures("single_block_resnets")
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_tiny_features_are_2x2_average_pools(memory_format):
+    model, images = small_network("resnet18_tiny")
+    model, images = model.eval().to(memory_format=memory_format), images.to(memory_format=memory_format)
+    last_maps = before_pool(model, images)
+    assert last_maps.shape == (2, 512, 8, 8)
     features = WithFeatures(model)(images).features
     for channel in (0, 1, 511):
         for row in (0, 1):
             for column in (0, 1):
-                window = last[:, channel, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
+                window = last_maps[:, channel, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
                 torch.testing.assert_close(features[:, 4 * channel + 2 * row + column], window.mean((1, 2)))
 
 
-@pytest.mark.usefixtures("thin")
+@pytest.mark.usefixtures("single_block_resnets")
 def test_cifar_features_are_global_average_pools():
-    model, images = small("resnet50_cifar")
-    last = before_pool(model.eval(), images)
-    assert last.shape == (2, 2048, 4, 4)
-    torch.testing.assert_close(WithFeatures(model)(images).features, last.mean((2, 3)))
+    model, images = small_network("resnet50_cifar")
+    last_maps = before_pool(model.eval(), images)
+    assert last_maps.shape == (2, 2048, 4, 4)
+    torch.testing.assert_close(WithFeatures(model)(images).features, last_maps.mean((2, 3)))
 
 
 def test_the_stride_is_on_the_3x3_convolution_and_the_stem_keeps_the_size():
     with torch.device("meta"):
         model = build_model("resnet50_cifar", 10)
-    first = model.layer2[0]
-    assert (first.conv1.stride, first.conv2.stride, first.conv3.stride) == ((1, 1), (2, 2), (1, 1))
+    block = model.layer2[0]
+    assert (block.conv1.stride, block.conv2.stride, block.conv3.stride) == ((1, 1), (2, 2), (1, 1))
     assert (model.conv1.kernel_size, model.conv1.stride, model.conv1.padding) == ((3, 3), (1, 1), (1, 1))
     assert [len(model.get_submodule(f"layer{n}")) for n in (1, 2, 3, 4)] == [3, 4, 6, 3]
 
@@ -157,30 +157,30 @@ def convolutions(model):
     return [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d)]
 
 
-def tail(weight):
-    """The kurtosis: 3 for a normal distribution, 1.8 for a uniform one."""
+def kurtosis(weight):
+    """3 for a normal distribution, 1.8 for a uniform one."""
     return (weight.pow(4).mean() / weight.pow(2).mean() ** 2).item()
 
 
-@pytest.mark.usefixtures("thin")
+@pytest.mark.usefixtures("single_block_resnets")
 def test_cifar_networks_have_the_default_initialisation_of_torch():
     model = build_model("resnet50_cifar", 10)
     for name, layer in convolutions(model):
         bound = 1 / math.sqrt(layer.weight[0].numel())
         assert bound * 0.99 < layer.weight.abs().max() <= bound, name
         assert layer.weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.03), name
-        assert tail(layer.weight) == pytest.approx(1.8, rel=0.05), name
+        assert kurtosis(layer.weight) == pytest.approx(1.8, rel=0.05), name
     assert_norms_and_head_are_torch_defaults(model)
 
 
-@pytest.mark.usefixtures("thin")
+@pytest.mark.usefixtures("single_block_resnets")
 def test_tiny_networks_have_the_initialisation_of_the_paper():
     model = build_model("resnet50_tiny", 200)
     for name, layer in convolutions(model):
         expected = math.sqrt(2 / (layer.kernel_size[0] ** 2 * layer.out_channels))
         assert layer.weight.std().item() == pytest.approx(expected, rel=0.05), name
         assert abs(layer.weight.mean().item()) < 0.1 * expected, name
-        assert tail(layer.weight) == pytest.approx(3, rel=0.1), name
+        assert kurtosis(layer.weight) == pytest.approx(3, rel=0.1), name
     assert_norms_and_head_are_torch_defaults(model)
 
 
@@ -194,20 +194,20 @@ def assert_norms_and_head_are_torch_defaults(model):
     assert 0 < model.fc.bias.abs().max() <= bound
 
 
-@pytest.mark.usefixtures("thin")
+@pytest.mark.usefixtures("single_block_resnets")
 @pytest.mark.parametrize("name", ["resnet18_cifar", "resnet18_tiny", "vit_base_patch16_384", "small_cnn"])
 def test_equal_seeds_give_equal_networks(name):
-    built = []
+    weights = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        built.append(small(name)[0].state_dict())
-    assert all(torch.equal(built[0][key], built[1][key]) for key in built[0])
-    assert not all(torch.equal(built[0][key], built[2][key]) for key in built[0])
+        weights.append(small_network(name)[0].state_dict())
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    assert not all(torch.equal(weights[0][key], weights[2][key]) for key in weights[0])
 
 
-@pytest.mark.usefixtures("thin")
+@pytest.mark.usefixtures("single_block_resnets")
 def test_features_are_taken_before_the_published_dropout():
-    model, images = small("resnet101")
+    model, images = small_network("resnet101")
     assert isinstance(model.fc, Head)
     assert model.fc.before.p == 0.5
     net = WithFeatures(model.eval())
@@ -224,27 +224,27 @@ def test_features_are_taken_before_the_published_dropout():
 
 def test_a_transformer_gives_its_cls_token_after_or_before_the_final_norm():
     torch.manual_seed(0)
-    after, images = small("vit_base_patch16_384")
-    before, _ = small("vit_base_patch16_384", pre_norm=True)
-    weights = after.state_dict()
+    post_norm, images = small_network("vit_base_patch16_384")
+    pre_norm, _ = small_network("vit_base_patch16_384", pre_norm=True)
+    weights = post_norm.state_dict()
     for part in ("weight", "bias"):
         weights[f"norm.{part}"] += torch.rand_like(weights[f"norm.{part}"])
         weights[f"head.before.{part}"] = weights[f"norm.{part}"]
-    after.load_state_dict({k: v for k, v in weights.items() if "before" not in k})
-    before.load_state_dict({k: v for k, v in weights.items() if not k.startswith("norm.")})
-    normed, plain = WithFeatures(after.eval())(images), WithFeatures(before.eval())(images)
-    torch.testing.assert_close(plain.logits, normed.logits)
-    torch.testing.assert_close(normed.features, after.forward_features(images)[:, 0])
-    torch.testing.assert_close(after.norm(plain.features), normed.features)
-    assert not torch.allclose(plain.features, normed.features)
+    post_norm.load_state_dict({k: v for k, v in weights.items() if "before" not in k})
+    pre_norm.load_state_dict({k: v for k, v in weights.items() if not k.startswith("norm.")})
+    post_norm_output, pre_norm_output = WithFeatures(post_norm.eval())(images), WithFeatures(pre_norm.eval())(images)
+    torch.testing.assert_close(pre_norm_output.logits, post_norm_output.logits)
+    torch.testing.assert_close(post_norm_output.features, post_norm.forward_features(images)[:, 0])
+    torch.testing.assert_close(post_norm.norm(pre_norm_output.features), post_norm_output.features)
+    assert not torch.allclose(pre_norm_output.features, post_norm_output.features)
 
 
 def test_a_transformer_is_the_one_of_timm():
     torch.manual_seed(0)
-    ours, images = small("vit_base_patch16_384")
+    model, images = small_network("vit_base_patch16_384")
     torch.manual_seed(0)
-    theirs = timm.create_model("vit_base_patch16_384", num_classes=7, **VIT)
-    torch.testing.assert_close(ours.eval()(images), theirs.eval()(images), rtol=0, atol=0)
+    timm_model = timm.create_model("vit_base_patch16_384", num_classes=7, **VIT)
+    torch.testing.assert_close(model.eval()(images), timm_model.eval()(images), rtol=0, atol=0)
 
 
 COMPILED = {
@@ -259,18 +259,18 @@ COMPILED_SLOWLY = {
 }
 
 
-@pytest.mark.usefixtures("thin")
+@pytest.mark.usefixtures("single_block_resnets")
 @pytest.mark.parametrize(
     "case", [*COMPILED, *(pytest.param(case, marks=pytest.mark.campaign) for case in COMPILED_SLOWLY)]
 )
 def test_logits_and_features_compile_in_one_graph(case):
-    """As the training engine wants it: in training mode and channels-last, with gradients."""
+    """As in the training engine: in training mode and channels-last, with gradients."""
     torch.compiler.reset()
-    model, images = small(case.split()[0], **(COMPILED | COMPILED_SLOWLY)[case])
+    model, images = small_network(case.split()[0], **(COMPILED | COMPILED_SLOWLY)[case])
     model, images = model.to(memory_format=torch.channels_last), images.to(memory_format=torch.channels_last)
-    for part in model.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0  # so that two passes agree
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # so that two passes agree
     net = WithFeatures(model)
     weight = torch.randn(7)
 
@@ -280,30 +280,32 @@ def test_logits_and_features_compile_in_one_graph(case):
         (output.logits @ weight).sum().backward()
         return output, [p.grad.clone() for p in model.parameters()]
 
-    expected, slopes = step(net)
-    compiled, others = step(torch.compile(net, fullgraph=True, backend="aot_eager"))
+    expected, gradients = step(net)
+    compiled, compiled_gradients = step(torch.compile(net, fullgraph=True, backend="aot_eager"))
     torch.testing.assert_close(compiled, expected, rtol=1e-4, atol=1e-5)
-    for slope, other in zip(slopes, others, strict=True):
-        torch.testing.assert_close(other, slope, rtol=1e-3, atol=1e-4 * slope.abs().max().item() + 1e-6)
+    for gradient, compiled_gradient in zip(gradients, compiled_gradients, strict=True):
+        torch.testing.assert_close(
+            compiled_gradient, gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item() + 1e-6
+        )
 
 
-@pytest.mark.usefixtures("thin")
+@pytest.mark.usefixtures("single_block_resnets")
 @pytest.mark.parametrize(
     ("name", "channels"),
     [("resnet18_cifar", 1), ("resnet18_tiny", 1), ("resnet50", 4), ("vit_base_patch16_384", 1), ("small_cnn", 4)],
 )
 def test_images_may_have_other_channels(name, channels):
-    model, images = small(name, in_channels=channels)
+    model, images = small_network(name, in_channels=channels)
     assert model.eval()(images).shape == (2, 7)
-    first = convolutions(model)[0][1]
-    assert first.in_channels == channels
+    first_convolution = convolutions(model)[0][1]
+    assert first_convolution.in_channels == channels
 
 
-@pytest.mark.parametrize("side", [8, 28, 32])
+@pytest.mark.parametrize("image_size", [8, 28, 32])
 @pytest.mark.parametrize("norm", ["batch", "group"])
-def test_the_small_network_takes_small_images(side, norm):
+def test_the_small_network_takes_small_images(image_size, norm):
     net = WithFeatures(build_model("small_cnn", 10, norm=norm))
-    logits, features = net(torch.randn(4, 1, side, side))
+    logits, features = net(torch.randn(4, 1, image_size, image_size))
     assert (logits.shape, features.shape) == ((4, 10), (4, 128))
     assert (features >= 0).all()
 

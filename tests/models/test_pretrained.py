@@ -16,7 +16,7 @@ VIT = {"img_size": 32, "depth": 1, "embed_dim": 48, "num_heads": 2}
 
 
 @pytest.fixture(autouse=True)
-def thin(monkeypatch):
+def single_block_resnets(monkeypatch):
     monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, (1, 1, 1, 1)))
 
 
@@ -33,7 +33,7 @@ def hub(monkeypatch, tmp_path):
     return tmp_path / "hub" / "checkpoints"
 
 
-def saved(model, path):
+def save_weights(model, path):
     if path.suffix == ".safetensors":
         save_file(model.state_dict(), path)
     else:
@@ -41,9 +41,10 @@ def saved(model, path):
     return path
 
 
-def same(model, weights, but=()):
-    own = model.state_dict()
-    return {key for key in own if key not in weights or not torch.equal(own[key], weights[key])} == set(but)
+def equals(model, weights, except_for=()):
+    state_dict = model.state_dict()
+    different = {key for key in state_dict if key not in weights or not torch.equal(state_dict[key], weights[key])}
+    return different == set(except_for)
 
 
 CASES = {
@@ -60,20 +61,20 @@ HEADS = {"vit_base_patch16_384": "head", "timm:test_vit": "head", "torchvision:m
 @pytest.mark.parametrize(("name", "kind"), [("small_cnn", "safetensors"), *((name, "pth") for name in CASES)])
 def test_weights_round_trip_through_a_file(name, kind, tmp_path):
     model = build_model(name, 7, **CASES[name])
-    path = saved(model, tmp_path / f"weights.{kind}")
-    assert same(build_model(name, 7, pretrained=path, **CASES[name]), model.state_dict())
+    path = save_weights(model, tmp_path / f"weights.{kind}")
+    assert equals(build_model(name, 7, pretrained=path, **CASES[name]), model.state_dict())
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_another_number_of_classes_keeps_the_initial_head(name, tmp_path):
-    path = saved(build_model(name, 7, **CASES[name]), tmp_path / "weights.pth")
+    path = save_weights(build_model(name, 7, **CASES[name]), tmp_path / "weights.pth")
     torch.manual_seed(5)
-    drawn = build_model(name, 9, **CASES[name])
+    initial = build_model(name, 9, **CASES[name])
     torch.manual_seed(5)
     model = build_model(name, 9, pretrained=str(path), **CASES[name])
     head = HEADS.get(name, "fc")
-    assert same(model, torch.load(path, weights_only=True), but=[f"{head}.weight", f"{head}.bias"])
-    assert torch.equal(model.get_submodule(head).weight, drawn.get_submodule(head).weight)
+    assert equals(model, torch.load(path, weights_only=True), except_for=[f"{head}.weight", f"{head}.bias"])
+    assert torch.equal(model.get_submodule(head).weight, initial.get_submodule(head).weight)
 
 
 def test_a_file_without_a_head_is_accepted(tmp_path):
@@ -81,14 +82,14 @@ def test_a_file_without_a_head_is_accepted(tmp_path):
     body = {key: value for key, value in weights.items() if not key.startswith("fc.")}
     torch.save({"epoch": 3, "state_dict": body}, tmp_path / "body.pt")
     model = build_model("small_cnn", 7, pretrained=tmp_path / "body.pt")
-    assert same(model, weights, but=["fc.weight", "fc.bias"])
+    assert equals(model, weights, except_for=["fc.weight", "fc.bias"])
 
 
 def test_files_of_old_versions_of_torch_are_accepted(tmp_path):
     weights = build_model("small_cnn", 7).state_dict()
-    old = {key: value for key, value in weights.items() if not key.endswith("num_batches_tracked")}
-    torch.save(old, tmp_path / "old.pth")
-    assert same(build_model("small_cnn", 7, pretrained=tmp_path / "old.pth"), weights)
+    old_weights = {key: value for key, value in weights.items() if not key.endswith("num_batches_tracked")}
+    torch.save(old_weights, tmp_path / "old.pth")
+    assert equals(build_model("small_cnn", 7, pretrained=tmp_path / "old.pth"), weights)
 
 
 def without(weights, name):
@@ -96,7 +97,7 @@ def without(weights, name):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda w: without(w, "conv2.weight"), r"missing.*conv2\.weight$"),
         (lambda w: without(w, "fc.bias"), r"missing.*fc\.bias$"),
@@ -113,9 +114,9 @@ def without(weights, name):
         ),
     ],
 )
-def test_mismatched_weights_raise_with_their_names(change, said, tmp_path):
+def test_mismatched_weights_raise_with_their_names(change, message, tmp_path):
     torch.save(change(build_model("small_cnn", 7).state_dict()), tmp_path / "w.pth")
-    with pytest.raises(ValueError, match=f"w.pth.*'small_cnn'.*{said}"):
+    with pytest.raises(ValueError, match=f"w.pth.*'small_cnn'.*{message}"):
         build_model("small_cnn", 7, pretrained=tmp_path / "w.pth")
 
 
@@ -135,21 +136,21 @@ def test_invalid_files_raise(tmp_path):
 
 
 def test_pretrained_transformers_may_give_features_before_the_norm(tmp_path):
-    plain = build_model("vit_base_patch16_384", 7, **VIT)
-    path = saved(plain, tmp_path / "vit.safetensors")
+    post_norm = build_model("vit_base_patch16_384", 7, **VIT)
+    path = save_weights(post_norm, tmp_path / "vit.safetensors")
     model = build_model("vit_base_patch16_384", 7, pre_norm=True, pretrained=path, **VIT)
     images = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(model.eval()(images), plain.eval()(images))
-    again = saved(model, tmp_path / "pre_norm.safetensors")
-    assert same(
-        build_model("vit_base_patch16_384", 7, pre_norm=True, pretrained=again, **VIT), model.state_dict()
-    )  # and files of its own
+    torch.testing.assert_close(model.eval()(images), post_norm.eval()(images))
+    pre_norm_path = save_weights(model, tmp_path / "pre_norm.safetensors")
+    assert equals(
+        build_model("vit_base_patch16_384", 7, pre_norm=True, pretrained=pre_norm_path, **VIT), model.state_dict()
+    )  # also from a file of such a network
 
 
 def test_positions_of_a_transformer_are_resized_by_timm(tmp_path):
-    path = saved(build_model("vit_base_patch16_384", 7, **VIT), tmp_path / "vit.pth")
+    path = save_weights(build_model("vit_base_patch16_384", 7, **VIT), tmp_path / "vit.pth")
     model = build_model("vit_base_patch16_384", 7, pretrained=path, **VIT | {"img_size": 64})
-    assert same(model, torch.load(path, weights_only=True), but=["pos_embed"])
+    assert equals(model, torch.load(path, weights_only=True), except_for=["pos_embed"])
 
 
 TORCH = "https://download.pytorch.org/models"
@@ -185,19 +186,19 @@ def test_an_existing_file_is_used(hub):
     model = build_model("timm:test_vit", 1000)
     save_file(model.state_dict(), hub / "test_vit.r160_in1k.safetensors")
     loaded = build_model("timm:test_vit", 10, pretrained=True)
-    assert same(loaded, model.state_dict(), but=["head.weight", "head.bias"])
+    assert equals(loaded, model.state_dict(), except_for=["head.weight", "head.bias"])
 
 
 def test_the_hugging_face_cache_is_used(tmp_path, monkeypatch):
-    path = saved(build_model("timm:test_vit", 1000), tmp_path / "model.safetensors")
-    asked = []
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *args: asked.append(args) or str(path))
+    path = save_weights(build_model("timm:test_vit", 1000), tmp_path / "model.safetensors")
+    requests = []
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *args: requests.append(args) or str(path))
     build_model("timm:test_vit", 10, pretrained=True)
-    assert asked == [("timm/test_vit.r160_in1k", "model.safetensors")]
+    assert requests == [("timm/test_vit.r160_in1k", "model.safetensors")]
 
 
 def test_weights_are_fetched_once_and_checked(hub, tmp_path, monkeypatch):
-    monkeypatch.undo()  # the real function, with a folder for an address
+    monkeypatch.undo()  # the real function, with a file:// address
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     content = b"some weights"
     digest = hashlib.sha256(content).hexdigest()
@@ -222,13 +223,13 @@ def test_a_download_with_a_wrong_checksum_is_deleted(hub, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "message"),
     [
         ("resnet50_cifar", {}, "'resnet50_cifar'.*pretrained='"),
         ("resnet101", {"tag": "V9"}, "'V9'.*'resnet101'.*IMAGENET1K_V1, IMAGENET1K_V2"),
         ("timm:botnet50ts_256", {}, "timm.*'botnet50ts_256'"),
     ],
 )
-def test_missing_published_weights_raise(name, options, said):
-    with pytest.raises(ValueError, match=said):
+def test_missing_published_weights_raise(name, options, message):
+    with pytest.raises(ValueError, match=message):
         build_model(name, 10, pretrained=True, **options)

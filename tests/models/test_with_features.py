@@ -1,6 +1,6 @@
 """`WithFeatures` on small networks: choice of the head, outputs, errors, and execution modes.
 
-The proof that features are right is the same everywhere: the head applied to them gives the logits.
+All tests check features in the same way: the head applied to them must give the logits.
 """
 
 import copy
@@ -36,7 +36,7 @@ class Wired(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Body, dropout and head; a class of its own, so that it can be pickled."""
+    """Body, dropout and head; a named class, so that it can be pickled."""
 
     def __init__(self, reentrant=None):
         super().__init__()
@@ -74,9 +74,9 @@ def chain(*names):
     return Wired(wiring, **dict(zip(names, layers, strict=True)))
 
 
-def pair(wiring, **more):
-    """A hidden layer `a` and a last layer `b`, wired in one's own way."""
-    return Wired(wiring, a=nn.Linear(6, 8), b=nn.Linear(8, 5), **more)
+def pair(wiring, **parts):
+    """A hidden layer `a` and a last layer `b`, connected by the given function."""
+    return Wired(wiring, a=nn.Linear(6, 8), b=nn.Linear(8, 5), **parts)
 
 
 FOUND = {
@@ -201,14 +201,14 @@ def test_one_of_two_heads_can_be_selected():
     torch.testing.assert_close(assert_features_give_logits(WithFeatures(model, head="head_a"), x).features, x)
 
 
-def plain_pair(self, x):
+def two_logits(self, x):
     return self.head_a(x), self.head_b(2 * x)
 
 
 TWO_OUTPUTS = {
-    "tuple": (plain_pair, 1),
-    "tuple from the end": (plain_pair, -1),
-    "post-processed": (lambda self, x: tuple(2 * y for y in plain_pair(self, x)), 1),
+    "tuple": (two_logits, 1),
+    "tuple from the end": (two_logits, -1),
+    "post-processed": (lambda self, x: tuple(2 * y for y in two_logits(self, x)), 1),
     "dict": (lambda self, x: {"logits": self.head_a(x), "b": self.head_b(2 * x)}, "b"),
     "attribute": (lambda self, x: SimpleNamespace(logits=self.head_a(x), b=self.head_b(2 * x)), "b"),
 }
@@ -220,14 +220,14 @@ def test_logits_of_another_head_raise(case):
     x, model = torch.randn(4, 6), heads(wiring)
     with pytest.raises(ValueError, match=r"'head_b'.*output="):
         WithFeatures(model, head="head_b")(x)
-    chosen = WithFeatures(model, head="head_b", output=output)
+    net = WithFeatures(model, head="head_b", output=output)
     scale = 2 if case == "post-processed" else 1
-    torch.testing.assert_close(chosen(x), Output(scale * model.head_b(2 * x), 2 * x))
-    assert f"output={output!r}" in repr(chosen)
+    torch.testing.assert_close(net(x), Output(scale * model.head_b(2 * x), 2 * x))
+    assert f"output={output!r}" in repr(net)
 
 
 def test_logits_of_another_head_raise_without_gradients_and_compiled():
-    net = WithFeatures(heads(plain_pair), head="head_b")
+    net = WithFeatures(heads(two_logits), head="head_b")
     with torch.no_grad(), pytest.raises(ValueError, match="output="):
         net(torch.randn(4, 6))
     torch.compiler.reset()
@@ -248,27 +248,27 @@ def test_an_unknown_output_raises(output, message):
         WithFeatures(heads(), head="head_a", output=output)(torch.randn(4, 6))
 
 
-def segmentation(mode="bilinear", **more):
+def segmentation(mode="bilinear", **interpolate_options):
     """A body, a dropout and a head at a quarter of the size, resized like networks of torchvision."""
 
     def wiring(self, x):
-        small = self.classifier(self.body(x))
-        more_features = {"out": functional.interpolate(small, size=x.shape[2:], mode=mode, **more)}
-        return OrderedDict(more_features | {"aux": small})
+        small_logits = self.classifier(self.body(x))
+        outputs = {"out": functional.interpolate(small_logits, size=x.shape[2:], mode=mode, **interpolate_options)}
+        return OrderedDict(outputs | {"aux": small_logits})
 
     head = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Dropout(0.1), nn.Conv2d(8, 5, 1))
     parts = {"classifier": head, "aux_classifier": nn.Sequential(nn.Conv2d(8, 5, 1))}
     return Wired(wiring, body=nn.Conv2d(3, 8, 4, stride=4), **parts)
 
 
-@pytest.mark.parametrize(("mode", "more"), [("bilinear", {"align_corners": False}), ("nearest", {})])
-def test_features_of_resized_logits_are_resized_alike(mode, more):
-    net = WithFeatures(segmentation(mode, **more).eval())
+@pytest.mark.parametrize(("mode", "interpolate_options"), [("bilinear", {"align_corners": False}), ("nearest", {})])
+def test_features_of_resized_logits_are_resized_alike(mode, interpolate_options):
+    net = WithFeatures(segmentation(mode, **interpolate_options).eval())
     output = assert_features_give_logits(net, torch.randn(2, 3, 16, 12))
     assert output.logits.shape == (2, 5, 16, 12)
     assert output.features.shape == (2, 8, 16, 12)
-    small = WithFeatures(net.unwrap(), output="aux")(torch.randn(2, 3, 16, 12))
-    assert small.features.shape == (2, 8, 4, 3)
+    small_output = WithFeatures(net.unwrap(), output="aux")(torch.randn(2, 3, 16, 12))
+    assert small_output.features.shape == (2, 8, 4, 3)
 
 
 def test_a_container_of_one_layer_is_enough_as_a_path():
@@ -406,7 +406,7 @@ def test_logits_are_extracted_from_network_outputs(case):
 
 
 @pytest.mark.parametrize(
-    ("result", "message"),
+    ("output", "message"),
     [
         ({"start": 1, "end": 2}, "dict.*start, end"),
         (None, "NoneType"),
@@ -414,9 +414,9 @@ def test_logits_are_extracted_from_network_outputs(case):
         (SimpleNamespace(logits=None), "SimpleNamespace"),
     ],
 )
-def test_an_output_without_logits_raises(result, message):
+def test_an_output_without_logits_raises(output, message):
     with pytest.raises(TypeError, match=message):
-        WithFeatures(pair(lambda self, x: result))(torch.randn(4, 6))
+        WithFeatures(pair(lambda self, x: output))(torch.randn(4, 6))
 
 
 ROWS = {
@@ -541,9 +541,9 @@ def test_the_wrapped_model_is_unchanged():
     assert type(model(x)) is torch.Tensor
     torch.testing.assert_close(model(x), before, rtol=0, atol=0)
     torch.testing.assert_close(net(x).logits, before, rtol=0, atol=0)
-    plain = Classifier().eval()
-    plain.load_state_dict(model.state_dict())
-    torch.testing.assert_close(plain(x), before, rtol=0, atol=0)
+    unwrapped = Classifier().eval()
+    unwrapped.load_state_dict(model.state_dict())
+    torch.testing.assert_close(unwrapped(x), before, rtol=0, atol=0)
 
 
 def by_pickle(net):
@@ -557,17 +557,18 @@ def by_torch(net):
     return torch.load(buffer, weights_only=False)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle, by_torch])
-def test_a_copy_sees_its_own_features(copied):
+@pytest.mark.parametrize("copy_network", [copy.deepcopy, by_pickle, by_torch])
+def test_a_copy_sees_its_own_features(copy_network):
     net = WithFeatures(Classifier()).eval()
-    twin = copied(net)
+    net_copy = copy_network(net)
     with torch.no_grad():
-        twin.model.body[0].weight.add_(1.0)
+        net_copy.model.body[0].weight.add_(1.0)
     x = images()
-    first, second = assert_features_give_logits(net, x), assert_features_give_logits(twin, x)
+    first, second = assert_features_give_logits(net, x), assert_features_give_logits(net_copy, x)
     assert not torch.allclose(first.features, second.features)
     torch.testing.assert_close(assert_features_give_logits(net, x).features, first.features, rtol=0, atol=0)
-    assert_features_give_logits(WithFeatures(copied(twin.model)), x)  # a model that carries the hook of another wrapper
+    # This model has the hook of another wrapper.
+    assert_features_give_logits(WithFeatures(copy_network(net_copy.model)), x)
 
 
 def test_two_wrappers_of_one_model_work_side_by_side():
@@ -586,18 +587,18 @@ def test_a_wrapper_of_a_wrapper_works():
 
 def test_wrapper_keeps_no_tensors_alive():
     net = WithFeatures(Classifier())
-    seen = []
-    net.model.fc.register_forward_pre_hook(lambda _, args: seen.append(weakref.ref(args[0])))
-    gc.disable()  # what only the cycle collector frees was kept alive
+    references = []
+    net.model.fc.register_forward_pre_hook(lambda _, args: references.append(weakref.ref(args[0])))
+    gc.disable()  # tensors that only the cycle collector would free count as kept alive
     try:
         output = net(images())
-        seen.append(weakref.ref(output.features))
+        references.append(weakref.ref(output.features))
         del output
         net.model(images())
         with pytest.raises(RuntimeError):
             net(torch.randn(4, 2, 8, 8))
-        assert len(seen) == 3
-        assert [ref() for ref in seen] == [None, None, None]
+        assert len(references) == 3
+        assert [reference() for reference in references] == [None, None, None]
     finally:
         gc.enable()
     assert net._recorder is None
@@ -658,16 +659,16 @@ def test_wrapper_works_in_channels_last():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_wrapper_works_with_gradient_checkpointing(reentrant):
-    plain = WithFeatures(Classifier()).eval()
+    reference = WithFeatures(Classifier()).eval()
     net = WithFeatures(Classifier(reentrant)).eval()
-    net.load_state_dict(plain.state_dict())
+    net.load_state_dict(reference.state_dict())
     x = images().requires_grad_()
-    expected, output = plain(x), net(x)
+    expected, output = reference(x), net(x)
     torch.testing.assert_close(output, expected)
     for logits, features in (expected, output):
         (logits.square().sum() + features.sum()).backward()
-    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)
+    for parameter, expected_parameter in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected_parameter.grad)
 
 
 COMPILED = {

@@ -23,10 +23,10 @@ class Gated(nn.Module):
     def forward(self, logits, labels, features=None, index=None):
         norms = features.detach().norm(dim=1)
         self.norm.lerp_(norms.mean(), 0.5)
-        share = torch.sigmoid(self.gate(logits.detach())[:, 0] + norms - self.norm.clone())
+        weights = torch.sigmoid(self.gate(logits.detach())[:, 0] + norms - self.norm.clone())
         if index is not None:
-            share = share * (index >= 0)
-        return (share * functional.cross_entropy(logits, labels, reduction="none")).mean()
+            weights = weights * (index >= 0)
+        return (weights * functional.cross_entropy(logits, labels, reduction="none")).mean()
 
 
 class Two(nn.Module):
@@ -64,20 +64,20 @@ def test_a_plain_network_is_wrapped():
         WithLoss(nn.Flatten(), Gated())
 
 
-@pytest.mark.parametrize("inputs", [dict, UserDict, tuple, list], ids=lambda kind: kind.__name__)
-def test_inputs_are_unpacked(inputs):
+@pytest.mark.parametrize("container", [dict, UserDict, tuple, list], ids=lambda kind: kind.__name__)
+def test_inputs_are_unpacked(container):
     task = WithLoss(Two().eval(), Gated())
     x, labels = batch()
-    several = inputs([("image", x), ("scale", 2.0)]) if inputs in (dict, UserDict) else inputs([x, 2.0])
-    torch.testing.assert_close(task(several, labels)[1], task(2 * x, labels)[1])
+    packed = container([("image", x), ("scale", 2.0)]) if container in (dict, UserDict) else container([x, 2.0])
+    torch.testing.assert_close(task(packed, labels)[1], task(2 * x, labels)[1])
 
 
 @pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.campaign)])
 def test_with_loss_compiles_in_one_graph_without_recompilation(training):
     torch.compiler.reset()
     task = WithLoss(Two(), Gated()).train(training)
-    twin = copy.deepcopy(task)
-    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    task_copy = copy.deepcopy(task)
+    compiled = torch.compile(task_copy, fullgraph=True, backend="aot_eager")
     x, labels = batch()
     for step in range(3):
         with torch._dynamo.config.patch(error_on_recompile=step > 0):
@@ -89,8 +89,8 @@ def test_with_loss_compiles_in_one_graph_without_recompilation(training):
         torch.testing.assert_close(value, expected)
         value.backward()
         expected.backward()
-    for mine, theirs in zip(twin.parameters(), task.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)
+    for parameter, expected_parameter in zip(task_copy.parameters(), task.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected_parameter.grad)
 
 
 @pytest.fixture
@@ -106,8 +106,8 @@ def one_process():
 def test_distributed_data_parallel_sees_network_and_loss(find_unused, compiled):
     torch.compiler.reset()
     task = WithLoss(Two(), Gated())
-    twin = copy.deepcopy(task)
-    parallel = DistributedDataParallel(twin, find_unused_parameters=find_unused)
+    task_copy = copy.deepcopy(task)
+    parallel = DistributedDataParallel(task_copy, find_unused_parameters=find_unused)
     if compiled:
         parallel = torch.compile(parallel, backend="aot_eager")
     x, labels = batch()
@@ -120,9 +120,9 @@ def test_distributed_data_parallel_sees_network_and_loss(find_unused, compiled):
         assert output.features.shape == (4, 8)
         value.backward()
         expected.backward()
-    for mine, theirs in zip(twin.parameters(), task.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)
-    torch.testing.assert_close(twin.loss.norm, task.loss.norm)
+    for parameter, expected_parameter in zip(task_copy.parameters(), task.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected_parameter.grad)
+    torch.testing.assert_close(task_copy.loss.norm, task.loss.norm)
 
 
 @pytest.mark.usefixtures("one_process")

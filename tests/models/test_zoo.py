@@ -1,7 +1,8 @@
-"""`WithFeatures` on the networks that people bring: torchvision's, timm's and those of Hugging Face.
+"""`WithFeatures` on networks of other libraries: torchvision, timm and Hugging Face.
 
 Small ones run on the CPU, where the head applied to the features must give the logits; one of every family runs on the
-meta device, where only shapes can be checked. What cannot work is listed with the reason, and must be refused.
+meta device, where only shapes can be checked. Networks that cannot work are listed with the
+reason, and must raise an error.
 """
 
 import pytest
@@ -16,7 +17,7 @@ from transformers.models.auto import modeling_auto
 
 from fedlas.models.base import WithFeatures
 
-# The warnings of other people's code are not ours to answer for.
+# Warnings of other libraries are not caused by this one.
 pytestmark = pytest.mark.filterwarnings("ignore")
 CLASSES = 13
 
@@ -26,8 +27,8 @@ def assert_features_give_logits(net, *args, **kwargs):
     output = net(*args, **kwargs)
     layer = net.model.get_submodule(net.head_name)
     weight = layer.weight.flatten(1)  # of a linear layer or of a 1x1 convolution
-    made = nn.functional.linear(output.features, weight, layer.bias)
-    torch.testing.assert_close(made, output.logits, rtol=1e-4, atol=1e-4 * output.logits.abs().max().item())
+    expected_logits = nn.functional.linear(output.features, weight, layer.bias)
+    torch.testing.assert_close(expected_logits, output.logits, rtol=1e-4, atol=1e-4 * output.logits.abs().max().item())
     assert output.logits.shape[-1] == CLASSES
     return output
 
@@ -60,11 +61,11 @@ def torchvision_model(name, **options):
 
 
 def on_torchvision(name, monkeypatch):
-    widths = BlockParams.from_init_params
+    from_init_params = BlockParams.from_init_params
 
     def on_cpu(*args, **kwargs):  # a RegNet computes its widths with tensors
         with torch.device("cpu"):
-            return widths(*args, **kwargs)
+            return from_init_params(*args, **kwargs)
 
     monkeypatch.setattr(BlockParams, "from_init_params", on_cpu)
     with torch.device("meta"):
@@ -135,12 +136,12 @@ def timm_family(name):
     return timm_registry._model_to_module[name]
 
 
-def smallness(name):
+def size_rank(name):
     return next((n for n, text in enumerate(SMALL) if text in name), len(SMALL))
 
 
 PLAIN = [name for name in TIMM if "distilled" not in name and not name.endswith("_enc")]
-TIMM_FAMILIES = {timm_family(name): name for name in sorted(PLAIN, key=smallness, reverse=True)}
+TIMM_FAMILIES = {timm_family(name): name for name in sorted(PLAIN, key=size_rank, reverse=True)}
 
 
 def on_timm(name, refused):
@@ -245,22 +246,22 @@ def hugging_face(name, task, **options):
     return getattr(transformers, f"{name}For{task}")(config)
 
 
-def padded(side):
+def padded(padding):
     """Two sequences that end with the token 2, one of them shorter than the other."""
     tokens = torch.randint(3, 50, (2, 12))
     tokens[:, -1] = 2
     tokens[1] = torch.cat([torch.zeros(5, dtype=torch.long), tokens[1, 5:]])
-    if side == "right":
+    if padding == "right":
         tokens[1] = tokens[1].roll(-5)
     return {"input_ids": tokens, "attention_mask": (tokens != 0).long()}
 
 
 @pytest.mark.parametrize(
-    ("name", "side"), [*((name, "right") for name in SEQUENCES), ("GPT2", "left"), ("Bert", "left")]
+    ("name", "padding"), [*((name, "right") for name in SEQUENCES), ("GPT2", "left"), ("Bert", "left")]
 )
-def test_sequence_classifier_features_reproduce_the_logits(name, side):
+def test_sequence_classifier_features_reproduce_the_logits(name, padding):
     net = WithFeatures(hugging_face(name, "SequenceClassification", **TEXT, **SEQUENCES[name])).eval()
-    output = assert_features_give_logits(net, **padded(side))
+    output = assert_features_give_logits(net, **padded(padding))
     assert output.logits.shape == (2, CLASSES)
     assert output.features.shape[0] == 2
 
@@ -286,8 +287,8 @@ def test_image_classifier_features_reproduce_the_logits(name):
 
 
 def test_hugging_face_features_are_taken_before_dropout():
-    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.5}
-    net = WithFeatures(hugging_face("Bert", "SequenceClassification", **TEXT, **SIZES, **quiet))
+    dropout_rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.5}
+    net = WithFeatures(hugging_face("Bert", "SequenceClassification", **TEXT, **SIZES, **dropout_rates))
     batch = padded("right")
     logits, features = net.train()(**batch)
     expected = net.eval()(**batch)
@@ -315,15 +316,20 @@ def test_logits_after_a_loss_raise():
 
 TASKS = ("SEQUENCE", "IMAGE", "TOKEN")
 NAMES = [getattr(modeling_auto, f"MODEL_FOR_{task}_CLASSIFICATION_MAPPING_NAMES").values() for task in TASKS]
-HUGGING_FACE = {name for names in NAMES for each in names for name in ([each] if isinstance(each, str) else each)}
+HUGGING_FACE = {
+    name
+    for names in NAMES
+    for class_names in names
+    for name in ([class_names] if isinstance(class_names, str) else class_names)
+}
 
 
 @pytest.mark.campaign
 def test_head_is_found_in_all_hugging_face_classifiers():
-    result, refused, unbuilt = set(), set(), set()
+    supported, refused, unbuilt = set(), set(), set()
     for name in sorted(
         HUGGING_FACE - {"ShieldGemma2ForImageClassification"}
-    ):  # its logits are two words of a language model
+    ):  # its logits are two tokens of a language model
         try:
             cls = getattr(transformers, name)
             with torch.device("meta"):
@@ -337,7 +343,7 @@ def test_head_is_found_in_all_hugging_face_classifiers():
             refused.add(name)
         else:
             assert model.get_submodule(net.head_name).out_features == CLASSES, name
-            result.add(name)
+            supported.add(name)
     two_heads = ("DeiTForImageClassificationWithTeacher", "LevitForImageClassificationWithTeacher", "SwiftFormer")
     assert all(name.startswith(two_heads) for name in refused)
-    assert len(result) > 10 * len(unbuilt)
+    assert len(supported) > 10 * len(unbuilt)

@@ -123,20 +123,20 @@ def choose_mutants(seed: int, count: int) -> list[dict[str, Any]]:
     """Choose mutants, balanced over strata and over kinds of mutation."""
     generator = random.Random(seed)
     result: list[dict[str, Any]] = []
-    for number, (stratum, places) in enumerate(STRATA.items()):
+    for number, (stratum, entries) in enumerate(STRATA.items()):
         paths = sorted(
             p
-            for position in places
-            for p in ([SOURCE / position] if position.endswith(".py") else (SOURCE / position).rglob("*.py"))
+            for entry in entries
+            for p in ([SOURCE / entry] if entry.endswith(".py") else (SOURCE / entry).rglob("*.py"))
         )
         kinds: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for path in paths:
             for mutant in candidates(path):
                 kinds[mutant["kind"]].append({"stratum": stratum, **mutant})
-        wanted = (number + 1) * count // len(STRATA) - number * count // len(STRATA)
+        mutant_count = (number + 1) * count // len(STRATA) - number * count // len(STRATA)
         order = sorted(kinds)
         generator.shuffle(order)
-        result += [generator.choice(kinds[order[k % len(order)]]) for k in range(wanted)]
+        result += [generator.choice(kinds[order[index % len(order)]]) for index in range(mutant_count)]
     return [{"number": 1000 * seed + number, **mutant} for number, mutant in enumerate(result)]
 
 
@@ -222,23 +222,23 @@ def group_by_duration(tests: list[str], seconds: dict[str, float]) -> list[list[
     return [group for group in groups if group]
 
 
-def outcome(tests: list[str], limit: float, options: list[str]) -> tuple[str, str]:
+def run_tests(tests: list[str], limit: float, options: list[str]) -> tuple[str, str]:
     """Run tests until one fails; return `caught`, `survived` or `timeout`, and the test that failed."""
-    listed = ROOT / "build" / "mutation_tests.txt"
-    listed.parent.mkdir(exist_ok=True)
-    listed.write_text("\n".join(tests) + "\n", encoding="utf-8")
+    test_list = ROOT / "build" / "mutation_tests.txt"
+    test_list.parent.mkdir(exist_ok=True)
+    test_list.write_text("\n".join(tests) + "\n", encoding="utf-8")
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "FEDLAS_WHOLE": "0"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *options, f"@{listed}"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *options, f"@{test_list}"]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit, check=False
         )
     except subprocess.TimeoutExpired:
         return "timeout", ""
-    failed = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
-    if done.returncode == 0:
+    failed = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", process.stdout, re.MULTILINE)
+    if process.returncode == 0:
         return "survived", ""
-    return ("caught", failed[1]) if failed else ("caught", f"exit {done.returncode}: {done.stdout[-300:]}")
+    return ("caught", failed[1]) if failed else ("caught", f"exit {process.returncode}: {process.stdout[-300:]}")
 
 
 def run(mutants: list[dict[str, Any]], args: argparse.Namespace) -> None:
@@ -256,25 +256,25 @@ def run(mutants: list[dict[str, Any]], args: argparse.Namespace) -> None:
         groups = group_by_duration(
             sorted(ids, key=lambda test: (mutant["stratum"] not in test, seconds[file_of(test)], test)), seconds
         )
-        begun = time.monotonic()
+        start = time.monotonic()
         try:
             path.write_bytes(apply_mutation(mutant, source))
-            forget(path)
+            remove_bytecode(path)
             for group in groups:
-                result, test = outcome(group, args.limit, args.pytest)
+                result, test = run_tests(group, args.limit, args.pytest)
                 if result != "survived":
                     break
         finally:
             path.write_bytes(source)
-            forget(path)
+            remove_bytecode(path)
         line = {"number": mutant["number"], "tests": len(ids), "result": result, "test": test}
-        line["seconds"] = round(time.monotonic() - begun, 1)
+        line["seconds"] = round(time.monotonic() - start, 1)
         with args.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         print(mutant["number"], mutant["file"], mutant["line"], mutant["kind"], result, test, flush=True)
 
 
-def forget(path: Path) -> None:
+def remove_bytecode(path: Path) -> None:
     """Remove the compiled files of a module."""
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
         compiled.unlink()

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 
-def found_by(case: str, folders: pytest.TempPathFactory) -> dict[str, Any]:
+def run_interpreted(case: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Run a script of this folder on the CPU and parse its last line; test processes share the result."""
-    mine = folders.getbasetemp()
-    shared = mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine
-    with (shared / f"{case}.json").open("a+", encoding="utf-8") as file:
+    own_folder = tmp_path_factory.getbasetemp()
+    shared_folder = own_folder.parent if "PYTEST_XDIST_WORKER" in os.environ else own_folder
+    with (shared_folder / f"{case}.json").open("a+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # the first runs it, the others wait and read
         file.seek(0)
         line = file.read()
@@ -28,7 +28,7 @@ def found_by(case: str, folders: pytest.TempPathFactory) -> dict[str, Any]:
 
 def _last_line_of(case: str) -> str:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, str(Path(__file__).with_name(case)), "cpu"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
+    command = [sys.executable, str(Path(__file__).with_name(case)), "cpu"]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert process.returncode == 0, process.stderr
+    return process.stdout.splitlines()[-1]

@@ -41,11 +41,11 @@ SMALL = {
 }
 
 
-def nothing(session: Session, step: int) -> None:
+def no_change(session: Session, step: int) -> None:
     """Change nothing."""
 
 
-def spoiled_images(session: Session, step: int) -> None:
+def nan_images(session: Session, step: int) -> None:
     """Make the loss of the third step NaN."""
     scale, shift = session.train_source._constants
     if step == 2:
@@ -56,7 +56,7 @@ def spoiled_images(session: Session, step: int) -> None:
     )
 
 
-def spoiled(value: float, part: str) -> Change:
+def non_finite_gradient(value: float, part: str) -> Change:
     """Make one gradient of the third and the fourth step non-finite; the first of them is recorded."""
 
     def change(session: Session, step: int) -> None:
@@ -74,45 +74,48 @@ def without_one_gradient(session: Session, step: int) -> None:
 
 
 CASES: dict[str, tuple[dict[str, Any], Change]] = {
-    "usual": ({}, nothing),
-    "few sums": ({}, nothing),
-    "plain": ({"nesterov": False, "clip": None}, nothing),
-    "nesterov": ({"nesterov": True, "clip": 0.5, "decay_all": False}, nothing),
-    "clips the gate": ({"clip": 0.1, "clip_loss": True, "gate_lr_factor": 0.3, "gate_weight_decay": 0.01}, nothing),
-    "no momentum": ({"momentum": 0.0, "nesterov": False, "clip": 1.0}, nothing),
-    "two parts": ({"accumulate": 2, "drop_last": True, "schedule": "cosine"}, nothing),
-    "no gate": ({"loss": "mbls"}, nothing),
-    "bad loss": ({}, spoiled_images),
-    "bad gradient": ({"clip": 1.0}, spoiled(math.inf, "net")),
-    "too large a gradient": ({"clip": None}, spoiled(1e30, "net")),
-    "bad gate": ({"clip": 1.0}, spoiled(math.nan, "loss")),
-    "a gradient is missing": ({"nesterov": True, "lr": 0.02}, without_one_gradient),  # more would enlarge rounding
+    "usual": ({}, no_change),
+    "few sums": ({}, no_change),
+    "plain": ({"nesterov": False, "clip": None}, no_change),
+    "nesterov": ({"nesterov": True, "clip": 0.5, "decay_all": False}, no_change),
+    "clips the gate": ({"clip": 0.1, "clip_loss": True, "gate_lr_factor": 0.3, "gate_weight_decay": 0.01}, no_change),
+    "no momentum": ({"momentum": 0.0, "nesterov": False, "clip": 1.0}, no_change),
+    "two parts": ({"accumulate": 2, "drop_last": True, "schedule": "cosine"}, no_change),
+    "no gate": ({"loss": "mbls"}, no_change),
+    "bad loss": ({}, nan_images),
+    "bad gradient": ({"clip": 1.0}, non_finite_gradient(math.inf, "net")),
+    "too large a gradient": ({"clip": None}, non_finite_gradient(1e30, "net")),
+    "bad gate": ({"clip": 1.0}, non_finite_gradient(math.nan, "loss")),
+    "a gradient is missing": (
+        {"nesterov": True, "lr": 0.02},
+        without_one_gradient,
+    ),  # a higher one would enlarge rounding errors
 }
 
 
-def left_to_torch(session: Session) -> None:
+def use_torch(session: Session) -> None:
     """Use torch instead of the custom kernels."""
     session.step.fused_step = None
     session.step.metrics.kernels = session.step.gate.kernels = None
 
 
-def trained(changes: dict[str, Any], device: str, change: Change, *, ours: bool, count: int) -> Session:
+def trained(changes: dict[str, Any], device: str, change: Change, *, use_kernels: bool, count: int) -> Session:
     """Train some steps of a network with odd sizes."""
     recipe = recipe_for("digits", **{"loss": "fedlas_ls", **SMALL, **changes})
     with backend_flags(recipe, torch.device(device)):
         session: Any = Session(recipe, torch.device(device), capture=False)
-        if not ours:
-            left_to_torch(session)
+        if not use_kernels:
+            use_torch(session)
         session.ready = []
         session.net.train()
         for step, inputs in enumerate([*session.batches(0), *session.batches(1)][:count]):
             change(session, step)
             session.runner.run(*inputs)
-            session.ready.append(ours and session.step.fused_step.ready)
+            session.ready.append(use_kernels and session.step.fused_step.ready)
     return session
 
 
-def numbers(session: Session) -> dict[str, list[torch.Tensor]]:
+def step_tensors(session: Session) -> dict[str, list[torch.Tensor]]:
     """Return the tensors that steps change."""
     optimizer = session.step.optimizer
     return {
@@ -136,70 +139,74 @@ def flags(session: Session) -> dict[str, Any]:
     }
 
 
-def distance(found: list[torch.Tensor], right: list[torch.Tensor]) -> float:
-    """Return the largest relative difference of any tensor; NaN has to be at the same places."""
+def distance(values: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Return the largest relative difference of any tensor; NaN has to be at the same positions."""
     worst = 0.0
-    for first, second in zip(found, right, strict=True):
-        if not torch.equal(first.isnan(), second.isnan()):
+    for value, expected_value in zip(values, expected, strict=True):
+        if not torch.equal(value.isnan(), expected_value.isnan()):
             return math.inf
-        apart = (first.double() - second.double()).nan_to_num().norm()
-        worst = max(worst, (apart / second.double().nan_to_num().norm().clamp_min(1e-12)).item())
+        difference = (value.double() - expected_value.double()).nan_to_num().norm()
+        worst = max(worst, (difference / expected_value.double().nan_to_num().norm().clamp_min(1e-12)).item())
     return worst
 
 
-def compared(case: str, device: str, count: int | None = None) -> dict[str, Any]:
+def compare(case: str, device: str, count: int | None = None) -> dict[str, Any]:
     """Compare the kernels with torch, in two steps, or in four if something is changed between them."""
     changes, change = CASES[case]
-    count = count or (2 if change is nothing else 4)
+    count = count or (2 if change is no_change else 4)
     with (
         patch.object(optimizer_step, "SUMS", FEW if case == "few sums" else SUMS),
         patch.object(build, "is_compiled", lambda recipe, _: recipe.compile),
         patch.object(build, "CompiledCall", lambda module, **_: module),
     ):
-        ours, torchs = (trained(changes, device, change, ours=which, count=count) for which in (True, False))
-    mine, theirs = numbers(ours), numbers(torchs)
+        fused, reference = (
+            trained(changes, device, change, use_kernels=use_kernels, count=count) for use_kernels in (True, False)
+        )
+    fused_state, reference_state = step_tensors(fused), step_tensors(reference)
     return {
-        "taken": isinstance(ours.step.fused_step, optimizer_step.FusedOptimizerStep),
-        "steps": ours.ready,
-        "distance": {part: distance(mine[part], theirs[part]) for part in mine if theirs[part]},
-        "flags": flags(ours),
-        "torch's flags": flags(torchs),
+        "is fused": isinstance(fused.step.fused_step, optimizer_step.FusedOptimizerStep),
+        "steps": fused.ready,
+        "distance": {
+            part: distance(fused_state[part], reference_state[part]) for part in fused_state if reference_state[part]
+        },
+        "flags": flags(fused),
+        "torch's flags": flags(reference),
     }
 
 
-def answers(device: str) -> list[list[bool]]:
-    """Return for awkward logits whether the kernel was used and its sums equal those of torch."""
+def compare_metric_sums(device: str) -> list[list[bool]]:
+    """Return for edge cases of logits whether the kernel was used and its sums equal those of torch."""
     inf, nan = math.inf, math.nan
     rows = [[1, 1, 0], [0, 1, 1], [nan, 1, nan], [inf, nan, 0], [-inf, -inf, -inf], [nan, nan, nan], [0, -0.0, -1]]
-    awkward = torch.tensor(rows * 3, device=device, dtype=torch.float32)
-    places = torch.arange(3, device=device).repeat_interleave(len(rows))
+    edge_cases = torch.tensor(rows * 3, device=device, dtype=torch.float32)
+    edge_case_labels = torch.arange(3, device=device).repeat_interleave(len(rows))
     random = torch.randn(301, 37, device=device).round()
     result = []
     for logits, labels in (
-        (awkward, places),
+        (edge_cases, edge_case_labels),
         (random, random.argmax(1)),
         (random.bfloat16(), torch.arange(301, device=device) % 37),
-        (random.t().contiguous().t(), torch.arange(301, device=device) % 40 - 2),  # some are none
+        (random.t().contiguous().t(), torch.arange(301, device=device) % 40 - 2),  # some labels are out of range
         (torch.zeros(2, MAX_CLASSES + 1, device=device), torch.zeros(2, dtype=torch.int64, device=device)),
     ):
         used: list[bool] = []
 
-        def recorded(*given: Any, used: list[bool] = used) -> bool:
-            used.append(metric_sums.add_batch(*given))
+        def recorded(*arguments: Any, used: list[bool] = used) -> bool:
+            used.append(metric_sums.add_batch(*arguments))
             return used[-1]
 
         kernels: Any = SimpleNamespace(add_batch=recorded)
-        ours, torchs = EpochMetrics(torch.device(device), kernels), EpochMetrics(torch.device(device))
-        for meter in (ours, torchs):
+        fused, reference = EpochMetrics(torch.device(device), kernels), EpochMetrics(torch.device(device))
+        for meter in (fused, reference):
             for _ in range(2):
                 value = torch.tensor(0.7, device=device)
                 meter.add_batch(value, {"one": value / 3, "two": value / 7}, logits, labels)
-        same = [ours.sums[name].item() == value.item() for name, value in torchs.sums.items()]
-        result.append([used == [logits.shape[1] <= MAX_CLASSES] * 2, *same])
+        equal_sums = [fused.sums[name].item() == value.item() for name, value in reference.sums.items()]
+        result.append([used == [logits.shape[1] <= MAX_CLASSES] * 2, *equal_sums])
     return result
 
 
-def watched(device: str) -> list[list[bool]]:
+def compare_gate_statistics(device: str) -> list[list[bool]]:
     """Return for batches of several sizes, with ignored samples, whether the gate statistics equal those of torch."""
     result = []
     for rows in (1, 5, SAMPLES_PER_TILE, 2 * SAMPLES_PER_TILE + 3):
@@ -211,20 +218,24 @@ def watched(device: str) -> list[list[bool]]:
         for item in state[:3]:
             item[3::7] = math.nan
         loss: Any = SimpleNamespace(gate_state=partial(tuple, state))
-        places = torch.randperm(3 * rows)[: 2 * rows]
+        indices = torch.randperm(3 * rows)[: 2 * rows]
         kernels: Any = metric_sums
-        ours, torchs = (GateStatistics(loss, 3 * rows, torch.device(device), sums) for sums in (kernels, None))
-        for gate in (ours, torchs):
-            for index in places.split(rows):
+        fused, reference = (GateStatistics(loss, 3 * rows, torch.device(device), sums) for sums in (kernels, None))
+        for gate in (fused, reference):
+            for index in indices.split(rows):
                 gate.add(index.to(device))
-        counts = [0, *range(2, len(ours.sums))]
-        same = torch.equal(ours.sums[counts], torchs.sums[counts])
-        near = math.isclose(ours.sums[1].item(), torchs.sums[1].item(), rel_tol=1e-6)
-        result.append([same, near, bool(ours.sums[0] > 0), torch.equal(ours.history.now, torchs.history.now)])
+        counts = [0, *range(2, len(fused.sums))]
+        equal_counts = torch.equal(fused.sums[counts], reference.sums[counts])
+        close_ratio = math.isclose(fused.sums[1].item(), reference.sums[1].item(), rel_tol=1e-6)
+        result.append(
+            [equal_counts, close_ratio, bool(fused.sums[0] > 0), torch.equal(fused.history.now, reference.history.now)]
+        )
     return result
 
 
 if __name__ == "__main__":
-    where = sys.argv[1]
-    about = {"answers": answers(where), "watched": watched(where)}
-    print(json.dumps({case: compared(case, where) for case in CASES} | about))
+    target = sys.argv[1]
+    results: dict[str, Any] = {case: compare(case, target) for case in CASES}
+    results["metric sums"] = compare_metric_sums(target)
+    results["gate statistics"] = compare_gate_statistics(target)
+    print(json.dumps(results))

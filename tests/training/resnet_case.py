@@ -40,7 +40,9 @@ def network(kind: str) -> nn.Module:
     return model
 
 
-def outcome(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
+def forward_and_backward(
+    model: nn.Module, images: torch.Tensor, labels: torch.Tensor
+) -> dict[str, dict[str, torch.Tensor]]:
     """Compute a forward and a backward pass."""
     net = WithFeatures(model).train()
     logits, features = net(images)
@@ -52,9 +54,9 @@ def outcome(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> dic
     }
 
 
-def distance(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+def distance(values: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Return the largest relative difference of any tensor."""
-    return max(((found[k] - right[k]).norm() / right[k].norm().clamp_min(1e-12)).item() for k in right)
+    return max(((values[k] - expected[k]).norm() / expected[k].norm().clamp_min(1e-12)).item() for k in expected)
 
 
 def in_float64(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -73,10 +75,12 @@ def error(value: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def errors(
-    ours: dict[str, torch.Tensor], usual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+    kernel_values: dict[str, torch.Tensor], torch_values: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 ) -> dict[str, list[float]]:
     """Return the relative differences of the kernels' tensors and of torch's."""
-    return {part: [error(values[part], expected[part]) for values in (ours, usual)] for part in expected}
+    return {
+        part: [error(values[part], expected[part]) for values in (kernel_values, torch_values)] for part in expected
+    }
 
 
 def affine_and_counter(tensors: dict[str, torch.Tensor]) -> tuple[batch_norm.Affine, torch.Tensor]:
@@ -86,35 +90,35 @@ def affine_and_counter(tensors: dict[str, torch.Tensor]) -> tuple[batch_norm.Aff
     return batch_norm.Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1), counter
 
 
-def smaller(kind: str, device: str, shape: tuple[int, ...]) -> tuple[Any, torch.Tensor, torch.Tensor, Any]:
+def small_case(kind: str, device: str, shape: tuple[int, ...]) -> tuple[Any, torch.Tensor, torch.Tensor, Any]:
     """Return a fused network with few blocks (the interpreter is slow), images, labels, and a step in float64."""
-    plain: Any = network(kind).to(device, memory_format=torch.channels_last)
-    plain.layer1 = plain.layer1[:1]
+    model: Any = network(kind).to(device, memory_format=torch.channels_last)
+    model.layer1 = model.layer1[:1]
     images = 1 + torch.randn(shape, device=device).to(memory_format=torch.channels_last)
     labels = torch.arange(len(images), device=device)
-    right = outcome(copy.deepcopy(plain).double(), images.double(), labels)
-    plain = fuse(plain)
-    return plain, images, labels, right
+    expected = forward_and_backward(copy.deepcopy(model).double(), images.double(), labels)
+    model = fuse(model)
+    return model, images, labels, expected
 
 
-def compared(kind: str, device: str) -> dict[str, Any]:
+def compare(kind: str, device: str) -> dict[str, Any]:
     """Compare both kinds of layers with float64."""
-    plain = network(kind).to(device, memory_format=torch.channels_last)
+    model = network(kind).to(device, memory_format=torch.channels_last)
     images = 1 + torch.randn(5, 3, 5, 7, device=device).to(memory_format=torch.channels_last)
     labels = torch.arange(5, device=device)
-    right = outcome(copy.deepcopy(plain).double(), images.double(), labels)
-    fused: Any = fuse(copy.deepcopy(plain))
-    usual, ours = outcome(plain, images, labels), outcome(fused, images, labels)
+    expected = forward_and_backward(copy.deepcopy(model).double(), images.double(), labels)
+    fused: Any = fuse(copy.deepcopy(model))
+    torch_step, fused_step = forward_and_backward(model, images, labels), forward_and_backward(fused, images, labels)
     with torch.no_grad():
-        other = copy.deepcopy(plain)
-        other.load_state_dict(fused.state_dict())
-        again = torch.equal(fused.eval()(images), other.eval()(images))
+        torch_model = copy.deepcopy(model)
+        torch_model.load_state_dict(fused.state_dict())
+        evaluates_alike = torch.equal(fused.eval()(images), torch_model.eval()(images))
     return {
-        "taken": fused is not None,
-        "torch": {part: distance(usual[part], right[part]) for part in right},
-        "fused": {part: distance(ours[part], right[part]) for part in right},
-        "evaluates alike": again,
-        "same parameters": set(fused.conv1._parameters) == set(plain.conv1._parameters),
+        "is fused": fused is not None,
+        "torch": {part: distance(torch_step[part], expected[part]) for part in expected},
+        "fused": {part: distance(fused_step[part], expected[part]) for part in expected},
+        "evaluates alike": evaluates_alike,
+        "same parameters": set(fused.conv1._parameters) == set(model.conv1._parameters),
     }
 
 
@@ -122,30 +126,32 @@ def falls_back(device: str) -> dict[str, bool]:
     """Return for which networks torch's layers are used, by their running statistics or logits."""
     images = torch.randn(5, 3, 7, 7, device=device).to(memory_format=torch.channels_last)
 
-    def alike(change: Callable[[nn.Module], object]) -> bool:
-        plain = network("basic").to(device, memory_format=torch.channels_last)
-        fused: Any = fuse(copy.deepcopy(plain))
-        for model in (plain, fused):
+    def equals_torch(change: Callable[[nn.Module], object]) -> bool:
+        torch_model = network("basic").to(device, memory_format=torch.channels_last)
+        fused: Any = fuse(copy.deepcopy(torch_model))
+        for model in (torch_model, fused):
             model.train()
             change(model)
-        values = [model(images).detach() for model in (plain, fused)]
-        same = all(torch.equal(value, fused.state_dict()[name]) for name, value in plain.state_dict().items())
-        return same and torch.equal(*values)
+        values = [model(images).detach() for model in (torch_model, fused)]
+        equal_buffers = all(
+            torch.equal(value, fused.state_dict()[name]) for name, value in torch_model.state_dict().items()
+        )
+        return equal_buffers and torch.equal(*values)
 
     def frozen_norm(model: Any) -> None:
         model.layer1[0].bn2.eval()
 
-    def watched(model: Any) -> None:
+    def forward_hook(model: Any) -> None:
         model.layer1[1].conv1.register_forward_hook(lambda *_: None)
 
-    def watched_back(model: Any) -> None:
+    def backward_hook(model: Any) -> None:
         model.layer1[0].register_full_backward_pre_hook(lambda *_: None)
 
     return {
-        "frozen norm": alike(frozen_norm),
-        "watched layer": alike(watched),
-        "watched back": alike(watched_back),
-        "nothing": alike(lambda _: None),
+        "frozen norm": equals_torch(frozen_norm),
+        "forward hook": equals_torch(forward_hook),
+        "backward hook": equals_torch(backward_hook),
+        "nothing": equals_torch(lambda _: None),
     }
 
 
@@ -155,8 +161,8 @@ def far_from_zero(device: str) -> dict[str, float]:
     weight, bias, mean, var = torch.ones(64), torch.zeros(64), torch.zeros(64), torch.ones(64)
     norm = batch_norm.Affine(*(value.to(device) for value in (weight, bias, mean, var)), eps=1e-5, momentum=0.1)
     result = batch_norm.statistics(y, norm, torch.zeros(1, dtype=torch.int32, device=device))
-    right = y.double().var((0, 2, 3), unbiased=False).add(1e-5).rsqrt()
-    return {"rstd": ((result.rstd.double() - right) / right).abs().max().item()}
+    expected = y.double().var((0, 2, 3), unbiased=False).add(1e-5).rsqrt()
+    return {"rstd": ((result.rstd.double() - expected) / expected).abs().max().item()}
 
 
 def one_value(device: str) -> str:
@@ -169,39 +175,44 @@ def one_value(device: str) -> str:
     return "nothing"
 
 
-def narrowed(device: str) -> dict[str, bool]:
-    """Return whether low-precision copies equal those of torch, also of moved tensors and odd sizes."""
+def compare_weight_casts(device: str) -> dict[str, bool]:
+    """Return whether low-precision copies equal those of torch, for sizes that the kernel supports and for others."""
     torch.manual_seed(0)
     shapes = (64, 64, 3, 3), (64, 3, 3, 3), (128, 64, 1, 1), (2,), (4,)
-    spread = 25 if batch_norm.INTERPRETED else 100  # the former has wrong numbers for the smallest of bfloat16
-    wide = [(torch.randn(shape, device=device) * spread).exp2() for shape in shapes]
-    wide[0][0, 0, 0] = torch.tensor([math.nan, -0.0, 1 + 2**-8], device=device)
+    max_exponent = 25 if batch_norm.INTERPRETED else 100  # Triton's interpreter is wrong for the smallest bfloat16
+    weights = [(torch.randn(shape, device=device) * max_exponent).exp2() for shape in shapes]
+    weights[0][0, 0, 0] = torch.tensor([math.nan, -0.0, 1 + 2**-8], device=device)
     if batch_norm.INTERPRETED:  # it cuts off what bfloat16 has no room for
-        wide = [value.bfloat16().float() for value in wide]
-    wide[:3] = [value.to(memory_format=torch.channels_last) for value in wide[:3]]
-    kept = [value for value in wide if value.numel() % 4 == 0]
-    even, odd = WeightCast(kept), WeightCast(wide)
+        weights = [value.bfloat16().float() for value in weights]
+    weights[:3] = [value.to(memory_format=torch.channels_last) for value in weights[:3]]
+    supported_weights = [value for value in weights if value.numel() % 4 == 0]
+    cast_of_supported, fallback_cast = WeightCast(supported_weights), WeightCast(weights)
 
-    def alike(narrowing: WeightCast, tensors: list[torch.Tensor]) -> bool:
-        result = [(dtype, narrowing.copies(tensors, dtype)) for dtype in (torch.bfloat16, torch.float16)]
+    def equals_torch(cast: WeightCast, tensors: list[torch.Tensor]) -> bool:
+        result = [(dtype, cast.copies(tensors, dtype)) for dtype in (torch.bfloat16, torch.float16)]
         pairs = [
             (item, second.to(dtype)) for dtype, copies in result for item, second in zip(copies, tensors, strict=True)
         ]
-        same = all(torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in pairs)
-        return same and all(item.stride() == second.stride() for item, second in pairs)
+        equal = all(torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in pairs)
+        return equal and all(item.stride() == second.stride() for item, second in pairs)
 
-    first, again = (even.copies(kept, torch.bfloat16) for _ in range(2))
+    first, repeated = (cast_of_supported.copies(supported_weights, torch.bfloat16) for _ in range(2))
     return {
-        "even": even.fits and alike(even, kept),
-        "odd": not odd.fits and alike(odd, wide),
-        "apart": all(item.data_ptr() != second.data_ptr() for item, second in zip(first, again, strict=True)),
-        "stay": even.holds(kept),
-        "moved": not even.holds([*kept[:-1], kept[-1].clone()]),
+        "supported": cast_of_supported.fits and equals_torch(cast_of_supported, supported_weights),
+        "fallback": not fallback_cast.fits and equals_torch(fallback_cast, weights),
+        "new storage": all(item.data_ptr() != second.data_ptr() for item, second in zip(first, repeated, strict=True)),
+        "same addresses": cast_of_supported.holds(supported_weights),
+        "moved tensor": not cast_of_supported.holds([*supported_weights[:-1], supported_weights[-1].clone()]),
     }
 
 
 if __name__ == "__main__":
-    where = sys.argv[1]
-    about = {"falls back": falls_back(where), "far from zero": far_from_zero(where), "one value": one_value(where)}
-    about |= {"narrowed": narrowed(where)}
-    print(json.dumps({kind: compared(kind, where) for kind in BLOCKS} | about))
+    target = sys.argv[1]
+    results: dict[str, Any] = {kind: compare(kind, target) for kind in BLOCKS}
+    results |= {
+        "falls back": falls_back(target),
+        "far from zero": far_from_zero(target),
+        "one value": one_value(target),
+    }
+    results["weight casts"] = compare_weight_casts(target)
+    print(json.dumps(results))

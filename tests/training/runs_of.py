@@ -41,9 +41,9 @@ def natural_images(folder: Path, count: int = 30, seed: int = 0) -> Path:
 
 def large(path: Path, loss: str = "fedlas_ls", **changes: Any) -> Recipe:
     """A run of 2 epochs with 9 steps each, on images that are read from files."""
-    usual = {"epochs": 2, "batch_size": 8, "workers": 2, "deterministic": True, "lr": 0.05}
+    defaults = {"epochs": 2, "batch_size": 8, "workers": 2, "deterministic": True, "lr": 0.05}
     options = {"data_options": {"path": str(path), "image_size": 16}, "model_options": {"in_channels": 3, "width": 8}}
-    return Recipe(data="folder", model="small_cnn", loss=loss, **{**usual, **options, **changes})
+    return Recipe(data="folder", model="small_cnn", loss=loss, **{**defaults, **options, **changes})
 
 
 class SignalAt(AbstractCallback):
@@ -69,19 +69,19 @@ def prediction_bytes(run: Run) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((run.folder / "predictions").iterdir())}
 
 
-def assert_same(one: Any, other: Any) -> None:
+def assert_same(first: Any, second: Any) -> None:
     """Compare the contents of two checkpoints, tensor by tensor."""
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for name in one:
-            assert_same(one[name], other[name])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for mine, theirs in zip(one, other, strict=True):
-            assert_same(mine, theirs)
+    if isinstance(first, torch.Tensor):
+        assert torch.equal(first, second)
+    elif isinstance(first, dict):
+        assert first.keys() == second.keys()
+        for name in first:
+            assert_same(first[name], second[name])
+    elif isinstance(first, (list, tuple)):
+        assert len(first) == len(second)
+        for first_item, second_item in zip(first, second, strict=True):
+            assert_same(first_item, second_item)
     else:
-        assert one == other or (
-            isinstance(one, float) and math.isnan(one) and math.isnan(other)
+        assert first == second or (
+            isinstance(first, float) and math.isnan(first) and math.isnan(second)
         )  # the flip rate of the first epoch

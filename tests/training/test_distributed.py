@@ -28,13 +28,13 @@ OPTIONS = {
     "model_options.width": "8",
     "data_options.train_samples": "330",
 }
-HERE = Path(__file__).parent
-PATIENCE = 180  # seconds: six times as long as it takes beside other tests
-# Unbroken by the command line, stopped and resumed: in one start of two processes, which takes longer than the runs.
+FOLDER = Path(__file__).parent
+TIMEOUT = 180  # seconds: six times the duration on a busy machine
+# All runs in one start of two processes, because the start takes longer than the runs.
 RUNS = """
 import faulthandler, os, signal, sys
 from pathlib import Path
-faulthandler.dump_traceback_later(120, repeat=True)  # where it hangs, should it; its thread lives to the end
+faulthandler.dump_traceback_later(120, repeat=True)  # shows where it hangs; its thread lives until the process ends
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/.."]
 from runs_of import large
 from fedlas.__main__ import main
@@ -48,23 +48,23 @@ class Signals(AbstractCallback):
 
     def on_step_end(self, session, step):
         if step == 10:
-            say(f"while it trains {'more' if threads() > before else 'no more'} threads")
-            # torchrun passes on to all what the terminal has sent to all
+            say(f"while it trains {'more' if threads() > threads_before else 'no more'} threads")
+            # torchrun forwards a signal that the terminal has sent to all processes
             if os.environ["RANK"] == "0":
                 os.kill(os.getpid(), signal.SIGINT)
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGTERM)
 
-def say(words):  # at once, lest the other process says something in between
-    os.write(1, f"{words}\\n".encode())
+def say(message):  # in one call, so that lines of the two processes do not mix
+    os.write(1, f"{message}\\n".encode())
 
 def threads():
     return len(os.listdir("/proc/self/task"))
 
-folder, images, changes, before = Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:], threads()
+folder, images, changes, threads_before = Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:], threads()
 recipe = recipe_for("digits", loss="fedlas_ls").with_settings(dict(change.split("=") for change in changes))
-words = ["--data", "digits", "--loss", "fedlas_ls", "--out", str(folder / "unbroken")]
-sys.argv[1:] = ["train", *words, *(word for change in changes for word in ("--set", change))]
+arguments = ["--data", "digits", "--loss", "fedlas_ls", "--out", str(folder / "uninterrupted")]
+sys.argv[1:] = ["train", *arguments, *(argument for change in changes for argument in ("--set", change))]
 try:
     main()
 except SystemExit as end:
@@ -72,15 +72,15 @@ except SystemExit as end:
 try:
     fit(recipe, out=folder / "stopped", callbacks=[Signals()])
 except StoppedError as error:
-    say(f"stopped by {error.signal_number} and {threads() - before} threads are left")
+    say(f"stopped by {error.signal_number} and {threads() - threads_before} threads are left")
 fit(recipe, out=folder / "stopped", resume=True)
 fit(recipe.replace(model_options={"width": 8}, deterministic=False), out=folder / "norms")
 natural_images = large(images, model_options={"in_channels": 3, "norm": "group", "width": 8}, workers=1)
 fit(natural_images, out=folder / "natural_images")
-sync, other = natural_images.replace(sync_batchnorm=True), recipe.replace(lr=1.0)
-for wrong, name in ((sync, "sync"), (other, "unbroken"), (recipe, "unbroken/log.jsonl/run")):
+sync, other_lr = natural_images.replace(sync_batchnorm=True), recipe.replace(lr=1.0)
+for changed, name in ((sync, "sync"), (other_lr, "uninterrupted"), (recipe, "uninterrupted/log.jsonl/run")):
     try:
-        fit(wrong, out=folder / name)
+        fit(changed, out=folder / name)
     except (RunError, NotADirectoryError) as error:
         say(error)
 class Reductions(AbstractCallback):
@@ -104,17 +104,17 @@ with process_group(torch.device("cpu")):
         decide_on_rank_zero(lambda: {}["missing"])
     except (KeyError, RuntimeError) as error:
         say(f"rank {os.environ['RANK']}: {error!r}")
-say(f"in the end {threads() - before} threads are left")
+say(f"in the end {threads() - threads_before} threads are left")
 """
 
 
 def torchrun(
-    base: Path, capture: CaptureManager, words: Callable[[Path], Sequence[str | Path]]
+    base: Path, capture: CaptureManager, arguments: Callable[[Path], Sequence[str | Path]]
 ) -> tuple[Path, str, str]:
-    """Start two processes in a new folder, and give it with what they said.
+    """Start two processes in a new folder; return it, and their output.
 
-    They stood still once, for an unknown reason (docs/reliability.md): then what they said is printed, whatever pytest
-    captures, and they get a second chance.
+    They hung once, for an unknown reason (docs/reliability.md): then their output is printed in spite of pytest's
+    capturing, and they are started a second time.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -122,18 +122,18 @@ def torchrun(
         folder = base / attempt
         folder.mkdir()
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        with subprocess.Popen([*command, *words(folder)], env=environment, **pipes) as process:
+        with subprocess.Popen([*command, *arguments(folder)], env=environment, **pipes) as process:
             try:
-                out, error = process.communicate(timeout=PATIENCE)
+                stdout, stderr = process.communicate(timeout=TIMEOUT)
             except subprocess.TimeoutExpired:
-                process.terminate()  # it ends its workers, which would outlive a kill
-                out, error = process.communicate(timeout=60)
+                process.terminate()  # torchrun ends its workers, which would survive if it were killed
+                stdout, stderr = process.communicate(timeout=60)
                 with capture.global_and_fixture_disabled():
-                    print(f"two processes stood still:\n{out}{error}", file=sys.stderr, flush=True)
+                    print(f"two processes hung:\n{stdout}{stderr}", file=sys.stderr, flush=True)
                 continue
-        assert process.returncode == 0, error
-        return folder, out, error
-    pytest.fail(f"two processes stood still twice: {out}{error}")
+        assert process.returncode == 0, stderr
+        return folder, stdout, stderr
+    pytest.fail(f"two processes hung twice: {stdout}{stderr}")
 
 
 @pytest.fixture(scope="module")
@@ -142,47 +142,48 @@ def capture(pytestconfig: pytest.Config) -> CaptureManager:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, capture: CaptureManager) -> tuple[Path, str, Path]:
-    """The folder of the runs of two processes, what they said, and the images that they have read."""
+def torchrun_result(tmp_path_factory: pytest.TempPathFactory, capture: CaptureManager) -> tuple[Path, str, Path]:
+    """The folder of the runs of two processes, their output, and the images that they have read."""
     base = tmp_path_factory.mktemp("processes")
     images, script = natural_images(base / "images"), base / "runs.py"
     script.write_text(RUNS)
     changes = [f"{name}={value}" for name, value in OPTIONS.items()]
-    folder, text, error = torchrun(base, capture, lambda folder: [script, HERE, folder, images, *changes])
-    assert "Grad strides" not in error
-    return folder, text, images
+    folder, stdout, stderr = torchrun(base, capture, lambda folder: [script, FOLDER, folder, images, *changes])
+    assert "Grad strides" not in stderr
+    return folder, stdout, images
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def single_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The run of a single process."""
     recipe = recipe_for("digits", loss="fedlas_ls").with_settings(OPTIONS)
-    return fit(recipe, out=tmp_path_factory.mktemp("one"))
+    return fit(recipe, out=tmp_path_factory.mktemp("single"))
 
 
-def assert_equal_numbers(two: Run, one: Run) -> None:
-    for mine, theirs in zip(two.log, one.log, strict=True):
+def assert_equal_numbers(distributed_run: Run, single_run: Run) -> None:
+    for record, expected in zip(distributed_run.log, single_run.log, strict=True):
         for part in ("train", "val"):
-            for name, value in theirs[part].items():
-                assert mine[part][name] == pytest.approx(value, rel=1e-3, abs=1e-4), (part, name)
-        assert mine["gate"]["gamma_histogram"] == theirs["gate"]["gamma_histogram"]
+            for name, value in expected[part].items():
+                assert record[part][name] == pytest.approx(value, rel=1e-3, abs=1e-4), (part, name)
+        assert record["gate"]["gamma_histogram"] == expected["gate"]["gamma_histogram"]
         for name in ("positive", "negative", "flip_rate", "alpha_ratio", "against_gamma"):
-            assert mine["gate"][name] == pytest.approx(theirs["gate"][name], abs=0.01), name
+            assert record["gate"][name] == pytest.approx(expected["gate"][name], abs=0.01), name
     for name in ("best-val", "best-test", "last-val", "last-test"):
-        mine, theirs = two.predictions(name), one.predictions(name)
-        assert torch.equal(mine.index, theirs.index)  # each sample once, in order, also where ranks have unequal parts
-        assert torch.equal(mine.labels, theirs.labels)
-        torch.testing.assert_close(mine.logits, theirs.logits, rtol=1e-3, atol=1e-3)
-        torch.testing.assert_close(mine.features, theirs.features, rtol=1e-3, atol=1e-3)
-    assert (two.folder / "environment.json").read_text().count('"processes": 2') == 1
+        predictions, expected = distributed_run.predictions(name), single_run.predictions(name)
+        # Each sample once, in order, also where ranks have unequal parts.
+        assert torch.equal(predictions.index, expected.index)
+        assert torch.equal(predictions.labels, expected.labels)
+        torch.testing.assert_close(predictions.logits, expected.logits, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(predictions.features, expected.features, rtol=1e-3, atol=1e-3)
+    assert (distributed_run.folder / "environment.json").read_text().count('"processes": 2') == 1
 
 
-def assert_predictions_of_one_network(norms: Run) -> None:
-    """Let one process predict again what two have predicted; their batch norms must have had the same statistics."""
-    logits = {name: norms.predictions(name).logits for name in ("best-val", "last-test")}
-    fit(norms.recipe.replace(splits=("train", "val", "test")), out=norms.folder)
-    for name, before in logits.items():
-        torch.testing.assert_close(norms.predictions(name).logits, before, rtol=1e-5, atol=1e-5)
+def assert_predictions_of_one_network(batch_norm_run: Run) -> None:
+    """Let one process repeat the predictions of two: both must have had the same statistics of batch norm."""
+    logits = {name: batch_norm_run.predictions(name).logits for name in ("best-val", "last-test")}
+    fit(batch_norm_run.recipe.replace(splits=("train", "val", "test")), out=batch_norm_run.folder)
+    for name, expected_logits in logits.items():
+        torch.testing.assert_close(batch_norm_run.predictions(name).logits, expected_logits, rtol=1e-5, atol=1e-5)
 
 
 def train_as_rank(rank: int, port: int, recipe: Recipe, folder: Path) -> None:
@@ -198,72 +199,72 @@ def train_as_rank(rank: int, port: int, recipe: Recipe, folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_two_stopped_processes_equal_one(one, tmp_path):
+def test_two_stopped_processes_equal_one(single_run, tmp_path):
     """Sums of the epoch and statistics of batch norm used to be those of one rank."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-    context = multiprocessing.get_context(START_METHOD)  # torchrun starts ten times as slowly as the runs train
-    ranks = [context.Process(target=train_as_rank, args=(rank, port, one.recipe, tmp_path)) for rank in range(2)]
+    context = multiprocessing.get_context(START_METHOD)  # torchrun takes ten times as long to start as the runs take
+    ranks = [context.Process(target=train_as_rank, args=(rank, port, single_run.recipe, tmp_path)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(PATIENCE)
+        process.join(TIMEOUT)
         process.kill()
     assert [process.exitcode for process in ranks] == [0, 0]
     stopped = Run(tmp_path / "stopped")
-    assert_equal_numbers(stopped, one)
+    assert_equal_numbers(stopped, single_run)
     assert stopped.log[1]["machine"]["continued_at_step"] == 3
     assert_predictions_of_one_network(Run(tmp_path / "norms"))
 
 
 @pytest.mark.campaign
-def test_two_torchrun_processes_equal_one(made, one):
-    assert_equal_numbers(Run(made[0] / "unbroken"), one)
+def test_two_torchrun_processes_equal_one(torchrun_result, single_run):
+    assert_equal_numbers(Run(torchrun_result[0] / "uninterrupted"), single_run)
 
 
 @pytest.mark.campaign
-def test_two_processes_stop_resume_bit_for_bit_and_read_images(made):
+def test_two_processes_stop_resume_bit_for_bit_and_read_images(torchrun_result):
     """The sums of the epoch used to be those of one rank, restored on both; and a second signal used to kill."""
-    folder, text, images = made
-    # Both agree on the highest. A thread that lives on and asks for Python while Python ends aborts the process.
-    assert text.count("while it trains more threads") == 2
-    assert text.count("stopped by 15 and 0 threads are left") == 2
-    assert text.count("in the end 0 threads are left") == 2
-    stopped, unbroken = Run(folder / "stopped"), Run(folder / "unbroken")
+    folder, stdout, images = torchrun_result
+    # Both agree on the highest signal. A thread that still needs Python while Python exits aborts the process.
+    assert stdout.count("while it trains more threads") == 2
+    assert stdout.count("stopped by 15 and 0 threads are left") == 2
+    assert stdout.count("in the end 0 threads are left") == 2
+    stopped, uninterrupted = Run(folder / "stopped"), Run(folder / "uninterrupted")
     assert stopped.log[1]["machine"]["continued_at_step"] == 3
-    assert log_without_times(stopped) == log_without_times(unbroken)
-    assert prediction_bytes(stopped) == prediction_bytes(unbroken)
-    for words in ("sync_batchnorm", "lr: ", "Not a directory"):
-        assert text.count(words) == 2  # errors reach both
+    assert log_without_times(stopped) == log_without_times(uninterrupted)
+    assert prediction_bytes(stopped) == prediction_bytes(uninterrupted)
+    for message in ("sync_batchnorm", "lr: ", "Not a directory"):
+        assert stdout.count(message) == 2  # errors reach both
     assert_predictions_of_one_network(Run(folder / "norms"))
     recipe = large(images, model_options={"in_channels": 3, "norm": "group", "width": 8}, workers=0)
-    two, one = Run(folder / "natural_images"), fit(recipe, out=folder / "one")
-    for mine, theirs in zip(two.log, one.log, strict=True):
-        assert mine["train"] == pytest.approx(theirs["train"], rel=1e-3)
+    distributed_run, single_run = Run(folder / "natural_images"), fit(recipe, out=folder / "one")
+    for record, expected in zip(distributed_run.log, single_run.log, strict=True):
+        assert record["train"] == pytest.approx(expected["train"], rel=1e-3)
     for name in ("best-test", "last-val"):
-        mine, theirs = two.predictions(name), one.predictions(name)
-        assert torch.equal(mine.index, theirs.index)  # none is seen twice
-        torch.testing.assert_close(mine.logits, theirs.logits, rtol=1e-3, atol=1e-3)
+        predictions, expected = distributed_run.predictions(name), single_run.predictions(name)
+        assert torch.equal(predictions.index, expected.index)  # none is seen twice
+        torch.testing.assert_close(predictions.logits, expected.logits, rtol=1e-3, atol=1e-3)
 
 
-def test_gradients_of_an_accumulated_step_are_reduced_once(made):
-    _, text, _ = made
+def test_gradients_of_an_accumulated_step_are_reduced_once(torchrun_result):
+    _, stdout, _ = torchrun_result
     for parts in (1, 2):
-        assert text.count(f"{parts} parts: 1 reductions in a step") == 2, text
+        assert stdout.count(f"{parts} parts: 1 reductions in a step") == 2, stdout
 
 
-def test_every_rank_raises_if_rank_zero_fails(made):
-    _, text, _ = made
-    assert "rank 0: KeyError('missing')" in text
-    assert "rank 1: RuntimeError" in text
+def test_every_rank_raises_if_rank_zero_fails(torchrun_result):
+    _, stdout, _ = torchrun_result
+    assert "rank 0: KeyError('missing')" in stdout
+    assert "rank 1: RuntimeError" in stdout
 
 
 def test_batch_norm_statistics_can_be_synchronised():
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
-    made = with_sync_batchnorm(net, torch.device("cuda"))
-    assert isinstance(made[1], nn.SyncBatchNorm)
-    assert made.state_dict().keys() == net.state_dict().keys()  # a checkpoint fits both
+    converted = with_sync_batchnorm(net, torch.device("cuda"))
+    assert isinstance(converted[1], nn.SyncBatchNorm)
+    assert converted.state_dict().keys() == net.state_dict().keys()  # a checkpoint fits both
 
 
 def test_batch_sizes_that_cannot_be_divided_raise():

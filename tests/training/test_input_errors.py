@@ -47,10 +47,10 @@ def test_a_network_for_other_images_raises_before_training(model, options, messa
 
 
 def test_duplicate_class_names_raise_before_training(monkeypatch):
-    """Predictions with such names cannot be made, which was noticed after the first epoch."""
+    """Regression: predictions with such names raised an error only after the first epoch."""
     recipe = short("ce", epochs=1, data_options={"train_samples": 50})
-    kind = type(fedlas.build_data("digits"))
-    monkeypatch.setattr(kind, "class_names", property(lambda _self: ("0", "0", *"23456789")))
+    data_class = type(fedlas.build_data("digits"))
+    monkeypatch.setattr(data_class, "class_names", property(lambda _self: ("0", "0", *"23456789")))
     with pytest.raises(RunError, match="'0'"):
         Session(recipe, CPU)
 
@@ -64,25 +64,25 @@ def test_the_image_size_option_is_suggested(tmp_path):
 def test_head_selects_one_of_two_heads(tmp_path):
     """A distilled DeiT averages two layers; there was no way to say which of them has the features."""
     pytest.importorskip("timm")
-    small = {"in_channels": 1, "img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2}
+    model_options = {"in_channels": 1, "img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2}
     recipe = short("fedlas_ls", epochs=1, data_options={"train_samples": 50}).replace(
-        model="timm:deit_tiny_distilled_patch16_224", model_options=small
+        model="timm:deit_tiny_distilled_patch16_224", model_options=model_options
     )
     with pytest.raises(RunError, match=r"deit_tiny_.*head=.*head=PATH"):
         Session(recipe, CPU)
     run = fit(recipe.with_settings({"head": "head"}), out=tmp_path / "run")
-    made = predict_with(run.folder, "digits", out=tmp_path / "test.safetensors")
-    assert torch.equal(fedlas.read_predictions(made).logits, run.predictions("best-test").logits)
+    predictions_file = predict_with(run.folder, "digits", out=tmp_path / "test.safetensors")
+    assert torch.equal(fedlas.read_predictions(predictions_file).logits, run.predictions("best-test").logits)
 
 
 def test_the_dry_run_changes_nothing():
     recipe = Recipe(data="digits", model="small_cnn", loss="ce")
     torch.manual_seed(recipe.seed)
-    alone = fedlas.build_model("small_cnn", 10).state_dict()
-    made = Session(recipe, CPU).net
-    assert made.training
-    for name, value in made.model.state_dict().items():
-        assert torch.equal(value, alone[name]), name
+    expected_weights = fedlas.build_model("small_cnn", 10).state_dict()
+    network = Session(recipe, CPU).net
+    assert network.training
+    for name, value in network.model.state_dict().items():
+        assert torch.equal(value, expected_weights[name]), name
 
 
 def test_a_single_class_raises(tmp_path):
@@ -93,7 +93,7 @@ def test_a_single_class_raises(tmp_path):
 
 @pytest.fixture
 def unchecked():
-    """Call as users do, without the type checker of the tests, which comes first."""
+    """Disable the type checker of the tests, which would raise first."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -101,7 +101,7 @@ def unchecked():
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
-    ("given", "callbacks", "message"),
+    ("recipe", "callbacks", "message"),
     [
         ({"data": "digits"}, [], "Recipe.*dict"),
         (short("ce"), AbstractCallback(), r"list.*callbacks=\["),
@@ -109,9 +109,9 @@ def unchecked():
         (short("ce"), [print], "AbstractCallback.*<built-in"),
     ],
 )
-def test_fit_checks_its_arguments(tmp_path, given, callbacks, message):
+def test_fit_checks_its_arguments(tmp_path, recipe, callbacks, message):
     with pytest.raises(TypeError, match=message):
-        fit(given, out=tmp_path / "run", callbacks=callbacks)
+        fit(recipe, out=tmp_path / "run", callbacks=callbacks)
     assert not (tmp_path / "run").exists()
 
 
@@ -143,35 +143,35 @@ def test_an_invalid_recipe_creates_no_folder(tmp_path, monkeypatch, changes, mes
 
 
 class Misnamed(AbstractCallback):
-    """Waits for something that nobody tells."""
+    """Has a method whose name is similar to that of a hook."""
 
     def on_epoch_ended(self, record: Any) -> None:
         """Never called."""
 
 
-class Whole(AbstractCallback):
-    """Has every hook, a property, and something of its own."""
+class WithOtherMembers(AbstractCallback):
+    """Has a hook, a property, an attribute and a private method."""
 
-    seen = 0
+    steps = 0
 
     @property
     def last(self) -> int:
-        return self.seen
+        return self.steps
 
     def on_step_dispatched(self, step: int) -> None:
         self._count(step)
 
     def _count(self, step: int) -> None:
-        self.seen = step
+        self.steps = step
 
 
 def test_a_misnamed_hook_raises(tmp_path):
     with pytest.raises(TypeError, match=rf"Misnamed\.on_epoch_ended.*{', '.join(HOOKS)}"):
         fit(short("ce"), out=tmp_path, callbacks=[Misnamed()])
     assert HOOKS == ("on_train_start", "on_step_dispatched", "on_step_end", "on_epoch_end", "on_train_end")
-    watch = Whole()
-    fit(short("ce", epochs=1, data_options={"train_samples": 50}), out=tmp_path, callbacks=[watch])
-    assert watch.last == 1
+    callback = WithOtherMembers()
+    fit(short("ce", epochs=1, data_options={"train_samples": 50}), out=tmp_path, callbacks=[callback])
+    assert callback.last == 1
 
 
 def test_milestones_beyond_the_last_epoch_warn(tmp_path):
@@ -190,10 +190,10 @@ def test_fp16_on_a_cpu_warns(tmp_path):
 def test_bf16_on_a_cpu_without_bf16_instructions_warns(tmp_path, monkeypatch, processor, slow):
     """The paper's protocol takes bfloat16 for residual networks: twelve times slower with AVX2 alone."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: processor)
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as recorded_warnings:
         warnings.simplefilter("always")
         fit(short("ce", epochs=1, precision="bf16", data_options={"train_samples": 50}), out=tmp_path / "run")
-    assert any("precision=fp32" in str(warning.message) for warning in caught) == slow
+    assert any("precision=fp32" in str(warning.message) for warning in recorded_warnings) == slow
 
 
 def test_a_broken_image_is_named_in_one_line(tmp_path):
@@ -229,7 +229,7 @@ def test_a_checkpoint_of_another_recipe_raises(finished, tmp_path, changes):
     recipe = finished.recipe.replace(**changes)
     run = Run(shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
     run.recipe_file.write_text(recipe.to_json())
-    run.environment_file.unlink()  # which knows the images and labels of the other seed
+    run.environment_file.unlink()  # it would report the images and labels of the other seed
     message = rf"checkpoint\.pt.*{finished.recipe.key}.*{recipe.key}"
     with pytest.raises(RunError, match=message):
         fit(recipe, out=run.folder, resume=True, progress=False)
@@ -276,22 +276,24 @@ def test_ignored_labels_warn(finished, tmp_path):
         predict_with(finished.folder, "folder", options={"path": str(folder)}, out=out)
     assert fedlas.read_predictions(out).given_labels is None
     cats = tmp_path / "cats.safetensors"
-    predict_with(finished.folder, "folder", options={"path": str(folder / "cat")}, out=cats)  # nobody expects labels
+    predict_with(
+        finished.folder, "folder", options={"path": str(folder / "cat")}, out=cats
+    )  # one class: no labels expected, no warning
 
 
 def test_predictions_do_not_overwrite_other_files(finished, tmp_path):
     """Regression: a calibrator or the predictions of another run were overwritten without a warning."""
     out = tmp_path / "p.safetensors"
     out.touch()
-    for _ in range(2):  # what is there already may be written again
+    for _ in range(2):  # the same predictions may be written again
         predict_with(finished.folder, "digits", out=out)
     with pytest.raises(RunError, match=r"p\.safetensors.*predictions"):
         predict_with(finished.folder, "digits", split="val", out=out)
     fedlas.build_calibrator("temperature").fit(fedlas.read_predictions(out).with_split("val")).save(out)
-    kept = out.read_bytes()
+    content = out.read_bytes()
     with pytest.raises(RunError, match=r"p\.safetensors.*predictions"):
         predict_with(finished.folder, "digits", out=out)
-    assert out.read_bytes() == kept
+    assert out.read_bytes() == content
 
 
 def test_tensorboard_has_gamma_of_a_finished_run(finished):
@@ -303,8 +305,8 @@ def test_tensorboard_has_gamma_of_a_finished_run(finished):
     events = EventAccumulator(str(finished.folder / "tensorboard"))
     events.Reload()
     assert "val/ece" in events.Tags()["scalars"]
-    (shown,) = events.Histograms("gate/gamma")
-    assert shown.histogram_value.num == 50
+    (histogram_event,) = events.Histograms("gate/gamma")
+    assert histogram_event.histogram_value.num == 50
     assert Run(finished.folder).finished
 
 
@@ -315,14 +317,14 @@ FILES = ("recipe.json", "environment.json", "log.jsonl", "checkpoint.pt", "check
 def test_symbolic_links_in_a_run_folder_raise(finished, tmp_path, name):
     """Regression: the target of the link was overwritten."""
     run = Run(shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
-    recipe, path, victim = run.recipe, run.folder / name, tmp_path / "mine"
+    recipe, path, link_target = run.recipe, run.folder / name, tmp_path / "mine"
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
-    victim.write_text("mine")
-    path.symlink_to(victim)
+    link_target.write_text("mine")
+    path.symlink_to(link_target)
     with pytest.raises(RunError, match=f"{name}.*link"):
         fit(recipe, out=run.folder, resume=True, progress=False)
-    assert victim.read_text() == "mine"
+    assert link_target.read_text() == "mine"
 
 
 def test_the_run_folder_itself_may_be_a_symbolic_link(finished, tmp_path):
@@ -339,9 +341,9 @@ def test_a_default_run_folder_that_is_a_symbolic_link_raises(finished, tmp_path,
     Path("runs", finished.recipe.name).symlink_to(tmp_path / "elsewhere")
     before = sorted(tmp_path.rglob("*"))
     launches = (lambda: fit(finished.recipe), lambda: list(fit_many([finished.recipe])))
-    for go in (*launches, lambda: list(train_recipes([finished.recipe], folder=Path("runs"), device="cpu"))):
+    for launch in (*launches, lambda: list(train_recipes([finished.recipe], folder=Path("runs"), device="cpu"))):
         with pytest.raises(RunError, match=f"{finished.recipe.name}.*link"):
-            go()
+            launch()
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -15,7 +15,7 @@ from fedlas.training.run_folder import locked
 from waiting import until
 
 HERE = Path(__file__).parent
-# Python 3.12 and later warn of any fork in a process with threads; the workers do not touch what the threads hold.
+# Python 3.12 and later warn of any fork in a process with threads; the workers do not use locks that the threads hold.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 
@@ -46,10 +46,10 @@ def test_a_run_learns_and_its_workers_end_with_it(images, finished, tmp_path):
 
 
 def test_a_stopped_run_resumes_in_the_same_process_bit_for_bit(images, finished, tmp_path):
-    with pytest.raises(StoppedError) as caught:  # which remembers all that was there, workers too
+    with pytest.raises(StoppedError) as error_info:  # its traceback keeps all objects of the run alive, workers too
         fit(large(images), out=tmp_path, callbacks=[SignalAt(14, signal.SIGTERM)])
     run = fit(large(images), out=tmp_path, resume=True)
-    assert caught.value is not None
+    assert error_info.value is not None
     assert_equal_runs(run, finished)
     assert run.log[1]["machine"]["continued_at_step"] == 5
 
@@ -66,8 +66,8 @@ from fedlas.training import fit
 out = Path({str(tmp_path)!r})
 fit(large(Path({str(images)!r})), out=out, callbacks=[SignalAt(12, signal.SIGKILL, out / "checkpoint.pt")])
 """
-    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=120)
-    assert done.returncode == -signal.SIGKILL
+    process = subprocess.run([sys.executable, "-c", code], check=False, timeout=120)
+    assert process.returncode == -signal.SIGKILL
     with locked(tmp_path):
         pass
     assert_equal_runs(fit(large(images), out=tmp_path, resume=True), finished)

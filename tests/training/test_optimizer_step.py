@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from interpreted import found_by
+from interpreted import run_interpreted
 from runs_of import short
 from torch import nn
 
@@ -26,42 +26,42 @@ pytestmark = pytest.mark.skipif(not hasattr(tl, "tuple"), reason="needs a Triton
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return found_by("optimizer_step_case.py", tmp_path_factory)
+def results(tmp_path_factory):
+    return run_interpreted("optimizer_step_case.py", tmp_path_factory)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("case", CASES)
-def test_steps_equal_those_of_torch(found, case):
-    item = found[case]
-    assert item["taken"]
-    assert item["flags"] == item["torch's flags"]
-    assert max(item["distance"].values()) < 5e-6, item["distance"]
-    assert item["distance"]["rates"] == 0
-    assert (item["flags"]["first bad"] == 2) == case.startswith(("bad", "too large"))
+def test_steps_equal_those_of_torch(results, case):
+    case_result = results[case]
+    assert case_result["is fused"]
+    assert case_result["flags"] == case_result["torch's flags"]
+    assert max(case_result["distance"].values()) < 5e-6, case_result["distance"]
+    assert case_result["distance"]["rates"] == 0
+    assert (case_result["flags"]["first bad"] == 2) == case.startswith(("bad", "too large"))
 
 
 @pytest.mark.campaign
-def test_a_step_without_all_gradients_uses_torch(found):
-    assert found["a gradient is missing"]["steps"] == [True, False, False, True]
-    assert found["usual"]["steps"] == [True] * 2
+def test_a_step_without_all_gradients_uses_torch(results):
+    assert results["a gradient is missing"]["steps"] == [True, False, False, True]
+    assert results["usual"]["steps"] == [True] * 2
 
 
 @pytest.mark.campaign
-def test_correct_counts_equal_those_of_torch(found):
+def test_correct_counts_equal_those_of_torch(results):
     """The first of equal logits, and NaN before all others."""
-    assert len(found["answers"]) == 5
-    assert all(all(item) and len(item) == 6 for item in found["answers"])  # the kernel was used, and five sums
+    assert len(results["metric sums"]) == 5
+    assert all(all(item) and len(item) == 6 for item in results["metric sums"])  # the kernel was used, and five sums
 
 
 @pytest.mark.campaign
-def test_gate_statistics_equal_those_of_torch(found):
+def test_gate_statistics_equal_those_of_torch(results):
     """Ignored samples count nowhere, a state of zero as -1."""
-    assert len(found["watched"]) == 4
-    assert all(len(checks) == 4 and all(checks) for checks in found["watched"])
+    assert len(results["gate statistics"]) == 4
+    assert all(len(checks) == 4 and all(checks) for checks in results["gate statistics"])
 
 
-def made(net: nn.Module, loss: nn.Module | None = None, **changes) -> optimizer_step.FusedOptimizerStep:
+def build_fused_step(net: nn.Module, loss: nn.Module | None = None, **changes) -> optimizer_step.FusedOptimizerStep:
     recipe = Recipe(data="digits", model="small_cnn", loss="ce", **changes)
     loss = nn.Identity() if loss is None else loss
     optimizer, rates = build_optimizer(recipe, net, loss, torch.ones(3), CPU)
@@ -71,18 +71,20 @@ def made(net: nn.Module, loss: nn.Module | None = None, **changes) -> optimizer_
 def test_gradient_slots_are_contiguous_with_the_strides_of_the_parameters():
     net = nn.Sequential(nn.Conv2d(5, 7, 3), nn.Linear(100, 90, bias=False))
     net.to(memory_format=torch.channels_last)
-    item = made(net, nn.Linear(3, 1))
-    assert item.net == 4 * TILE  # the second layer has two of its own
-    assert len(item.flat) == 6 * TILE
-    places = torch.zeros(len(item.flat))
-    for parameter, slot in item.slots.items():
+    fused_step = build_fused_step(net, nn.Linear(3, 1))
+    assert fused_step.net == 4 * TILE  # the second layer has two of its own
+    assert len(fused_step.flat) == 6 * TILE
+    coverage = torch.zeros(len(fused_step.flat))
+    for parameter, slot in fused_step.slots.items():
         assert slot.shape == parameter.shape
         assert slot.stride() == parameter.stride()
-        places[slot.storage_offset() :][: slot.numel()] += 1
+        coverage[slot.storage_offset() :][: slot.numel()] += 1
         assert slot.storage_offset() % TILE == 0
         slot.fill_(1)
-    assert torch.equal(places, item.flat)  # none lies over another, and all have room
-    assert int(item.blocks[:, 1].clamp_max(BLOCK).sum()) == sum(slot.numel() for slot in item.slots.values())
+    assert torch.equal(coverage, fused_step.flat)  # slots do not overlap, and each fits
+    assert int(fused_step.blocks[:, 1].clamp_max(BLOCK).sum()) == sum(
+        slot.numel() for slot in fused_step.slots.values()
+    )
 
 
 def backward_through_casts(weights: list[nn.Parameter], slots: list[torch.Tensor | None], images: torch.Tensor) -> None:
@@ -95,50 +97,50 @@ def test_gradients_of_cast_weights_are_written_to_their_slots():
     layers = nn.ModuleList([nn.Conv2d(4, 6, 3, bias=False), nn.Conv2d(4, 5, 1, bias=False), nn.Conv2d(4, 3, 2)])
     layers.to(memory_format=torch.channels_last)
     weights = [layer.weight for layer in layers]
-    item = made(layers)
+    fused_step = build_fused_step(layers)
     images = torch.randn(2, 4, 5, 5).to(memory_format=torch.channels_last)
-    slots = [item.slots[weight] for weight in weights]
+    slots = [fused_step.slots[weight] for weight in weights]
     backward_through_casts(weights, [*slots[:2], None], images)
-    here = [weight.grad.data_ptr() == slot.data_ptr() for weight, slot in zip(weights, slots, strict=True)]
-    assert here == [True, True, False]
+    in_slots = [weight.grad.data_ptr() == slot.data_ptr() for weight, slot in zip(weights, slots, strict=True)]
+    assert in_slots == [True, True, False]
     first = [weight.grad.clone() for weight in weights]
-    # Another part of the batch: what is there must not be written over.
+    # The second part of an accumulated batch is added to the first gradient.
     backward_through_casts(weights, slots, images)
-    for weight, half in zip(weights, first, strict=True):
-        torch.testing.assert_close(weight.grad, 2 * half, rtol=1e-6, atol=0)
+    for weight, partial_gradient in zip(weights, first, strict=True):
+        torch.testing.assert_close(weight.grad, 2 * partial_gradient, rtol=1e-6, atol=0)
 
 
 def test_not_ready_if_a_momentum_buffer_moved():
     net = nn.Linear(8, 4)
-    item = made(net, momentum=0.9)
+    fused_step = build_fused_step(net, momentum=0.9)
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
-    assert item.ready
-    state = item.optimizer.state[net.weight]
+    assert fused_step.ready
+    state = fused_step.optimizer.state[net.weight]
     state["momentum_buffer"] = state["momentum_buffer"].clone()
-    assert not item.ready
+    assert not fused_step.ready
 
 
 def test_weight_casts_are_bound_to_shapes():
     storage = torch.zeros(64, 64, 1, 1)
-    few = storage[:8]
-    assert few.data_ptr() == storage.data_ptr()
-    assert few.stride() == storage.stride()
+    first_rows = storage[:8]
+    assert first_rows.data_ptr() == storage.data_ptr()
+    assert first_rows.stride() == storage.stride()
     assert WeightCast([storage]).holds([storage])
-    assert not WeightCast([few]).holds([storage])
+    assert not WeightCast([first_rows]).holds([storage])
 
 
 def test_only_gradients_outside_their_slots_are_copied():
     net = nn.Linear(30, 20)
-    item = made(net)
-    assert not item.ready
-    for parameter, slot in item.slots.items():
+    fused_step = build_fused_step(net)
+    assert not fused_step.ready
+    for parameter, slot in fused_step.slots.items():
         parameter.grad = torch.full_like(parameter, 2.0) if parameter.ndim > 1 else slot.fill_(3.0).view_as(slot)
-    assert item.ready
-    item._copy_to_slots()
-    assert [slot.unique().tolist() for slot in item.slots.values()] == [[2.0], [3.0]]
+    assert fused_step.ready
+    fused_step._copy_to_slots()
+    assert [slot.unique().tolist() for slot in fused_step.slots.values()] == [[2.0], [3.0]]
     net.weight.data = net.weight.data.clone()
-    assert not item.ready  # its address is another one
+    assert not fused_step.ready  # its address has changed
 
 
 def in_float64(net: nn.Module) -> nn.Module:
@@ -179,7 +181,7 @@ def test_unsupported_optimizers_use_torch(change, changes, expected, monkeypatch
 
 
 @pytest.fixture
-def thin(monkeypatch):
+def single_block_resnets(monkeypatch):
     """ResNets with one block in each stage."""
     monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, (1, 1, 1, 1)))
 
@@ -195,22 +197,22 @@ def is_fused(session: Session) -> bool:
     return isinstance(session.step.fused_step, optimizer_step.FusedOptimizerStep)
 
 
-@pytest.mark.usefixtures("thin")
+@pytest.mark.usefixtures("single_block_resnets")
 def test_a_session_uses_the_kernels_if_it_compiles(monkeypatch):
     recipe = short("ce", channels_last=True, compile=True, model="resnet18_cifar", model_options={"in_channels": 1})
     assert not is_fused(Session(recipe, CPU))
     pretend_compilation(monkeypatch)
-    ours = Session(recipe, CPU)
-    assert is_fused(ours)
-    fused = ours.step.fused_step
-    assert not ours.net.model.gradient_slots
-    with fused.gradient_slots():
-        assert ours.net.model.gradient_slots is fused.slots
-    assert not ours.net.model.gradient_slots
-    assert ours.step.metrics.kernels is ours.step.gate.kernels is metric_sums
-    addresses = [parameter.data_ptr() for parameter in fused.slots]
-    assert addresses == fused.addresses[: len(addresses)]
-    copy.deepcopy(ours.net)  # a callback may keep one
+    session = Session(recipe, CPU)
+    assert is_fused(session)
+    fused_step = session.step.fused_step
+    assert not session.net.model.gradient_slots
+    with fused_step.gradient_slots():
+        assert session.net.model.gradient_slots is fused_step.slots
+    assert not session.net.model.gradient_slots
+    assert session.step.metrics.kernels is session.step.gate.kernels is metric_sums
+    addresses = [parameter.data_ptr() for parameter in fused_step.slots]
+    assert addresses == fused_step.addresses[: len(addresses)]
+    copy.deepcopy(session.net)  # a callback may keep one
     with_adam = Session(recipe.replace(optimizer="adamw", lr=0.001), CPU)
     assert not is_fused(with_adam)
     assert with_adam.step.metrics.kernels is None
@@ -219,9 +221,9 @@ def test_a_session_uses_the_kernels_if_it_compiles(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there can be used")
 def test_kernels_that_fail_fall_back_with_a_warning():
-    nowhere = torch.device("cuda")
-    for made in (stem._can_run, conv1x1._can_run, conv1x1._can_run_backward):
+    missing_device = torch.device("cuda")
+    for can_run in (stem._can_run, conv1x1._can_run, conv1x1._can_run_backward):
         with pytest.warns(UserWarning, match="cuDNN"):
-            assert not made.__wrapped__(nowhere)
-        assert made(CPU)
-    assert optimizer_step._unsupported_reason(Recipe(data="digits", model="small_cnn", loss="ce"), nowhere)
+            assert not can_run.__wrapped__(missing_device)
+        assert can_run(CPU)
+    assert optimizer_step._unsupported_reason(Recipe(data="digits", model="small_cnn", loss="ce"), missing_device)

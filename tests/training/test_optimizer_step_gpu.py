@@ -8,7 +8,7 @@ from runs_of import short
 from torch import nn
 
 pytest.importorskip("triton")
-from optimizer_step_case import CASES, answers, compared, left_to_torch, watched
+from optimizer_step_case import CASES, compare, compare_gate_statistics, compare_metric_sums, use_torch
 from test_train_gpu import assert_never_waits, pytestmark, tensors, trained
 
 from fedlas.training import build, compilation
@@ -19,7 +19,7 @@ from fedlas.training.backend_flags import backend_flags
 from fedlas.training.build import select_device
 from fedlas.training.session import Session
 
-__all__ = ["pytestmark"]  # needs a CUDA device, and inductor may explain itself
+__all__ = ["pytestmark"]  # skips without a CUDA device, and ignores warnings of inductor
 RESIDUAL = {"model": "resnet18_cifar", "model_options": {}, "channels_last": True, "precision": "bf16"}
 
 
@@ -32,23 +32,25 @@ def uncompiled(monkeypatch):
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("case", CASES)
 def test_steps_equal_those_of_torch(case):
-    item, four = compared(case, "cuda", 1), compared(case, "cuda", 4)
-    assert item["taken"]
-    assert max(item["distance"].values()) < 1e-6, item["distance"]
-    assert four["distance"]["rates"] == 0
-    assert four["distance"]["weights"] < 1e-3
-    assert four["distance"].get("memory", 0) < 1e-2
+    after_one_step, after_four_steps = compare(case, "cuda", 1), compare(case, "cuda", 4)
+    assert after_one_step["is fused"]
+    assert max(after_one_step["distance"].values()) < 1e-6, after_one_step["distance"]
+    assert after_four_steps["distance"]["rates"] == 0
+    assert after_four_steps["distance"]["weights"] < 1e-3
+    assert after_four_steps["distance"].get("memory", 0) < 1e-2
     for part in ("count", "first bad", "skips", "samples", "steps"):
-        assert four["flags"][part] == four["torch's flags"][part], part
-    assert four["steps"] == ([True, False, False, True] if "missing" in case else [True] * len(four["steps"]))
+        assert after_four_steps["flags"][part] == after_four_steps["torch's flags"][part], part
+    assert after_four_steps["steps"] == (
+        [True, False, False, True] if "missing" in case else [True] * len(after_four_steps["steps"])
+    )
 
 
 def test_correct_counts_equal_those_of_torch():
-    assert all(all(checks) for checks in answers("cuda"))
+    assert all(all(checks) for checks in compare_metric_sums("cuda"))
 
 
 def test_gate_statistics_equal_those_of_torch():
-    assert all(all(checks) for checks in watched("cuda"))
+    assert all(all(checks) for checks in compare_gate_statistics("cuda"))
 
 
 def assert_captured_is_eager(recipe: Any, epochs: int = 3) -> Session:
@@ -95,7 +97,7 @@ def test_accumulated_gradients_need_no_copy():
 @pytest.mark.usefixtures("uncompiled")
 def test_a_captured_step_is_independent_of_later_allocations():
     recipe = short("ce", compile=True, drop_last=True, **RESIDUAL)
-    device, left = select_device("cuda"), []
+    device, states = select_device("cuda"), []
     for capture in (True, False):
         with backend_flags(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
             session = Session(recipe, device, capture=capture)
@@ -103,35 +105,35 @@ def test_a_captured_step_is_independent_of_later_allocations():
             for epoch in range(3):
                 for inputs in session.batches(epoch):
                     session.runner.run(*inputs)
-                    others = [torch.full((2**size,), float("nan"), device=device) for size in range(8, 24)]
+                    freed = [torch.full((2**size,), float("nan"), device=device) for size in range(8, 24)]
                     pinned = [torch.full((2**size,), -1).pin_memory() for size in range(4, 12)]
-                    del others, pinned
+                    del freed, pinned
             torch.cuda.synchronize()
         assert bool(session.runner.graphs) == capture
-        left.append(tensors(session))
-    for name, value in left[1].items():
-        assert torch.equal(value, left[0][name]), name
+        states.append(tensors(session))
+    for name, value in states[1].items():
+        assert torch.equal(value, states[0][name]), name
 
 
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_first_step_of_a_resnet_equals_that_of_torch(accumulate):
-    """Four million numbers and more: each program of the norm looks at several tiles."""
+    """Over four million parameters: each program of the norm sums several tiles."""
     recipe = short("ce", compile=True, accumulate=accumulate, clip=0.5, **RESIDUAL)
     device, sessions = select_device("cuda"), []
-    for ours in (True, False):
+    for use_kernels in (True, False):
         with backend_flags(recipe, device):
             session = Session(recipe, device, capture=False)
-            if not ours:
-                left_to_torch(session)
+            if not use_kernels:
+                use_torch(session)
             session.net.train()
             session.runner.run(*next(iter(session.batches(0))))
         sessions.append(session)
-    mine, theirs = (tensors(session) for session in sessions)
-    for name, value in theirs.items():
-        torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-7, msg=name)
-    result, right = (session.step.metrics.read() for session in sessions)
-    assert result == pytest.approx(right, rel=1e-6)
+    fused_tensors, torch_tensors = (tensors(session) for session in sessions)
+    for name, value in torch_tensors.items():
+        torch.testing.assert_close(fused_tensors[name], value, rtol=1e-5, atol=1e-7, msg=name)
+    fused_metrics, torch_metrics = (session.step.metrics.read() for session in sessions)
+    assert fused_metrics == pytest.approx(torch_metrics, rel=1e-6)
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -142,15 +144,20 @@ def test_a_step_does_not_synchronise(capture):
 
 
 def compiled(*modules: Any) -> list[Any]:
-    """List what the kernels of modules were compiled to, one for each kind."""
+    """List the compiled kernels of modules, one for each specialisation."""
     kernels = {kernel for module in modules for name, kernel in vars(module).items() if name.endswith("_kernel")}
-    return [made for kernel in kernels for caches in kernel.device_caches.values() for made in caches[0].values()]
+    return [
+        compiled_kernel
+        for kernel in kernels
+        for caches in kernel.device_caches.values()
+        for compiled_kernel in caches[0].values()
+    ]
 
 
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("model", ["resnet18_cifar", "resnet50_cifar"])
 def test_after_precompilation_a_step_compiles_few_kernels(model, monkeypatch):
-    """Some kinds are left: those of tensors that start at odd places."""
+    """Kernels for unaligned tensors are compiled in the step."""
     recipe = short("ce", compile=True, **RESIDUAL | {"model": model})
     device, modules = select_device("cuda"), (batch_norm, stem, conv1x1, parameter_blocks, optimizer_step, metric_sums)
     with backend_flags(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
@@ -161,11 +168,11 @@ def test_after_precompilation_a_step_compiles_few_kernels(model, monkeypatch):
             for name, item in vars(module).items():
                 if name.endswith("_kernel"):
                     item.device_caches.clear()
-        trace, ended = compilation.trace, []
-        monkeypatch.setattr(compilation, "trace", lambda step, inputs, trace=trace: ended.append(trace(step, inputs)))
+        trace, traces = compilation.trace, []
+        monkeypatch.setattr(compilation, "trace", lambda step, inputs, trace=trace: traces.append(trace(step, inputs)))
         with compilation.precompiled(session.step, inputs, session.runner.precompile):
             pass
-        assert len(ended) == 1  # nothing went wrong, and nothing warned
+        assert len(traces) == 1  # nothing went wrong, and nothing warned
         precompiled = compiled(*modules)
         assert len(precompiled) >= 10
         assert all(item.module is not None for item in precompiled)  # loaded: it can start at once

@@ -34,10 +34,10 @@ class Kernel:
         self.ran, self.compiled, self.ready = [], [], 0
 
     def __getitem__(self, grid):
-        return lambda *given, **about: self.ran.append((grid, given, about))
+        return lambda *args, **kwargs: self.ran.append((grid, args, kwargs))
 
-    def warmup(self, *given, grid, **about):
-        self.compiled.append((grid, given, about, threading.get_ident()))
+    def warmup(self, *args, grid, **kwargs):
+        self.compiled.append((grid, args, kwargs, threading.get_ident()))
         return self
 
     @property
@@ -46,42 +46,42 @@ class Kernel:
 
 
 @pytest.fixture
-def anywhere(monkeypatch):
+def without_cuda(monkeypatch):
     monkeypatch.setattr(precompile.torch.cuda, "device", lambda _: nullcontext())
 
 
-@pytest.mark.usefixtures("anywhere")
+@pytest.mark.usefixtures("without_cuda")
 def test_each_specialisation_is_compiled_once_and_not_run():
-    kernel, numbers = Kernel(), torch.zeros(3)
+    kernel, tensor = Kernel(), torch.zeros(3)
     with precompilation(CPU) as context, context.active():
         assert precompiling() is context
-        launch(kernel, (7,), numbers, 48, (numbers.double(),), WIDTH=2)
-        launch(kernel, (9,), torch.ones(5), 64, (numbers.double(),), WIDTH=2)  # as many bytes together as before
-        launch(kernel, (7,), numbers, 49, (numbers.double(),), WIDTH=2)
-        launch(kernel, (7,), numbers, 1, (numbers.double(),), WIDTH=2)
-        launch(kernel, (7,), numbers.half(), 48, (numbers.double(),), WIDTH=2)
-        launch(kernel, (7,), numbers, 48, (numbers.double(),), WIDTH=4)
-        assert kernel.ready == 0  # nothing is loaded while cuDNN measures
+        launch(kernel, (7,), tensor, 48, (tensor.double(),), WIDTH=2)
+        launch(kernel, (9,), torch.ones(5), 64, (tensor.double(),), WIDTH=2)  # the same specialisation
+        launch(kernel, (7,), tensor, 49, (tensor.double(),), WIDTH=2)
+        launch(kernel, (7,), tensor, 1, (tensor.double(),), WIDTH=2)
+        launch(kernel, (7,), tensor.half(), 48, (tensor.double(),), WIDTH=2)
+        launch(kernel, (7,), tensor, 48, (tensor.double(),), WIDTH=4)
+        assert kernel.ready == 0  # nothing is loaded while cuDNN benchmarks
     assert not precompiling()
     assert not kernel.ran
     assert len(kernel.compiled) == kernel.ready == 5
     assert threading.get_ident() not in {thread for *_, thread in kernel.compiled}
-    kinds = {(given[0].dtype, given[1], about["WIDTH"]) for _, given, about, _ in kernel.compiled}
-    wide = torch.float32
-    assert kinds == {(wide, 48, 2), (wide, 49, 2), (wide, 1, 2), (torch.float16, 48, 2), (wide, 48, 4)}
-    assert all(isinstance(value, MockTensor) for _, given, *_ in kernel.compiled for value in (given[0], given[2][0]))
-    launch(kernel, (7,), numbers, 48, WIDTH=2)
-    assert kernel.ran == [((7,), (numbers, 48), {"WIDTH": 2})]
+    kinds = {(args[0].dtype, args[1], kwargs["WIDTH"]) for _, args, kwargs, _ in kernel.compiled}
+    float32 = torch.float32
+    assert kinds == {(float32, 48, 2), (float32, 49, 2), (float32, 1, 2), (torch.float16, 48, 2), (float32, 48, 4)}
+    assert all(isinstance(value, MockTensor) for _, args, *_ in kernel.compiled for value in (args[0], args[2][0]))
+    launch(kernel, (7,), tensor, 48, WIDTH=2)
+    assert kernel.ran == [((7,), (tensor, 48), {"WIDTH": 2})]
 
 
-@pytest.mark.usefixtures("anywhere")
+@pytest.mark.usefixtures("without_cuda")
 def test_a_kernel_that_cannot_be_compiled_raises_when_it_runs():
     class Broken(Kernel):
-        def warmup(self, *given, **about):
+        def warmup(self, *args, **kwargs):
             raise RuntimeError("no")
 
         def __getitem__(self, grid):
-            return self.warmup  # what runs is compiled first
+            return self.warmup  # a launch compiles first
 
     broken = Broken()
     with pytest.warns(UserWarning, match="1 kernels.*no"), precompilation(CPU) as context, context.active():
@@ -93,10 +93,10 @@ def test_a_kernel_that_cannot_be_compiled_raises_when_it_runs():
     assert not precompiling()
 
 
-@pytest.mark.usefixtures("anywhere")
+@pytest.mark.usefixtures("without_cuda")
 def test_a_kernel_that_could_not_be_loaded_is_loaded_when_it_runs():
     class Heavy(Kernel):
-        """As Triton has it: what starts a kernel is there before the kernel is."""
+        """As in Triton, `run` is set before the kernel is loaded."""
 
         _run, loaded = None, False
 
@@ -117,24 +117,24 @@ def test_a_kernel_that_could_not_be_loaded_is_loaded_when_it_runs():
     assert kernel.loaded
 
 
-@pytest.mark.usefixtures("anywhere")
+@pytest.mark.usefixtures("without_cuda")
 @pytest.mark.parametrize("fails", [False, True])
 def test_background_work_is_awaited_and_may_fail(fails):
     kernel, threads = Kernel(), []
 
-    def meanwhile():
+    def background_work():
         time.sleep(0.3)
         threads.append(threading.get_ident())
         if fails:
             raise RuntimeError("no")
 
-    with precompilation(CPU, meanwhile) as context, context.active():
+    with precompilation(CPU, background_work) as context, context.active():
         launch(kernel, (1,))
     assert len(threads) == len(kernel.compiled) == 1
     assert threads != [threading.get_ident()]
 
 
-@pytest.mark.usefixtures("anywhere")
+@pytest.mark.usefixtures("without_cuda")
 def test_other_devices_and_later_launches_are_not_part_of_a_precompilation():
     kernel = Kernel()
     with precompilation(CPU) as context:
@@ -152,56 +152,58 @@ def test_other_devices_and_later_launches_are_not_part_of_a_precompilation():
     assert not second.handles((3, torch.zeros(1)))
 
 
-@pytest.mark.usefixtures("anywhere")
+@pytest.mark.usefixtures("without_cuda")
 def test_pending_compilations_are_cancelled_after_an_error():
-    begun, end = threading.Event(), threading.Event()
+    started, release = threading.Event(), threading.Event()
 
     class Slow(Kernel):
-        def warmup(self, *given, **about):
-            begun.set()
-            end.wait(20)
-            super().warmup(*given, **about)
+        def warmup(self, *args, **kwargs):
+            started.set()
+            release.wait(20)
+            super().warmup(*args, **kwargs)
 
     kernel = Slow()
 
-    def fails():
+    def launch_and_fail():
         for number in range(precompile._processors() + 3):
             launch(kernel, (1,), WIDTH=number)
-        assert begun.wait(20)
-        threading.Timer(0.2, end.set).start()
+        assert started.wait(20)
+        threading.Timer(0.2, release.set).start()
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError), precompilation(CPU) as context, context.active():
-        fails()
+        launch_and_fail()
     assert 1 <= len(kernel.compiled) <= precompile._processors()
 
 
-@pytest.mark.usefixtures("anywhere")
+@pytest.mark.usefixtures("without_cuda")
 def test_trials_in_a_precompilation_are_repeated_afterwards():
-    kernel, times = Kernel(), []
+    kernel, tried_devices = Kernel(), []
 
     @cache
-    def trial(device):
-        times.append(device)
+    def can_run(device):
+        tried_devices.append(device)
         launch(kernel, (1,))
         return False
 
     with precompilation(CPU) as context, context.active():
-        assert kernel_available(trial, CPU)
-        assert kernel_available(trial, CPU)
-    assert len(kernel.compiled) == len(times) == 1
+        assert kernel_available(can_run, CPU)
+        assert kernel_available(can_run, CPU)
+    assert len(kernel.compiled) == len(tried_devices) == 1
     assert not kernel.ran
-    assert not kernel_available(trial, CPU)
-    assert not kernel_available(trial, CPU)
-    assert len(times) == 2
+    assert not kernel_available(can_run, CPU)
+    assert not kernel_available(can_run, CPU)
+    assert len(tried_devices) == 2
     assert len(kernel.ran) == 1
 
 
 def state(session: Session) -> dict[str, torch.Tensor]:
-    everything = session.state_dict()
-    memory = {f"{n} {name}": value for n, item in enumerate(everything["optimizer"]) for name, value in item.items()}
+    state_dict = session.state_dict()
+    optimizer_state = {
+        f"{n} {name}": value for n, item in enumerate(state_dict["optimizer"]) for name, value in item.items()
+    }
     sums = {f"sum {name}": value for name, value in session.step.metrics.sums.items()}
-    return everything["model"] | {f"loss {k}": v for k, v in everything["loss"].items()} | memory | sums
+    return state_dict["model"] | {f"loss {k}": v for k, v in state_dict["loss"].items()} | optimizer_state | sums
 
 
 @pytest.mark.parametrize(
@@ -215,28 +217,28 @@ def state(session: Session) -> dict[str, torch.Tensor]:
     ],
 )
 def test_pre_compilation_does_not_change_the_step(loss, changes, monkeypatch):
-    """This pre-compilation computes, which a real one does not; its effects are undone all the same."""
-    traced, result = [], []
-    computing = nullcontext(SimpleNamespace(active=nullcontext))
+    """This pre-compilation computes, unlike a real one; its effects must be undone nevertheless."""
+    complete_traces, states = [], []
+    precompilation_that_computes = nullcontext(SimpleNamespace(active=nullcontext))
 
-    def watched(step, inputs, trace=compilation.trace):
+    def record_trace(step, inputs, trace=compilation.trace):
         trace(step, inputs)
-        grown = [parameter.grad is not None for parameter in step.module.parameters()]
-        traced.append(all(grown) and len(grown) > 0)
+        have_gradients = [parameter.grad is not None for parameter in step.module.parameters()]
+        complete_traces.append(all(have_gradients) and len(have_gradients) > 0)
 
-    monkeypatch.setattr(compilation, "trace", watched)
+    monkeypatch.setattr(compilation, "trace", record_trace)
     for precompiles in (True, False):
         session = Session(short(loss, **changes), CPU)
-        session.runner.precompile = (lambda: computing) if precompiles else None
+        session.runner.precompile = (lambda: precompilation_that_computes) if precompiles else None
         session.net.train()
         for number, inputs in enumerate(session.batches(0)):
             if number < 2:
                 session.runner.run(*inputs)
-        result.append(state(session))
-    assert traced == [True]  # to its end, through network and loss
-    assert result[0].keys() == result[1].keys()
-    for name, value in result[1].items():
-        assert torch.equal(value, result[0][name]), name
+        states.append(state(session))
+    assert complete_traces == [True]  # all of network and loss
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[1].items():
+        assert torch.equal(value, states[0][name]), name
 
 
 def test_a_failed_pre_compilation_is_a_warning():
@@ -267,8 +269,8 @@ def test_networks_with_custom_kernels_are_pre_compiled(monkeypatch):
     assert CustomKernels(CPU).precompile(model) is None
     loaded = []
     monkeypatch.setattr(kernels, "import_module", loaded.append)
-    begin = CustomKernels(CPU).precompile(fuse(model))
-    assert begin is not None
-    with begin() as context:
+    precompile_network = CustomKernels(CPU).precompile(fuse(model))
+    assert precompile_network is not None
+    with precompile_network() as context:
         assert isinstance(context, precompile.Precompilation)
     assert loaded == ["torch._inductor.compile_fx"]

@@ -105,16 +105,16 @@ def test_reduction_none_raises():
 
 def test_replace_resets_fields_without_effect():
     """Milestones have no effect with a cosine schedule and must not be part of the key."""
-    steps = recipe_for("cifar10")
-    assert steps.replace(schedule="cosine") == recipe_for("cifar10", schedule="cosine")
-    assert steps.replace(schedule="cosine").milestones == ()
+    multi_step = recipe_for("cifar10")
+    assert multi_step.replace(schedule="cosine") == recipe_for("cifar10", schedule="cosine")
+    assert multi_step.replace(schedule="cosine").milestones == ()
     assert not recipe_for("digits").with_settings({"optimizer": "adamw"}).nesterov
 
 
 def test_recipes_with_fields_without_effect_can_be_read():
     """Recipes were written with settings without effect until these were refused."""
-    old = {**SMALL.to_dict(), "schedule": "one_cycle", "warmup": 3.0, "optimizer": "adamw", "nesterov": True}
-    assert Recipe.from_dict(old) == SMALL.replace(schedule="one_cycle", optimizer="adamw")
+    old_fields = {**SMALL.to_dict(), "schedule": "one_cycle", "warmup": 3.0, "optimizer": "adamw", "nesterov": True}
+    assert Recipe.from_dict(old_fields) == SMALL.replace(schedule="one_cycle", optimizer="adamw")
 
 
 def test_values_of_another_type_raise():
@@ -139,8 +139,8 @@ def test_every_predefined_recipe_can_be_built():
     assert {data for data, _ in published} == {"cifar10", "cifar100", "tiny_imagenet", "cub200", "aircraft"}
     assert len(published) == 10
     for _, recipe in recipes:
-        words = keywords(LOSSES.find(recipe.loss))
-        options = {name: 10 for name in ("num_samples", "epochs") if name in words}
+        parameter_names = keywords(LOSSES.find(recipe.loss))
+        options = {name: 10 for name in ("num_samples", "epochs") if name in parameter_names}
         fedlas.build_loss(recipe.loss, num_classes=7, **recipe.loss_options, **options)
 
 
@@ -155,20 +155,20 @@ def test_paper_protocol_has_the_published_settings():
     assert (recipe.lr, recipe.momentum, recipe.nesterov, recipe.weight_decay) == (0.1, 0.9, False, 5e-4)
     assert (recipe.clip, recipe.clip_loss, recipe.drop_last) == (2.0, False, True)
     assert not recipe_for("cifar100").drop_last
-    tiny = recipe_for("tiny_imagenet")
-    assert (tiny.epochs, tiny.milestones, tiny.batch_size) == (100, (40, 60), 64)
-    birds = recipe_for("cub200")
-    assert (birds.model, birds.optimizer, birds.lr, birds.epochs) == ("vit_base_patch16_384", "adamw", 1e-4, 200)
-    assert birds.data_options == {"image_size": 384}
+    tiny_imagenet = recipe_for("tiny_imagenet")
+    assert (tiny_imagenet.epochs, tiny_imagenet.milestones, tiny_imagenet.batch_size) == (100, (40, 60), 64)
+    cub200 = recipe_for("cub200")
+    assert (cub200.model, cub200.optimizer, cub200.lr, cub200.epochs) == ("vit_base_patch16_384", "adamw", 1e-4, 200)
+    assert cub200.data_options == {"image_size": 384}
     assert recipe_for("cub200", "resnet101").data_options == {"image_size": 224}
 
 
 @pytest.mark.parametrize("data", ["cifar10", "cifar100", "tiny_imagenet"])
 def test_resnets_on_small_images_use_bf16_and_channels_last(data):
     """Float32 training without channels-last would take five times as long."""
-    ours, released = recipe_for(data, protocol="paper"), recipe_for(data, protocol="official")
-    assert (ours.precision, ours.channels_last, ours.compile, ours.capture) == ("bf16", True, True, True)
-    assert (released.precision, released.channels_last) == ("fp32", False)
+    paper, official = recipe_for(data, protocol="paper"), recipe_for(data, protocol="official")
+    assert (paper.precision, paper.channels_last, paper.compile, paper.capture) == ("bf16", True, True, True)
+    assert (official.precision, official.channels_last) == ("fp32", False)
     assert recipe_for("cub200").precision == recipe_for(data, "small_cnn", protocol="paper").precision == "fp32"
 
 
@@ -216,8 +216,8 @@ def test_protocols_without_a_data_set_raise():
         recipe_for("digits", "small_cnn", protocol="paper")
     with pytest.raises(ValueError, match=r"'official'.*'svhn'"):
         recipe_for("svhn", "resnet50_cifar", protocol="official")
-    birds = recipe_for("cub200", "small_cnn")
-    assert (birds.model_options, birds.data_options) == ({"in_channels": 3}, {"image_size": 224})
+    small_cnn = recipe_for("cub200", "small_cnn")
+    assert (small_cnn.model_options, small_cnn.data_options) == ({"in_channels": 3}, {"image_size": 224})
     vit = recipe_for("cub200", "timm:vit_small_patch16_224")
     assert (vit.model_options, vit.data_options) == ({"pretrained": True}, {"image_size": 224})
     assert vit.optimizer == "adamw"
@@ -228,15 +228,15 @@ def test_protocols_without_a_data_set_raise():
 @pytest.mark.parametrize("data", sorted(DATA.entries))
 @pytest.mark.parametrize("model", [None, "small_cnn"])
 def test_suggested_protocols_are_usable(data, model):
-    """`fast` was advised for digits, and had no network for them."""
+    """Regression: `fast` was suggested for digits, for which it has no network."""
     try:
         recipe_for(data, model, protocol="paper")
     except ValueError as error:
-        advised = str(error).partition("use one of: ")[2].split(", ")
-        assert len(advised) == sum(not protocol.paper_data_only for protocol in PROTOCOLS)
-        for name, _, more in (text.partition(" ") for text in advised):
-            assert recipe_for(data, "small_cnn" if more == "(with --model)" else model, protocol=name).data == data
-            if more:
+        suggestions = str(error).partition("use one of: ")[2].split(", ")
+        assert len(suggestions) == sum(not protocol.paper_data_only for protocol in PROTOCOLS)
+        for name, _, hint in (suggestion.partition(" ") for suggestion in suggestions):
+            assert recipe_for(data, "small_cnn" if hint == "(with --model)" else model, protocol=name).data == data
+            if hint:
                 with pytest.raises(ValueError, match=f"{name}.*{data}"):
                     recipe_for(data, model, protocol=name)
 
@@ -245,9 +245,9 @@ def test_fast_protocol_has_its_documented_settings():
     recipe = recipe_for("cifar10", loss="ce", protocol="fast")
     assert (recipe.model, recipe.batch_size, recipe.epochs, recipe.schedule) == ("resnet18_cifar", 512, 20, "one_cycle")
     assert (recipe.nesterov, recipe.momentum, recipe.lr, recipe.weight_decay) == (True, 0.9, 0.2, 1e-3)
-    hundred = recipe_for("cifar100", loss="ce", protocol="fast")  # tuned by itself
-    assert (hundred.lr, hundred.weight_decay, hundred.epochs) == (0.2, 2e-3, 20)
-    assert recipe_for("cifar10", "resnet18_cifar").epochs == 20  # the network alone says which protocol
+    cifar100 = recipe_for("cifar100", loss="ce", protocol="fast")  # tuned separately
+    assert (cifar100.lr, cifar100.weight_decay, cifar100.epochs) == (0.2, 2e-3, 20)
+    assert recipe_for("cifar10", "resnet18_cifar").epochs == 20  # the network determines the protocol
 
 
 @pytest.mark.parametrize("data", ["cifar10", "cifar100", "fashion_mnist"])
@@ -258,7 +258,7 @@ def test_standard_protocol_has_its_documented_settings(data):
     assert (recipe.precision, recipe.halve_validation, recipe.evaluated) == ("bf16", True, "last")
     with pytest.raises(ValueError, match=r"halve_validation.*selection"):
         recipe.replace(data_options={"selection": "official"})
-    assert recipe_for("fashion_mnist").model == "small_cnn"  # the default protocols are as they were
+    assert recipe_for("fashion_mnist").model == "small_cnn"  # the default protocols are unchanged
 
 
 def test_unknown_names_raise_with_a_suggestion():

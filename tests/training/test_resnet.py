@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from interpreted import found_by
+from interpreted import run_interpreted
 from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
@@ -24,41 +24,41 @@ from fedlas.training.accelerators.resnet import (
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return found_by("resnet_case.py", tmp_path_factory)
+def results(tmp_path_factory):
+    return run_interpreted("resnet_case.py", tmp_path_factory)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("case", ["basic", "bottleneck"])
-def test_outputs_gradients_and_running_statistics_are_as_exact_as_torchs(found, case):
-    item = found[case]
-    assert item["taken"]
+def test_outputs_gradients_and_running_statistics_are_as_exact_as_torchs(results, case):
+    case_result = results[case]
+    assert case_result["is fused"]
     for part, bound in {"logits": 1e-5, "gradients": 1e-4, "buffers": 1e-5}.items():
-        assert item["fused"][part] < max(bound, 3 * item["torch"][part]), (part, item)
-    assert item["evaluates alike"]
-    assert item["same parameters"]
+        assert case_result["fused"][part] < max(bound, 3 * case_result["torch"][part]), (part, case_result)
+    assert case_result["evaluates alike"]
+    assert case_result["same parameters"]
 
 
 @pytest.mark.campaign
-def test_frozen_layers_and_layers_with_hooks_use_torch(found):
-    # What is not touched differs in the last digits, or the comparison would show nothing.
-    assert found["falls back"] == {"frozen norm": True, "watched layer": True, "watched back": True, "nothing": False}
+def test_frozen_layers_and_layers_with_hooks_use_torch(results):
+    # Without a change, the kernels are used, whose last digits differ; else equality would prove nothing.
+    assert results["falls back"] == {"frozen norm": True, "forward hook": True, "backward hook": True, "nothing": False}
 
 
 @pytest.mark.campaign
-def test_a_mean_far_from_zero_loses_no_digits(found):
-    assert found["far from zero"]["rstd"] < 1e-5
+def test_a_mean_far_from_zero_loses_no_digits(results):
+    assert results["far from zero"]["rstd"] < 1e-5
 
 
 @pytest.mark.campaign
-def test_one_value_per_channel_raises(found):
-    assert "channel" in found["one value"]
+def test_one_value_per_channel_raises(results):
+    assert "channel" in results["one value"]
 
 
 @pytest.mark.campaign
-def test_low_precision_copies_equal_those_of_torch(found):
-    assert len(found["narrowed"]) == 5
-    assert all(found["narrowed"].values()), found["narrowed"]
+def test_low_precision_copies_equal_those_of_torch(results):
+    assert len(results["weight casts"]) == 5
+    assert all(results["weight casts"].values()), results["weight casts"]
 
 
 def test_networks_of_the_catalogue_fit():
@@ -68,7 +68,7 @@ def test_networks_of_the_catalogue_fit():
         assert fuse(build_model("resnet50", 10, pretrained=False))
 
 
-def narrow() -> ResNet:
+def small_resnet() -> ResNet:
     return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=5)
 
 
@@ -77,65 +77,65 @@ def with_group_norm() -> nn.Module:
 
 
 def with_shared_statistics() -> nn.Module:
-    return nn.SyncBatchNorm.convert_sync_batchnorm(narrow())
+    return nn.SyncBatchNorm.convert_sync_batchnorm(small_resnet())
 
 
 def with_a_bias() -> nn.Module:
-    model = narrow()
+    model = small_resnet()
     model.conv1 = nn.Conv2d(3, 64, 3)
     return model
 
 
 def with_average_over_all_batches() -> nn.Module:
-    model = narrow()
+    model = small_resnet()
     model.bn1.momentum = None
     return model
 
 
 def with_another_activation() -> nn.Module:
-    model = narrow()
+    model = small_resnet()
     model.layer2[0].relu = nn.SiLU()
     return model
 
 
 def with_dropout_aside() -> nn.Module:
-    model = narrow()
+    model = small_resnet()
     model.layer2[0].downsample.append(nn.Dropout())
     return model
 
 
 def with_reflected_borders() -> nn.Module:
-    model = narrow()
+    model = small_resnet()
     model.layer1[0].conv1.padding_mode = "reflect"
     return model
 
 
 def with_padding_by_name() -> nn.Module:
-    model = narrow()
+    model = small_resnet()
     model.layer1[0].conv1.padding = "same"
     return model
 
 
 def with_a_weight_twice() -> nn.Module:
-    model = narrow()
+    model = small_resnet()
     model.layer1[0].conv2.weight = model.layer1[0].conv1.weight
     return model
 
 
 def with_a_block_twice() -> nn.Module:
-    model = narrow()
+    model = small_resnet()
     model.layer1.append(model.layer1[0])
     return model
 
 
 def with_a_stem_of_two_layers() -> nn.Module:
-    model = narrow()
+    model = small_resnet()
     model.conv1 = nn.Sequential(model.conv1, nn.Identity())
     return model
 
 
 def without_a_stage() -> nn.Module:
-    model = narrow()
+    model = small_resnet()
     model.layer4 = nn.Identity()
     return model
 
@@ -155,7 +155,7 @@ def resnet_of_a_block_subclass() -> nn.Module:
 
 
 def in_float64() -> nn.Module:
-    return narrow().double()
+    return small_resnet().double()
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_unsupported_networks_are_unchanged(make):
 
 
 def test_names_and_weights_are_unchanged():
-    model = narrow()
+    model = small_resnet()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model = fuse(model)
     after = model.state_dict()
@@ -195,8 +195,8 @@ def test_names_and_weights_are_unchanged():
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def on_a_pretended_gpu(monkeypatch, reason=None, **changes):
-    """Give the network that a session prepares where there is a GPU, and whether torch's compiler was asked for it."""
+def prepare_on_pretended_gpu(monkeypatch, reason=None, **changes):
+    """Return whether a session on a GPU would fuse the network, and whether it would compile it."""
     monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, (1, 1, 1, 1)))
     monkeypatch.setattr(build, "is_compiled", lambda recipe, _: recipe.compile)
     monkeypatch.setattr(batch_norm, "unsupported_reason", lambda _: reason)
@@ -204,55 +204,58 @@ def on_a_pretended_gpu(monkeypatch, reason=None, **changes):
     monkeypatch.setattr(build, "CompiledCall", lambda module, **_: compiled.append(type(module).__name__) or module)
     options = {"model_options": {"in_channels": 1}, "channels_last": True, "compile": True} | changes
     recipe = recipe_for("digits", loss="ce").replace(model="resnet18_cifar", **options)
-    made = session.Session(recipe, torch.device("cpu"))
-    return isinstance(made.net.model, FusedResNet), "WithFeatures" in compiled
+    new_session = session.Session(recipe, torch.device("cpu"))
+    return isinstance(new_session.net.model, FusedResNet), "WithFeatures" in compiled
 
 
 def test_a_session_fuses_networks_that_it_would_compile(monkeypatch):
-    assert on_a_pretended_gpu(monkeypatch) == (True, False)
-    # Nobody who looks at steps, and so keeps them from being captured, shall change what is learned.
-    assert on_a_pretended_gpu(monkeypatch, capture=False) == (True, False)
-    assert on_a_pretended_gpu(monkeypatch, channels_last=False) == (False, True)
-    assert on_a_pretended_gpu(monkeypatch, compile=False) == (False, False)
+    assert prepare_on_pretended_gpu(monkeypatch) == (True, False)
+    # A callback that sees steps disables capture; that must not change the result of training.
+    assert prepare_on_pretended_gpu(monkeypatch, capture=False) == (True, False)
+    assert prepare_on_pretended_gpu(monkeypatch, channels_last=False) == (False, True)
+    assert prepare_on_pretended_gpu(monkeypatch, compile=False) == (False, False)
 
 
 def test_without_kernels_the_network_is_compiled(monkeypatch):
     with pytest.warns(UserWarning, match="no C compiler"):
-        assert on_a_pretended_gpu(monkeypatch, reason="RuntimeError: no C compiler") == (False, True)
+        assert prepare_on_pretended_gpu(monkeypatch, reason="RuntimeError: no C compiler") == (False, True)
 
 
 def test_why_not_returns_the_reason():
-    reason = batch_norm.unsupported_reason(torch.device("cpu"))  # which Triton knows nothing of, unless it interprets
+    reason = batch_norm.unsupported_reason(torch.device("cpu"))  # unsupported by Triton, except in its interpreter
     assert reason is not None
     assert "\n" not in reason
 
 
-@pytest.mark.parametrize("learns", [True, False])
-def test_a_frozen_weight_leaves_no_pending_work(learns):
+@pytest.mark.parametrize("trainable", [True, False])
+def test_a_frozen_weight_leaves_no_pending_work(trainable):
     """If no weight needs a gradient, nothing waits for pending weight gradients."""
-    images, weight = torch.randn(2, 3, 5, 5, requires_grad=True), torch.randn(4, 3, 3, 3, requires_grad=learns)
-    asked = []
+    images, weight = torch.randn(2, 3, 5, 5, requires_grad=True), torch.randn(4, 3, 3, 3, requires_grad=trainable)
+    read_counts = []
 
     class Recorded(SideStream):
         def run(self, work, *read):
-            asked.append(len(read))
+            read_counts.append(len(read))
             return super().run(work, *read)
 
-    about = (1, 1), (1, 1), (1, 1), 1
-    found, _ = _Convolution.apply(images, weight, about, Recorded(torch.device("cpu")), None, None)
-    found.sum().backward()
-    given = images.grad.clone()
+    geometry = (1, 1), (1, 1), (1, 1), 1
+    output, _ = _Convolution.apply(images, weight, geometry, Recorded(torch.device("cpu")), None, None)
+    output.sum().backward()
+    image_gradients = images.grad.clone()
     images.grad = None
-    nn.functional.conv2d(images, weight, None, *about).sum().backward()
-    torch.testing.assert_close(given, images.grad)
-    assert asked == ([2] if learns else [])
-    assert (weight.grad is not None) is learns
+    nn.functional.conv2d(images, weight, None, *geometry).sum().backward()
+    torch.testing.assert_close(image_gradients, images.grad)
+    assert read_counts == ([2] if trainable else [])
+    assert (weight.grad is not None) is trainable
 
 
 def test_small_tensors_are_summed_by_fewer_programs():
-    few, many = batch_norm.tile_for_sums(batch_norm.SMALL_SIZE), batch_norm.tile_for_sums(batch_norm.SMALL_SIZE + 1)
-    assert few.programs < many.programs
-    assert few.blocks(10**6, 64) == few.programs
+    small_tile, large_tile = (
+        batch_norm.tile_for_sums(batch_norm.SMALL_SIZE),
+        batch_norm.tile_for_sums(batch_norm.SMALL_SIZE + 1),
+    )
+    assert small_tile.programs < large_tile.programs
+    assert small_tile.blocks(10**6, 64) == small_tile.programs
 
 
 @pytest.mark.parametrize(("stride", "size"), [(2, (6, 6)), (2, (5, 7)), (2, (6, 3)), (3, (7, 4))])
@@ -269,18 +272,18 @@ def test_a_strided_convolution_stores_a_strided_gradient(stride, size):
     assert product is None
     assert strided.gradient.shape[2:] == y.shape[2:]
     assert deferred.pop() == (None, None)
-    usual = [value.detach().requires_grad_() for value in (images, weight)]
-    nn.functional.conv2d(*usual, stride=stride).backward(gradient)
-    torch.testing.assert_close(strided.whole(images), usual[0].grad)
-    torch.testing.assert_close(weight.grad, usual[1].grad)
+    reference = [value.detach().requires_grad_() for value in (images, weight)]
+    nn.functional.conv2d(*reference, stride=stride).backward(gradient)
+    torch.testing.assert_close(strided.whole(images), reference[0].grad)
+    torch.testing.assert_close(weight.grad, reference[1].grad)
 
 
 def test_other_convolutions_have_gradients_at_every_pixel():
-    first, three = torch.zeros(8, 8, 1, 1), torch.zeros(8, 8, 3, 3)
-    assert _stride_of_1x1(((2, 2), (0, 0), (1, 1), 1), first) == 2
-    others = [(2, 1), (0, 0), (1, 1), 1], [(2, 2), (1, 1), (1, 1), 1], [(2, 2), (0, 0), (1, 1), 2]
-    assert [_stride_of_1x1(tuple(about), first) for about in others] == [1, 1, 1]
-    assert _stride_of_1x1(((2, 2), (0, 0), (1, 1), 1), three) == 1
+    pointwise, weight_3x3 = torch.zeros(8, 8, 1, 1), torch.zeros(8, 8, 3, 3)
+    assert _stride_of_1x1(((2, 2), (0, 0), (1, 1), 1), pointwise) == 2
+    geometries = [(2, 1), (0, 0), (1, 1), 1], [(2, 2), (1, 1), (1, 1), 1], [(2, 2), (0, 0), (1, 1), 2]
+    assert [_stride_of_1x1(tuple(geometry), pointwise) for geometry in geometries] == [1, 1, 1]
+    assert _stride_of_1x1(((2, 2), (0, 0), (1, 1), 1), weight_3x3) == 1
 
 
 def test_deferred_gradients_cannot_be_differentiated_twice():

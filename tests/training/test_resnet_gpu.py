@@ -12,35 +12,43 @@ from fedlas.models import build_model
 pytest.importorskip("triton")
 import conv1x1_case
 import stem_case
-from resnet_case import compared, error, in_float64, in_low_precision, narrowed, network, outcome
+from resnet_case import (
+    compare,
+    compare_weight_casts,
+    error,
+    forward_and_backward,
+    in_float64,
+    in_low_precision,
+    network,
+)
 from test_train_gpu import pytestmark, tensors, trained
 
 from fedlas.training.accelerators import batch_norm, conv1x1, stem
 from fedlas.training.accelerators import resnet as fused_module
 from fedlas.training.accelerators.resnet import FusedResNet, fuse
 
-__all__ = ["pytestmark"]  # needs a CUDA device, and inductor may explain itself
+__all__ = ["pytestmark"]  # skips without a CUDA device, and ignores warnings of inductor
 
 
 @pytest.fixture(autouse=True)
 def exact_products():
-    torch.backends.cuda.matmul.allow_tf32, before = False, torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cudnn.allow_tf32, convolutions = False, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32, matmul_before = False, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32, cudnn_before = False, torch.backends.cudnn.allow_tf32
     yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before, convolutions
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul_before, cudnn_before
 
 
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 def test_fused_resnet_is_as_exact_as_torch_layers(kind):
-    item = compared(kind, "cuda")
-    assert item["taken"]
+    result = compare(kind, "cuda")
+    assert result["is fused"]
     for part, bound in {"logits": 1e-5, "gradients": 1e-4, "buffers": 1e-5}.items():
-        assert item["fused"][part] < max(bound, 3 * item["torch"][part]), (part, item)
-    assert item["evaluates alike"]
+        assert result["fused"][part] < max(bound, 3 * result["torch"][part]), (part, result)
+    assert result["evaluates alike"]
 
 
 def test_low_precision_copies_equal_those_of_torch():
-    result = narrowed("cuda")
+    result = compare_weight_casts("cuda")
     assert all(result.values()), result
 
 
@@ -52,30 +60,32 @@ def images_of(count: int) -> torch.Tensor:
 def in_bf16(model: Any, images: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
     labels = torch.arange(len(images), device="cuda") % 5
     with torch.autocast("cuda", torch.bfloat16):
-        return outcome(model, images, labels)
+        return forward_and_backward(model, images, labels)
 
 
 @pytest.mark.parametrize("name", ["resnet18_cifar", "resnet50_cifar"])
 @pytest.mark.parametrize("count", [3, 128])  # a part of a tile, and more tiles than programs
 def test_fused_resnet_in_bf16_is_as_exact_as_torch_layers(name, count):
-    plain = build_model(name, 10).to("cuda", memory_format=torch.channels_last)
-    fused = fuse(copy.deepcopy(plain))
+    model = build_model(name, 10).to("cuda", memory_format=torch.channels_last)
+    fused = fuse(copy.deepcopy(model))
     images = images_of(count)
-    right = outcome(copy.deepcopy(plain).double(), images.double(), torch.arange(count, device="cuda") % 5)
-    usual, ours = in_bf16(plain, images), in_bf16(fused, images)
+    expected = forward_and_backward(
+        copy.deepcopy(model).double(), images.double(), torch.arange(count, device="cuda") % 5
+    )
+    torch_step, fused_step = in_bf16(model, images), in_bf16(fused, images)
     for part in ("logits", "gradients", "buffers"):
-        size = {name: value.norm().item() for name, value in right[part].items()}
-        far = {name: (usual[part][name] - right[part][name]).norm().item() for name in size}
-        ours_far = {name: (ours[part][name] - right[part][name]).norm().item() for name in size}
-        assert sum(ours_far.values()) < 1.3 * sum(far.values()), part
-        worst = max(size, key=lambda name: (ours_far[name] - 2 * far[name]) / max(size[name], 1e-12))
-        assert ours_far[worst] < 2 * far[worst] + 0.1 * size[worst], (part, worst)
+        norms = {name: value.norm().item() for name, value in expected[part].items()}
+        torch_errors = {name: (torch_step[part][name] - expected[part][name]).norm().item() for name in norms}
+        fused_errors = {name: (fused_step[part][name] - expected[part][name]).norm().item() for name in norms}
+        assert sum(fused_errors.values()) < 1.3 * sum(torch_errors.values()), part
+        worst = max(norms, key=lambda name: (fused_errors[name] - 2 * torch_errors[name]) / max(norms[name], 1e-12))
+        assert fused_errors[worst] < 2 * torch_errors[worst] + 0.1 * norms[worst], (part, worst)
 
 
 def test_fused_resnet_works_without_cudnn():
     with torch.backends.cudnn.flags(enabled=False):
-        item = compared("basic", "cuda")
-    assert item["fused"]["gradients"] < 1e-4
+        result = compare("basic", "cuda")
+    assert result["fused"]["gradients"] < 1e-4
 
 
 def test_equal_inputs_give_equal_bits():
@@ -83,10 +93,10 @@ def test_equal_inputs_give_equal_bits():
     fused = fuse(fused)
     images = images_of(64)
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
-        first, again = in_bf16(copy.deepcopy(fused), images), in_bf16(copy.deepcopy(fused), images)
+        first, repeated = in_bf16(copy.deepcopy(fused), images), in_bf16(copy.deepcopy(fused), images)
     for part, values in first.items():
         for name, value in values.items():
-            assert torch.equal(value, again[part][name]), (part, name)
+            assert torch.equal(value, repeated[part][name]), (part, name)
 
 
 def test_weight_gradients_on_the_side_stream_equal_those_on_the_main_stream(monkeypatch):
@@ -105,26 +115,28 @@ def test_weight_gradients_on_the_side_stream_equal_those_on_the_main_stream(monk
 def assert_as_exact_as_without(
     name: str, count: int, module: Any, monkeypatch: Any, *, work: str, times: int, fits: str = "fits"
 ) -> None:
-    """Compare a step with a module's kernels, asked so many times, and one without them, both with float64."""
+    """Compare the errors of a step with and without a module's kernels; the kernel `work` must run `times` times."""
     model = build_model(name, 10).to("cuda", memory_format=torch.channels_last)
-    images, asked = images_of(count), []
-    right = outcome(copy.deepcopy(model).double(), images.double(), torch.arange(count, device="cuda") % 5)
+    images, calls = images_of(count), []
+    expected = forward_and_backward(
+        copy.deepcopy(model).double(), images.double(), torch.arange(count, device="cuda") % 5
+    )
     model = fuse(model)
     assert module._can_run(images.device)
     assert conv1x1._can_run_backward(images.device)
     kernel = getattr(module, work)
-    monkeypatch.setattr(module, work, lambda *given: asked.append(1) or kernel(*given))
-    ours = in_bf16(copy.deepcopy(model), images)
-    assert len(asked) == times
+    monkeypatch.setattr(module, work, lambda *args: calls.append(1) or kernel(*args))
+    with_kernels = in_bf16(copy.deepcopy(model), images)
+    assert len(calls) == times
     monkeypatch.setattr(module, fits, lambda *_: False)
-    usual = in_bf16(copy.deepcopy(model), images)
-    assert len(asked) == times
-    for part in right:
-        far, ours_far = (
-            sum((result[part][name] - value).norm().item() for name, value in right[part].items())
-            for result in (usual, ours)
+    without_kernels = in_bf16(copy.deepcopy(model), images)
+    assert len(calls) == times
+    for part in expected:
+        error_without, error_with = (
+            sum((result[part][name] - value).norm().item() for name, value in expected[part].items())
+            for result in (without_kernels, with_kernels)
         )
-        assert ours_far < 1.3 * far, part
+        assert error_with < 1.3 * error_without, part
 
 
 @pytest.mark.parametrize("count", [3, 128, 512])
@@ -137,10 +149,10 @@ def test_a_step_with_the_stem_kernels_is_as_exact_as_without(count, monkeypatch)
 @pytest.mark.parametrize("shape", [(3, 5, 7, 64), (64, 32, 32, 64), (40, 31, 33, 128)])
 def test_the_stem_is_as_exact_as_its_type_and_reproducible(shape, twice, dtype):
     tensors = in_low_precision(stem_case.layer(shape, "cuda"), dtype)
-    expected = stem_case.by_torch(in_float64(tensors), twice=twice, narrow=dtype)
-    ours, again = (stem_case.by_kernels(tensors, twice=twice) for _ in range(2))
-    for part, value in ours.items():
-        assert torch.equal(value, again[part]), part
+    expected = stem_case.by_torch(in_float64(tensors), twice=twice, y_dtype=dtype)
+    outputs, repeated = (stem_case.by_kernels(tensors, twice=twice) for _ in range(2))
+    for part, value in outputs.items():
+        assert torch.equal(value, repeated[part]), part
         assert error(value, expected[part]) < 8 * torch.finfo(dtype).eps, part
 
 
@@ -154,13 +166,13 @@ def test_a_step_with_the_conv1x1_kernel_is_as_exact_as_without(count, monkeypatc
 @pytest.mark.parametrize("count", [3, 128])
 def test_a_step_with_the_conv1x1_backward_kernel_is_as_exact_as_without(count, monkeypatch):
     monkeypatch.setattr(conv1x1, "MIN_ROWS_BACKWARD", 0)
-    about = {"work": "gradient_sums", "times": 13, "fits": "fits_back"}  # the first ones of the first 13 blocks
-    assert_as_exact_as_without("resnet50_cifar", count, conv1x1, monkeypatch, **about)
+    options = {"work": "gradient_sums", "times": 13, "fits": "fits_back"}  # the first ones of the first 13 blocks
+    assert_as_exact_as_without("resnet50_cifar", count, conv1x1, monkeypatch, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("added", ["nothing", "skip", "norm"])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("residual", ["nothing", "skip", "norm"])
 @pytest.mark.parametrize(
     "shape",
     [
@@ -171,12 +183,12 @@ def test_a_step_with_the_conv1x1_backward_kernel_is_as_exact_as_without(count, m
         (31, 17, 13, 192, 128),
     ],
 )
-def test_conv1x1_gradients_are_as_exact_as_their_type_and_reproducible(shape, added, every, dtype):
+def test_conv1x1_gradients_are_as_exact_as_their_type_and_reproducible(shape, residual, stride, dtype):
     tensors = in_low_precision(conv1x1_case.block(shape, "cuda"), dtype)
-    expected = conv1x1_case.back_by_torch(in_float64(tensors), added, every)
-    ours, again = (conv1x1_case.back_by_kernels(tensors, added, every) for _ in range(2))
-    for part, value in ours.items():
-        assert torch.equal(value, again[part]), part
+    expected = conv1x1_case.backward_by_torch(in_float64(tensors), residual, stride)
+    gradients, repeated = (conv1x1_case.backward_by_kernels(tensors, residual, stride) for _ in range(2))
+    for part, value in gradients.items():
+        assert torch.equal(value, repeated[part]), part
         assert error(value, expected[part]) < 2 * torch.finfo(dtype).eps, part
 
 
@@ -190,52 +202,52 @@ def test_conv1x1_gradients_are_as_exact_as_their_type_and_reproducible(shape, ad
 )  # fmt: skip
 def test_conv1x1_is_as_exact_as_its_type_and_reproducible(shape, dtype):
     tensors = in_low_precision(conv1x1_case.layer(shape, "cuda"), dtype)
-    expected = conv1x1_case.by_torch(in_float64(tensors), narrow=dtype)
-    ours, again = (conv1x1_case.by_kernels(tensors) for _ in range(2))
-    for part, value in ours.items():
-        assert torch.equal(value, again[part]), part
+    expected = conv1x1_case.by_torch(in_float64(tensors), y_dtype=dtype)
+    outputs, repeated = (conv1x1_case.by_kernels(tensors) for _ in range(2))
+    for part, value in outputs.items():
+        assert torch.equal(value, repeated[part]), part
         bound = torch.finfo(dtype).eps / 2 if part in {"y", "z"} else 1e-4  # some are rounded to the other side
         assert error(value, expected[part]) < bound, part
 
 
 def test_kernels_accept_more_rows_than_the_grid_limit():
-    """A batch of 4,096 images of 32 x 32 has 65,536 tiles of 64 rows; all axes of a grid but the first end before."""
+    """A batch of 4,096 images of 32 x 32 has 65,536 tiles of 64 rows; only the first grid axis may be that large."""
     y = torch.randn(4096, 64, 32, 33, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
     weight, bias, mean, var = (torch.full((64,), value, device="cuda") for value in (1.0, 0.0, 0.0, 1.0))
     norm = batch_norm.Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)
     counter = torch.zeros(1, dtype=torch.int32, device="cuda")
-    about = batch_norm.statistics(y, norm, counter)
-    z, bits = batch_norm.activation(y, about, None, None)
+    statistics = batch_norm.statistics(y, norm, counter)
+    z, bits = batch_norm.activation(y, statistics, None, None)
     expected = torch.nn.functional.batch_norm(y.float(), None, None, training=True).relu()
     torch.testing.assert_close(z.float(), expected, atol=0.02, rtol=0.02)
-    sums = batch_norm.gradient_sums(torch.ones_like(y), None, y, bits, about, counter)
-    back = batch_norm.gradients(sums, y, about)
-    assert back.bias[0].item() == pytest.approx((expected[:, 0] > 0).sum().item(), rel=1e-3)
-    assert bool(torch.isfinite(back.y).all())
+    sums = batch_norm.gradient_sums(torch.ones_like(y), None, y, bits, statistics, counter)
+    gradients = batch_norm.gradients(sums, y, statistics)
+    assert gradients.bias[0].item() == pytest.approx((expected[:, 0] > 0).sum().item(), rel=1e-3)
+    assert bool(torch.isfinite(gradients.y).all())
 
 
 def test_moved_weights_are_cast_correctly():
     model: Any = build_model("resnet18_cifar", 10).to("cuda", memory_format=torch.channels_last)
     model = fuse(model)
-    images, other = images_of(8), copy.deepcopy(model)
+    images, reference = images_of(8), copy.deepcopy(model)
     in_bf16(model, images)
-    before = model.weight_cast
+    cast_before = model.weight_cast
     in_bf16(model, images)
-    assert model.weight_cast is before
+    assert model.weight_cast is cast_before
     for weight in model.parameters():
         weight.data = 2 * weight.data
-    other.load_state_dict(model.state_dict())
+    reference.load_state_dict(model.state_dict())
     model.zero_grad(set_to_none=True)
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
-        result, right = in_bf16(model, images), in_bf16(other, images)
-    assert model.weight_cast is not before
-    assert all(torch.equal(first, right["gradients"][name]) for name, first in result["gradients"].items())
+        moved, expected = in_bf16(model, images), in_bf16(reference, images)
+    assert model.weight_cast is not cast_before
+    assert all(torch.equal(first, expected["gradients"][name]) for name, first in moved["gradients"].items())
 
 
 @pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"precision": "fp16"}])
 def test_a_captured_step_equals_an_eager_step_bit_for_bit(changes):
-    same = {"deterministic": True, "channels_last": True, "compile": True, "precision": "bf16"} | changes
-    recipe = short("ce", model="resnet18_cifar", model_options={}, epochs=2, **same)
+    options = {"deterministic": True, "channels_last": True, "compile": True, "precision": "bf16"} | changes
+    recipe = short("ce", model="resnet18_cifar", model_options={}, epochs=2, **options)
     captured, eager = trained(recipe, capture=True), trained(recipe, capture=False)
     for session in (captured, eager):
         assert isinstance(session.net.model, FusedResNet)

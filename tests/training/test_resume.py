@@ -33,17 +33,17 @@ RECIPES = {
 }
 
 
-def weights(run: Run) -> dict[str, Any]:
-    saved = torch.load(run.checkpoint, weights_only=True)
-    for generators in saved["random"]:
+def checkpoint_of(run: Run) -> dict[str, Any]:
+    content = torch.load(run.checkpoint, weights_only=True)
+    for generators in content["random"]:
         del generators["python"]  # beartype, which checks shapes in tests, draws from it
-    return saved
+    return content
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     """Run a recipe without a stop, once."""
-    folder = tmp_path_factory.mktemp("unbroken")
+    folder = tmp_path_factory.mktemp("uninterrupted")
     return lambda name: fit(RECIPES[name], out=folder / name)
 
 
@@ -51,7 +51,7 @@ def assert_equal_runs(run: Run, expected: Run) -> None:
     assert run.finished
     assert prediction_bytes(run) == prediction_bytes(expected)
     assert log_without_times(run) == log_without_times(expected)
-    assert_same(weights(run), weights(expected))
+    assert_same(checkpoint_of(run), checkpoint_of(expected))
 
 
 @pytest.mark.parametrize(
@@ -68,15 +68,15 @@ def assert_equal_runs(run: Run, expected: Run) -> None:
         pytest.param("bf16", 10, marks=pytest.mark.campaign),
     ],
 )
-def test_a_stopped_run_continues_bit_for_bit(unbroken, tmp_path, name, step):
-    with pytest.raises(StoppedError, match="--resume") as caught:
+def test_a_stopped_run_continues_bit_for_bit(uninterrupted, tmp_path, name, step):
+    with pytest.raises(StoppedError, match="--resume") as error_info:
         fit(RECIPES[name], out=tmp_path, callbacks=[SignalAt(step, signal.SIGTERM)])
-    assert caught.value.signal_number == signal.SIGTERM
-    saved = weights(Run(tmp_path))
-    assert divmod(step, 7) == (saved["epoch"], saved["position"]) or saved["position"] == 7
+    assert error_info.value.signal_number == signal.SIGTERM
+    content = checkpoint_of(Run(tmp_path))
+    assert divmod(step, 7) == (content["epoch"], content["position"]) or content["position"] == 7
     assert len(Run(tmp_path).log) == (step - 1) // 7
     run = fit(RECIPES[name], out=tmp_path, resume=True)
-    assert_equal_runs(run, unbroken(name))
+    assert_equal_runs(run, uninterrupted(name))
     assert run.log[(step - 1) // 7]["machine"]["continued_at_step"] is not None
 
 
@@ -95,22 +95,22 @@ class Crash(AbstractCallback):
 
 
 def assert_continues(run: Run, expected: Run) -> None:
-    """Resume a run that ended without a word in its second epoch."""
+    """Resume a run that crashed or was killed in its second epoch."""
     assert len(run.log) == 1
     assert not run.finished
     times = run.log[0]["machine"]
     assert_equal_runs(fit(RECIPES["fedlas_ls"], out=run.folder, resume=True), expected)
-    assert run.log[0]["machine"] == times  # it went on, and did not start over
+    assert run.log[0]["machine"] == times  # the first epoch was not repeated
 
 
-def test_a_crashed_run_continues_bit_for_bit(unbroken, tmp_path):
+def test_a_crashed_run_continues_bit_for_bit(uninterrupted, tmp_path):
     with pytest.raises(ZeroDivisionError):
         fit(RECIPES["fedlas_ls"], out=tmp_path, callbacks=[Crash(13, tmp_path / "checkpoint.pt")])
-    assert_continues(Run(tmp_path), unbroken("fedlas_ls"))
+    assert_continues(Run(tmp_path), uninterrupted("fedlas_ls"))
 
 
 @pytest.mark.campaign
-def test_a_killed_run_continues_bit_for_bit(unbroken, tmp_path):
+def test_a_killed_run_continues_bit_for_bit(uninterrupted, tmp_path):
     code = f"""
 import signal, sys
 from pathlib import Path
@@ -120,16 +120,16 @@ from fedlas.training import fit
 out = Path({str(tmp_path)!r})
 fit(short("fedlas_ls", checkpoint_every=3), out=out, callbacks=[SignalAt(13, signal.SIGKILL, out / "checkpoint.pt")])
 """
-    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=120)
-    assert done.returncode == -signal.SIGKILL
-    assert_continues(Run(tmp_path), unbroken("fedlas_ls"))
+    process = subprocess.run([sys.executable, "-c", code], check=False, timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    assert_continues(Run(tmp_path), uninterrupted("fedlas_ls"))
 
 
-def test_a_run_killed_while_predicting_only_predicts(unbroken, tmp_path):
-    run = Run(shutil.copytree(unbroken("mixed").folder, tmp_path / "run"))
+def test_a_run_killed_while_predicting_only_predicts(uninterrupted, tmp_path):
+    run = Run(shutil.copytree(uninterrupted("mixed").folder, tmp_path / "run"))
     times = [record["machine"] for record in run.log]
     run.predictions_file("best-val").unlink()
-    assert_equal_runs(fit(RECIPES["mixed"], out=run.folder, resume=True), unbroken("mixed"))
+    assert_equal_runs(fit(RECIPES["mixed"], out=run.folder, resume=True), uninterrupted("mixed"))
     assert [record["machine"] for record in run.log] == times
 
 
@@ -143,10 +143,10 @@ def test_an_unfinished_run_needs_resume(tmp_path):
 def test_sighup_stops_a_run_unless_ignored(tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
-        with pytest.raises(StoppedError) as caught:
+        with pytest.raises(StoppedError) as error_info:
             fit(short(), out=tmp_path / "heard", callbacks=[SignalAt(3, signal.SIGHUP)])
-        assert caught.value.signal_number == signal.SIGHUP
-        assert weights(Run(tmp_path / "heard"))["position"] == 3
+        assert error_info.value.signal_number == signal.SIGHUP
+        assert checkpoint_of(Run(tmp_path / "heard"))["position"] == 3
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
         assert fit(short(epochs=1), out=tmp_path / "ignored", callbacks=[SignalAt(3, signal.SIGHUP)]).finished
@@ -158,8 +158,8 @@ def test_checkpoint_every_sets_the_interval(tmp_path):
     with pytest.raises(StoppedError):
         fit(short("ce", checkpoint_every=5), out=tmp_path, callbacks=[SignalAt(12, signal.SIGINT)])
     fit(short("ce", checkpoint_every=1000), out=tmp_path, resume=True)
-    saved = weights(Run(tmp_path))
-    assert (saved["epoch"], saved["position"]) == (3, 0)
+    content = checkpoint_of(Run(tmp_path))
+    assert (content["epoch"], content["position"]) == (3, 0)
 
 
 def test_partial_files_of_a_killed_run_are_removed(tmp_path):
@@ -169,13 +169,13 @@ def test_partial_files_of_a_killed_run_are_removed(tmp_path):
     (tmp_path / "predictions").mkdir()
     names = ("recipe.json", "environment.json", "log.jsonl", "checkpoint.pt", "predictions/best-test.safetensors")
     files = [tmp_path / name for name in names]
-    rests = [file.with_name(f".{file.name}.abcd1234.part") for file in files]
-    for rest in rests:
-        rest.write_bytes(b"half")
+    partial_files = [file.with_name(f".{file.name}.abcd1234.part") for file in files]
+    for partial_file in partial_files:
+        partial_file.write_bytes(b"half")
     run = fit(short("ce"), out=tmp_path, resume=True)
-    assert [rest for rest in rests if rest.exists()] == []
-    held = {path.name for path in run.folder.iterdir()}
-    assert held == {".lock", "recipe.json", "environment.json", "log.jsonl", "checkpoint.pt", "predictions"}
+    assert [partial_file for partial_file in partial_files if partial_file.exists()] == []
+    file_names = {path.name for path in run.folder.iterdir()}
+    assert file_names == {".lock", "recipe.json", "environment.json", "log.jsonl", "checkpoint.pt", "predictions"}
 
 
 class SignalAfterEpoch(AbstractCallback):
@@ -189,34 +189,34 @@ class SignalAfterEpoch(AbstractCallback):
             signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_signal_between_epochs_stops_the_run(unbroken, tmp_path):
+def test_a_signal_between_epochs_stops_the_run(uninterrupted, tmp_path):
     with pytest.raises(StoppedError, match=r"\b2 .*\b3\b.*--resume"):
         fit(RECIPES["fedlas_ls"].replace(checkpoint_every=1000), out=tmp_path, callbacks=[SignalAfterEpoch(2)])
-    saved = weights(Run(tmp_path))
-    assert (saved["epoch"], saved["position"]) == (2, 0)
-    assert_equal_runs(fit(RECIPES["fedlas_ls"], out=tmp_path, resume=True), unbroken("fedlas_ls"))
+    content = checkpoint_of(Run(tmp_path))
+    assert (content["epoch"], content["position"]) == (2, 0)
+    assert_equal_runs(fit(RECIPES["fedlas_ls"], out=tmp_path, resume=True), uninterrupted("fedlas_ls"))
 
 
-def test_a_signal_after_the_last_step_stops_the_run(unbroken, tmp_path):
+def test_a_signal_after_the_last_step_stops_the_run(uninterrupted, tmp_path):
     """Otherwise a run interrupted while predicting would finish and the next one would start."""
-    with pytest.raises(StoppedError) as caught:
+    with pytest.raises(StoppedError) as error_info:
         fit(RECIPES["mixed"], out=tmp_path, callbacks=[SignalAfterEpoch(3)])
-    assert caught.value.signal_number == signal.SIGTERM
-    assert_equal_runs(fit(RECIPES["mixed"], out=tmp_path, resume=True), unbroken("mixed"))
+    assert error_info.value.signal_number == signal.SIGTERM
+    assert_equal_runs(fit(RECIPES["mixed"], out=tmp_path, resume=True), uninterrupted("mixed"))
 
 
 def test_a_signal_while_predicting_ends_fit_many(tmp_path, monkeypatch):
     recipes = [short("ce", epochs=2), short("ls", epochs=1)]
 
-    def write_and_signal(made: Predictions, path: Path) -> None:
-        write_predictions(made, path)
+    def write_and_signal(predictions: Predictions, path: Path) -> None:
+        write_predictions(predictions, path)
         if path.stem == "best-test":
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("fedlas.training.loop.write_predictions", write_and_signal)
-    with pytest.raises(StoppedError) as caught:
+    with pytest.raises(StoppedError) as error_info:
         list(fit_many(recipes, folder=tmp_path))
-    assert caught.value.signal_number == signal.SIGINT
+    assert error_info.value.signal_number == signal.SIGINT
     assert Run(tmp_path / recipes[0].name).finished
     assert not Run(tmp_path / recipes[0].name).checkpoint_before.exists()
     assert not (tmp_path / recipes[1].name).exists()
@@ -224,10 +224,10 @@ def test_a_signal_while_predicting_ends_fit_many(tmp_path, monkeypatch):
 
 def test_a_repeated_signal_does_not_interrupt_the_checkpoint(monkeypatch):
     """Terminal and launcher both forward Ctrl-C; only a later signal is a second request."""
-    now = 100.0
-    monkeypatch.setattr("fedlas.training.signals.time.monotonic", lambda: now)
-    heard = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    clock = 100.0
+    monkeypatch.setattr("fedlas.training.signals.time.monotonic", lambda: clock)
+    received = []
+    original_handler = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
         for ignore_repeats, expected in ((True, []), (False, [signal.SIGTERM])):
             signals = StopSignals(ignore_repeats=ignore_repeats)
@@ -235,12 +235,12 @@ def test_a_repeated_signal_does_not_interrupt_the_checkpoint(monkeypatch):
                 for _ in range(3):
                     signal.raise_signal(signal.SIGTERM)
                 signal.raise_signal(signal.SIGINT)
-                assert (signals.caught, heard) == (signal.SIGTERM, [])
-                now += 60
+                assert (signals.caught, received) == (signal.SIGTERM, [])
+                clock += 60
                 signal.raise_signal(signal.SIGTERM)
-            assert heard == expected
+            assert received == expected
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, original_handler)
 
 
 def test_resume_starts_a_new_run_in_an_empty_folder(tmp_path):
@@ -264,11 +264,11 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(folder)
 
 
-def cut(content: bytes) -> bytes:
+def truncated(content: bytes) -> bytes:
     return content[: len(content) // 2]
 
 
-def flipped(content: bytes) -> bytes:
+def with_flipped_bit(content: bytes) -> bytes:
     """One bit in the middle of the file, which is in the middle of some weights."""
     changed = bytearray(content)
     changed[len(content) // 2] ^= 1
@@ -277,59 +277,63 @@ def flipped(content: bytes) -> bytes:
 
 def test_flipped_bits_that_torch_accepts_are_detected(stopped, tmp_path):
     file = tmp_path / "checkpoint.pt"
-    file.write_bytes(flipped(stopped.checkpoint.read_bytes()))
-    assert torch.load(file, weights_only=True).keys() == weights(stopped).keys()
+    file.write_bytes(with_flipped_bit(stopped.checkpoint.read_bytes()))
+    assert torch.load(file, weights_only=True).keys() == checkpoint_of(stopped).keys()
     with pytest.raises(RunError, match=r"checkpoint\.pt"):
         checkpoint.load(file)
 
 
 def test_every_flipped_bit_is_detected_or_changes_nothing(stopped):
-    """Only a bit in the word that introduces the checksum may flip; then the checksums of the parts are looked at."""
+    """Only a bit in the marker before the checksum may flip: then the checksums of the zip members are compared."""
     content, random = stopped.checkpoint.read_bytes(), np.random.default_rng(0)
     assert checkpoint.is_intact(content)
     end = len(content) - 64
-    places = [*random.integers(0, len(content), 300).tolist(), *range(end - 9, len(content))]
-    for position in places:
+    positions = [*random.integers(0, len(content), 300).tolist(), *range(end - 9, len(content))]
+    for position in positions:
         changed = bytearray(content)
         changed[position] ^= 1 << int(random.integers(8))
-        noticed = not checkpoint.is_intact(bytes(changed))
-        assert noticed != (end - 7 <= position < end), position
+        detected = not checkpoint.is_intact(bytes(changed))
+        assert detected != (end - 7 <= position < end), position
     for length in random.integers(0, len(content), 100).tolist():
         assert not checkpoint.is_intact(content[:length])
 
 
 def test_a_checkpoint_without_a_checksum_is_checked_by_its_zip_members(stopped, tmp_path):
-    """As all were that were written before there was one."""
+    """Checkpoints of earlier versions have none."""
     torch.save(torch.load(stopped.checkpoint, weights_only=True), tmp_path / "checkpoint.pt")
     content = (tmp_path / "checkpoint.pt").read_bytes()
     assert checkpoint.is_intact(content)
-    assert not checkpoint.is_intact(flipped(content))
-    assert not checkpoint.is_intact(cut(content))
+    assert not checkpoint.is_intact(with_flipped_bit(content))
+    assert not checkpoint.is_intact(truncated(content))
 
 
 @pytest.mark.parametrize(
-    "damage", [flipped, *(pytest.param(damage, marks=pytest.mark.campaign) for damage in (cut, lambda content: b""))]
+    "damage",
+    [
+        with_flipped_bit,
+        *(pytest.param(damage, marks=pytest.mark.campaign) for damage in (truncated, lambda content: b"")),
+    ],
 )
-def test_a_damaged_checkpoint_is_replaced_by_the_previous_one_with_a_warning(unbroken, stopped, tmp_path, damage):
+def test_a_damaged_checkpoint_is_replaced_by_the_previous_one_with_a_warning(uninterrupted, stopped, tmp_path, damage):
     folder = shutil.copytree(stopped.folder, tmp_path / "run")
     run = Run(folder)
-    written = damage(run.checkpoint.read_bytes())
-    run.checkpoint.write_bytes(written)
+    damaged = damage(run.checkpoint.read_bytes())
+    run.checkpoint.write_bytes(damaged)
     with pytest.warns(UserWarning, match=r"checkpoint\.pt"):
         fit(RECIPES["fedlas_ls"], out=folder, resume=True)
-    assert_equal_runs(run, unbroken("fedlas_ls"))
+    assert_equal_runs(run, uninterrupted("fedlas_ls"))
     assert run.log[1]["machine"]["continued_at_step"] == 2  # step 9, which was saved before step 12
-    assert (folder / "checkpoint-damaged.pt").read_bytes() == written
-    assert not run.checkpoint_before.exists()  # twice the space, for no use any more
+    assert (folder / "checkpoint-damaged.pt").read_bytes() == damaged
+    assert not run.checkpoint_before.exists()  # removed after the run: it is not needed any more
 
 
 def test_two_damaged_checkpoints_are_both_named(stopped, tmp_path):
     run = Run(shutil.copytree(stopped.folder, tmp_path / "run"))
     for file in (run.checkpoint, run.checkpoint_before):
-        file.write_bytes(flipped(file.read_bytes()))
+        file.write_bytes(with_flipped_bit(file.read_bytes()))
     with pytest.raises(RunError, match=r"checkpoint\.pt.*checkpoint-before\.pt"):
         fit(RECIPES["fedlas_ls"], out=run.folder, resume=True)
-    run.checkpoint.unlink()  # the advice, half of it
+    run.checkpoint.unlink()  # half of what the message advises
     fit(RECIPES["fedlas_ls"].replace(checkpoint_every=1000), out=run.folder, resume=True)
     assert run.log[0]["machine"]["continued_at_step"] is None
 
@@ -337,7 +341,7 @@ def test_two_damaged_checkpoints_are_both_named(stopped, tmp_path):
 def test_a_log_without_all_epochs_raises(stopped, tmp_path):
     """Regression: such a run was resumed and never finished."""
     run = Run(shutil.copytree(stopped.folder, tmp_path / "run"))
-    run.log_file.write_bytes(cut(run.log_file.read_bytes()))
+    run.log_file.write_bytes(truncated(run.log_file.read_bytes()))
     with pytest.raises(RunError, match=r"log\.jsonl.*\b0 .*\b1\b.*checkpoint\.pt"):
         fit(RECIPES["fedlas_ls"], out=run.folder, resume=True)
 
@@ -350,8 +354,8 @@ def test_without_hard_links_the_previous_checkpoint_is_a_copy(tmp_path, monkeypa
     with pytest.raises(StoppedError):
         fit(RECIPES["fedlas_ls"], out=tmp_path, callbacks=[SignalAt(7, signal.SIGTERM)])
     run = Run(tmp_path)
-    stands = [checkpoint.load(file) for file in (run.checkpoint_before, run.checkpoint)]
-    assert [(stand["epoch"], stand["position"]) for stand in stands] == [(0, 6), (0, 7)]
+    contents = [checkpoint.load(file) for file in (run.checkpoint_before, run.checkpoint)]
+    assert [(content["epoch"], content["position"]) for content in contents] == [(0, 6), (0, 7)]
 
 
 def test_an_untrusted_checkpoint_is_not_unpickled(tmp_path):
@@ -374,7 +378,7 @@ def test_signal_handlers_are_restored_after_a_run(tmp_path):
 
 
 class SlowDisk(AbstractCallback):
-    """Has written the first checkpoint only when the run is in its third epoch, which one that waits never reaches."""
+    """Writes the first checkpoint only in the third epoch, which a run that waits for it never reaches."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.epochs: list[int] = []
@@ -394,15 +398,15 @@ class SlowDisk(AbstractCallback):
         self._write(path, content)
 
 
-def test_no_epoch_waits_for_a_slow_disk(unbroken, tmp_path, monkeypatch):
+def test_no_epoch_waits_for_a_slow_disk(uninterrupted, tmp_path, monkeypatch):
     disk = SlowDisk(monkeypatch)
-    fitted = fit(RECIPES["mixed"], out=tmp_path, callbacks=[disk])
+    run = fit(RECIPES["mixed"], out=tmp_path, callbacks=[disk])
     assert disk.epochs == [1, 3], "the third is the last, which has a checkpoint in any case"
-    assert_equal_runs(fitted, unbroken("mixed"))
+    assert_equal_runs(run, uninterrupted("mixed"))
 
 
 def test_checkpoint_every_writes_all_checkpoints_to_a_slow_disk(tmp_path, monkeypatch):
-    """Each is written only when the run waits for it: whoever would skip the next one never does."""
+    """Each checkpoint is written only when the run waits for it, so none may be skipped."""
     waited, wait, write = threading.Semaphore(0), checkpoint.Writer.wait, checkpoint._write
     epochs = []
 

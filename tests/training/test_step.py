@@ -35,17 +35,17 @@ def steps(session: Session, count: int, epoch: int = 0) -> None:
 @pytest.mark.parametrize("loss", ["ce", "fedlas_ls"])
 def test_the_step_equals_a_plain_torch_loop(loss, changes):
     recipe = short(loss, **changes)
-    ours, theirs = Session(recipe, CPU), Session(recipe, CPU)
-    steps(ours, 5)
+    session, reference = Session(recipe, CPU), Session(recipe, CPU)
+    steps(session, 5)
 
-    net, criterion = theirs.net, theirs.loss
+    net, criterion = reference.net, reference.loss
     parameters = [*net.parameters(), *criterion.parameters()]
     if recipe.optimizer == "sgd":
         optimizer = torch.optim.SGD(parameters, lr=1.0, momentum=0.9, nesterov=recipe.nesterov, weight_decay=5e-4)
     else:
         optimizer = torch.optim.AdamW(parameters, lr=1.0, weight_decay=5e-4)
-    theirs.train_source.set_epoch(0)
-    for number, (images, labels, index) in enumerate(theirs.train_source.batches(50)):
+    reference.train_source.set_epoch(0)
+    for number, (images, labels, index) in enumerate(reference.train_source.batches(50)):
         if number == 5:
             break
         optimizer.param_groups[0]["lr"] = recipe.lr * lr_factor(recipe, number, 7)
@@ -55,29 +55,29 @@ def test_the_step_equals_a_plain_torch_loop(loss, changes):
         if recipe.clip:
             nn.utils.clip_grad_norm_(net.parameters(), recipe.clip)  # not the gate's: as in the official code
         optimizer.step()
-    for mine, other in zip([*ours.net.parameters(), *ours.loss.parameters()], parameters, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+    for parameter, expected in zip([*session.net.parameters(), *session.loss.parameters()], parameters, strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_gradient_accumulation_equals_the_whole_batch():
     recipe = short("ls", model_options={"norm": "group"})
-    whole, parts = Session(recipe, CPU), Session(recipe.replace(accumulate=5), CPU)
-    steps(whole, 7)
-    steps(parts, 7)  # the last batch of 30 too
-    for mine, other in zip(whole.net.parameters(), parts.net.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5)
-    assert whole.step.metrics.read()["loss"] == pytest.approx(parts.step.metrics.read()["loss"], rel=1e-4)
+    full_batch, accumulated = Session(recipe, CPU), Session(recipe.replace(accumulate=5), CPU)
+    steps(full_batch, 7)
+    steps(accumulated, 7)  # the last batch of 30 too
+    for parameter, expected in zip(full_batch.net.parameters(), accumulated.net.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-3, atol=1e-5)
+    assert full_batch.step.metrics.read()["loss"] == pytest.approx(accumulated.step.metrics.read()["loss"], rel=1e-4)
 
 
 def test_gradient_accumulation_of_a_summed_loss_is_not_averaged():
     """Regression: the sum of each part was scaled by its fraction of the batch, a fifth of the correct value."""
     recipe = short("mbls", model_options={"norm": "group"}, loss_options={"reduction": "sum"}, lr=1e-4, clip=None)
-    whole, parts = Session(recipe, CPU), Session(recipe.replace(accumulate=5), CPU)
-    steps(whole, 7)
-    steps(parts, 7)
-    for mine, other in zip(whole.net.parameters(), parts.net.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5)
-    assert whole.step.metrics.read() == pytest.approx(parts.step.metrics.read(), rel=1e-3)
+    full_batch, accumulated = Session(recipe, CPU), Session(recipe.replace(accumulate=5), CPU)
+    steps(full_batch, 7)
+    steps(accumulated, 7)
+    for parameter, expected in zip(full_batch.net.parameters(), accumulated.net.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-3, atol=1e-5)
+    assert full_batch.step.metrics.read() == pytest.approx(accumulated.step.metrics.read(), rel=1e-3)
 
 
 def test_the_gate_can_have_its_own_learning_rate():
@@ -105,7 +105,7 @@ def test_a_bad_step_is_recorded_and_freezes_the_weights():
     steps(session, 2)
     assert session.step.bad_step() is None
     before = [p.clone() for p in session.net.parameters()]
-    memory = [m["momentum_buffer"].clone() for m in session.state_dict()["optimizer"]]
+    momentum = [m["momentum_buffer"].clone() for m in session.state_dict()["optimizer"]]
     session.train_source.labels.fill_(0)
     original = session.train_source._constants
     session.train_source._constants = (original[0] * math.nan, original[1])
@@ -115,7 +115,7 @@ def test_a_bad_step_is_recorded_and_freezes_the_weights():
     assert session.step.bad_step() == 2  # the third
     assert all(torch.equal(p, q) for p, q in zip(before, session.net.parameters(), strict=True))
     assert all(
-        torch.equal(m, n["momentum_buffer"]) for m, n in zip(memory, session.state_dict()["optimizer"], strict=True)
+        torch.equal(m, n["momentum_buffer"]) for m, n in zip(momentum, session.state_dict()["optimizer"], strict=True)
     )
 
 
@@ -145,16 +145,16 @@ def test_gradients_that_stay_bad_in_float16_are_not_an_overflow():
 
 
 def test_the_loss_scale_falls_after_an_overflow_and_grows_after_many_good_steps():
-    scale = GradientScaler("fp16", CPU)
-    scale.update(torch.tensor(True))
-    assert float(scale.value) == 32768
+    scaler = GradientScaler("fp16", CPU)
+    scaler.update(torch.tensor(True))
+    assert float(scaler.value) == 32768
     for _ in range(2000):
-        scale.update(torch.tensor(False))
-    assert float(scale.value) == 65536
-    assert int(scale.good_steps) == 0
-    unused = GradientScaler("bf16", CPU)
-    unused.update(torch.tensor(True))
-    assert float(unused.value) == 1
+        scaler.update(torch.tensor(False))
+    assert float(scaler.value) == 65536
+    assert int(scaler.good_steps) == 0
+    bf16_scaler = GradientScaler("bf16", CPU)
+    bf16_scaler.update(torch.tensor(True))
+    assert float(bf16_scaler.value) == 1
 
 
 def test_an_overflow_in_float16_skips_one_step():
@@ -184,8 +184,8 @@ def test_schedules_have_the_expected_shapes():
         return (lr_table(PLAIN.replace(epochs=10, lr=1.0, **changes), 10)).tolist()
 
     assert factors() == [1.0] * 100
-    rising = factors(warmup=1.0)
-    assert rising[:10] == pytest.approx([(n + 1) / 10 for n in range(10)])
+    warmup = factors(warmup=1.0)
+    assert warmup[:10] == pytest.approx([(n + 1) / 10 for n in range(10)])
     cosine = factors(schedule="cosine", warmup=1.0)
     assert cosine[10] == pytest.approx(1)
     assert cosine[55] == pytest.approx(0.5, abs=0.01)
@@ -222,23 +222,25 @@ def test_mixup_and_cutmix_mix_neighbours():
     for recipe in (PLAIN.replace(mixup=1.0), PLAIN.replace(cutmix=1.0)):
         mixer = Mixer(recipe, 50, 10, CPU)
         for step in range(20):
-            mixed, soft = mixer(images, labels, torch.tensor(step))
-            keep = soft[torch.arange(4), labels]
-            assert torch.allclose(soft.sum(1), torch.ones(4))
-            assert torch.allclose(keep, keep[:1].expand(4))
+            mixed, soft_labels = mixer(images, labels, torch.tensor(step))
+            weight = soft_labels[torch.arange(4), labels]
+            assert torch.allclose(soft_labels.sum(1), torch.ones(4))
+            assert torch.allclose(weight, weight[:1].expand(4))
             if recipe.mixup:
-                torch.testing.assert_close(mixed, keep[0] * images + (1 - keep[0]) * images.roll(-1, 0))
+                torch.testing.assert_close(mixed, weight[0] * images + (1 - weight[0]) * images.roll(-1, 0))
             else:
-                kept = (mixed == images).float().mean(dim=(1, 2, 3))
-                torch.testing.assert_close(kept, keep)
-    unused = Mixer(PLAIN, 5, 10, CPU)
-    assert unused(images, labels, torch.tensor(0)) == (images, labels)
+                unchanged_fraction = (mixed == images).float().mean(dim=(1, 2, 3))
+                torch.testing.assert_close(unchanged_fraction, weight)
+    disabled = Mixer(PLAIN, 5, 10, CPU)
+    assert disabled(images, labels, torch.tensor(0)) == (images, labels)
 
 
 def test_mixup_draws_depend_only_on_the_seed():
-    first, same, other = (Mixer(PLAIN.replace(mixup=0.3, cutmix=0.5, seed=s), 30, 10, CPU).table for s in (1, 1, 2))
-    assert torch.equal(first, same)
-    assert not torch.equal(first, other)
+    first, same_seed, other_seed = (
+        Mixer(PLAIN.replace(mixup=0.3, cutmix=0.5, seed=s), 30, 10, CPU).table for s in (1, 1, 2)
+    )
+    assert torch.equal(first, same_seed)
+    assert not torch.equal(first, other_seed)
     assert 0 < first[:, 1].mean() < 1
 
 
@@ -262,13 +264,13 @@ class CannotBeCompiled(CompiledCall):
         return output
 
 
-def compiler_error(words):
-    return importlib.import_module("torch._dynamo.exc").TorchDynamoException(words)
+def compiler_error(message):
+    return importlib.import_module("torch._dynamo.exc").TorchDynamoException(message)
 
 
 def assert_equal_state(session, expected):
-    for module, other in zip((session.net, session.loss), (expected.net, expected.loss), strict=True):
-        for name, value in other.state_dict().items():
+    for module, expected_module in zip((session.net, session.loss), (expected.net, expected.loss), strict=True):
+        for name, value in expected_module.state_dict().items():
             assert torch.equal(value, module.state_dict()[name]), name
     assert session.step.metrics.read() == expected.step.metrics.read()
     assert session.step.gate.read() == expected.step.gate.read()
@@ -283,16 +285,16 @@ def replace_calls(session, net=None, loss=None):
 @pytest.mark.parametrize("backward", [False, True])
 def test_failed_compilation_falls_back_to_eager_without_repeating_a_step(backward):
     recipe = short("fedlas_ls", accumulate=2)
-    plain, broken = Session(recipe, CPU), Session(recipe, CPU)
+    reference, broken = Session(recipe, CPU), Session(recipe, CPU)
     error = compiler_error("no graph for this network\nand more")
     replace_calls(broken, CannotBeCompiled(broken.net, error, backward=backward))
     with pytest.warns(UserWarning, match=r"no graph for this network$"):
         steps(broken, 1)
     assert not broken.step.module.calls[0].active
-    steps(plain, 1)
-    for session in (plain, broken):
+    steps(reference, 1)
+    for session in (reference, broken):
         steps(session, 2, epoch=1)
-    assert_equal_state(broken, plain)
+    assert_equal_state(broken, reference)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -300,26 +302,26 @@ def test_failed_compilation_raises_if_there_are_several_processes(monkeypatch, b
     """Regression: one process repeated the step, and with it collectives that the others had finished."""
     session = Session(short("ce"), CPU)
     replace_calls(session, CannotBeCompiled(session.net, compiler_error("no graph\nand more"), backward=backward))
-    monkeypatch.setattr(compilation, "ranks", SimpleNamespace(count=lambda: 2))  # elsewhere there is one process
+    monkeypatch.setattr(compilation, "ranks", SimpleNamespace(count=lambda: 2))  # other modules see one process
     with pytest.raises(RunError, match=r"set compile=False: no graph$"):
         steps(session, 1)
     assert session.step.module.calls[0].active
 
 
 def test_a_smaller_last_batch_that_cannot_be_compiled_runs_eagerly():
-    plain, broken = Session(short("fedlas_ls"), CPU), Session(short("fedlas_ls"), CPU)
+    reference, broken = Session(short("fedlas_ls"), CPU), Session(short("fedlas_ls"), CPU)
     replace_calls(broken, CannotBeCompiled(broken.net, compiler_error("no graph for 30 rows"), rows=30))
     with pytest.warns(UserWarning, match="no graph for 30 rows"):
         steps(broken, 7)
     assert not broken.step.module.calls[0].active
-    steps(plain, 7)
-    for session in (plain, broken):
+    steps(reference, 7)
+    for session in (reference, broken):
         steps(session, 2, epoch=1)
-    assert_equal_state(broken, plain)
+    assert_equal_state(broken, reference)
 
 
 def test_a_loss_that_cannot_be_compiled_leaves_the_network_compiled():
-    plain, broken = Session(short("fedlas_ls"), CPU), Session(short("fedlas_ls"), CPU)
+    reference, broken = Session(short("fedlas_ls"), CPU), Session(short("fedlas_ls"), CPU)
     network, loss = (
         CannotBeCompiled(broken.net, None, rows=0),
         CannotBeCompiled(broken.loss, compiler_error("no graph")),
@@ -328,12 +330,12 @@ def test_a_loss_that_cannot_be_compiled_leaves_the_network_compiled():
     with pytest.warns(UserWarning, match="no graph"):
         steps(broken, 2)
     assert [call.active for call in broken.step.module.calls] == [True, False]
-    steps(plain, 2)
-    assert_equal_state(broken, plain)
+    steps(reference, 2)
+    assert_equal_state(broken, reference)
 
 
 def test_failed_compilation_of_the_batch_leaves_the_network_compiled():
-    plain, broken = Session(short("ce"), CPU), Session(short("ce"), CPU)
+    reference, broken = Session(short("ce"), CPU), Session(short("ce"), CPU)
     replace_calls(
         broken, *(CompiledCall(module, fullgraph=True, backend="eager") for module in (broken.net, broken.loss))
     )
@@ -342,15 +344,20 @@ def test_failed_compilation_of_the_batch_leaves_the_network_compiled():
         steps(broken, 2)
     assert not broken.step.feed.active
     assert broken.step.module.calls[0].active
-    steps(plain, 2)
-    assert broken.step.metrics.read() == pytest.approx(plain.step.metrics.read())
+    steps(reference, 2)
+    assert broken.step.metrics.read() == pytest.approx(reference.step.metrics.read())
 
 
 def test_errors_that_are_not_compilation_errors_are_raised():
-    wrapped = compiler_error("while compiling")
-    wrapped.__cause__ = torch.OutOfMemoryError("no memory left")
-    named = compiler_error("CUDA error: out of memory")
-    for error in (torch.OutOfMemoryError("no memory left"), wrapped, named, RuntimeError("a bug in user code")):
+    with_cause = compiler_error("while compiling")
+    with_cause.__cause__ = torch.OutOfMemoryError("no memory left")
+    with_message = compiler_error("CUDA error: out of memory")
+    for error in (
+        torch.OutOfMemoryError("no memory left"),
+        with_cause,
+        with_message,
+        RuntimeError("a bug in user code"),
+    ):
         session = Session(short("ce"), CPU)
         replace_calls(session, CannotBeCompiled(session.net, error))
         with pytest.raises(type(error)):
@@ -367,24 +374,24 @@ def test_errors_that_are_not_compilation_errors_are_raised():
     ],
 )
 def test_a_compiled_step_sees_terms_and_gate_too(loss, backend, count):
-    """Traced whole, as on a GPU, but carried out by torch's own kernels."""
+    """Traced in one graph, as on a GPU, but executed by torch's own kernels."""
     torch._dynamo.reset()  # variants that other tests compiled count towards the limit
     recipe = short(loss)
-    plain, compiled = Session(recipe, CPU), Session(recipe, CPU)
+    reference, compiled = Session(recipe, CPU), Session(recipe, CPU)
     calls = (
         CompiledCall(module, fullgraph=True, dynamic=False, backend=backend) for module in (compiled.net, compiled.loss)
     )
     replace_calls(compiled, *calls)
-    for session in (plain, compiled):
+    for session in (reference, compiled):
         steps(session, count)
     assert compiled.step.module.calls[0].active
-    mine, theirs = compiled.step.metrics.read(), plain.step.metrics.read()
-    assert mine == pytest.approx(theirs, rel=1e-3)
-    assert mine.keys() == theirs.keys()
-    gate, expected = compiled.step.gate.read(), plain.step.gate.read()
-    assert gate.keys() == expected.keys()
+    metrics, expected_metrics = compiled.step.metrics.read(), reference.step.metrics.read()
+    assert metrics == pytest.approx(expected_metrics, rel=1e-3)
+    assert metrics.keys() == expected_metrics.keys()
+    gate, expected_gate = compiled.step.gate.read(), reference.step.gate.read()
+    assert gate.keys() == expected_gate.keys()
     for name in ("positive", "alpha_ratio") if gate else ():
-        assert gate[name] == pytest.approx(expected[name], rel=0.05)
+        assert gate[name] == pytest.approx(expected_gate[name], rel=0.05)
 
 
 def test_no_garbage_is_collected_during_a_capture():

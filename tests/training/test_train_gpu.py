@@ -23,7 +23,7 @@ from waiting import no_waiting
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # Inductor explains a choice of its own, and uses what torch has deprecated.
+    # Inductor warns of its choice of kernels, and uses deprecated functions of torch.
     pytest.mark.filterwarnings(
         "ignore:\\nOnline softmax is disabled",
         "ignore:.*torch.jit:DeprecationWarning",
@@ -50,8 +50,10 @@ def trained(recipe: Any, *, capture: bool, epochs: int = 3) -> Session:
 
 def tensors(session: Session) -> dict[str, Any]:
     state = session.state_dict()
-    memory = {f"{n} {name}": value for n, item in enumerate(state["optimizer"]) for name, value in item.items()}
-    return state["model"] | {f"loss {k}": v for k, v in state["loss"].items()} | memory
+    optimizer_state = {
+        f"{n} {name}": value for n, item in enumerate(state["optimizer"]) for name, value in item.items()
+    }
+    return state["model"] | {f"loss {k}": v for k, v in state["loss"].items()} | optimizer_state
 
 
 @pytest.mark.parametrize("loss", NAMES)
@@ -97,8 +99,8 @@ def test_compiled_capture_is_close_to_eager(loss):
     assert compiled.step.module.calls[0].active
     for name, value in eager.net.model.state_dict().items():
         torch.testing.assert_close(value, compiled.net.model.state_dict()[name], rtol=2e-2, atol=2e-3, msg=name)
-    mine, theirs = compiled.step.metrics.read(), eager.step.metrics.read()
-    assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
+    metrics, expected_metrics = compiled.step.metrics.read(), eager.step.metrics.read()
+    assert metrics["loss"] == pytest.approx(expected_metrics["loss"], rel=1e-2)
 
 
 def assert_never_waits(recipe, *, capture):
@@ -125,7 +127,7 @@ def test_a_step_does_not_synchronise(loss, capture):
 
 
 class StopAt(AbstractCallback):
-    """Sends this process a signal after some step, without a look at the device: steps stay captured."""
+    """Sends this process a signal after some step, without reading from the device: steps stay captured."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -149,24 +151,33 @@ def test_a_run_on_a_gpu_resumes_and_repeats_bit_for_bit(tmp_path):
 
 def test_the_log_has_the_peak_memory_of_its_run(tmp_path):
     gc.collect()  # networks of other tests may still be there
-    held = torch.cuda.memory_allocated() / 2**20
+    memory_before = torch.cuda.memory_allocated() / 2**20
     torch.empty(2**30, dtype=torch.uint8, device="cuda").zero_()
     run = fit(short("ce", epochs=1, compile=False), out=tmp_path)
-    assert 0 < run.log[0]["machine"]["memory_mib"] - held < 900
+    assert 0 < run.log[0]["machine"]["memory_mib"] - memory_before < 900
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_synchronised_batch_norm_over_two_gpus_equals_one_gpu(tmp_path):
     changes = {"epochs": 1, "batch_size": 50, "compile": False, "sync_batchnorm": True, "lr": 0.01}
     recipe = short("fedlas_ls", **changes)
-    words = ["--set", "epochs=1", "--set", "batch_size=50", "--set", "compile=false", "--set", "sync_batchnorm=true"]
-    words += ["--set", "lr=0.01", "--set", "deterministic=true", "--set", "data_options.train_samples=330"]
-    words += ["--set", "data_options.label_noise=0.1", "--out", str(tmp_path / "two")]
+    arguments = [
+        "--set",
+        "epochs=1",
+        "--set",
+        "batch_size=50",
+        "--set",
+        "compile=false",
+        "--set",
+        "sync_batchnorm=true",
+    ]
+    arguments += ["--set", "lr=0.01", "--set", "deterministic=true", "--set", "data_options.train_samples=330"]
+    arguments += ["--set", "data_options.label_noise=0.1", "--out", str(tmp_path / "two")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fedlas"]
-    subprocess.run([*command, "train", "--data", "digits", "--loss", "fedlas_ls", *words], check=True, timeout=300)
-    second, first = Run(tmp_path / "two"), fit(recipe, out=tmp_path / "one")
-    assert second.log[0]["train"] == pytest.approx(first.log[0]["train"], rel=1e-2)
-    torch.testing.assert_close(second.predictions().logits, first.predictions().logits, rtol=2e-2, atol=2e-2)
+    subprocess.run([*command, "train", "--data", "digits", "--loss", "fedlas_ls", *arguments], check=True, timeout=300)
+    two_gpus, one_gpu = Run(tmp_path / "two"), fit(recipe, out=tmp_path / "one")
+    assert two_gpus.log[0]["train"] == pytest.approx(one_gpu.log[0]["train"], rel=1e-2)
+    torch.testing.assert_close(two_gpus.predictions().logits, one_gpu.predictions().logits, rtol=2e-2, atol=2e-2)
 
 
 def test_a_bad_gate_gradient_is_detected_in_a_captured_run():
