@@ -107,7 +107,7 @@ def test_quiet_hides_log_messages_and_verbose_adds_details(tmp_path):
     assert call("--quiet", "--verbose", *arguments).exit_code == 2
     verbose = call("--verbose", "predict", str(tmp_path / "nowhere"), "--data", "digits")
     assert isinstance(verbose.exception, (ValueError, OSError)), "the traceback is shown"
-    call("list", "losses")  # sets the level back
+    call("list", "losses")  # resets the log level
 
 
 def test_every_help_text_ends_with_an_example():
@@ -321,7 +321,7 @@ app(["demo", "--out", {str(tmp_path)!r}])
 
 @pytest.mark.campaign
 def test_demo_cross_entropy_is_overconfident_and_temperature_scaling_helps(tmp_path):
-    """Plain cross-entropy is over-confident there, and temperature scaling helps."""
+    """The demo shows an over-confident network whose ECE temperature scaling reduces."""
     from fedlas.experiments.demo import recipes
     from fedlas.training import fit_many
 

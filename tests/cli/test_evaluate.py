@@ -142,7 +142,7 @@ def test_fail_if_knows_every_evaluated_metric(n):
 
 
 def run_with_closed_pipe(*arguments):
-    """Run a command whose output nobody reads."""
+    """Run a command whose stdout is a closed pipe."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "fedlas", *map(str, arguments)]
@@ -261,7 +261,7 @@ def test_calibrator_fitted_on_one_file_is_applied_to_another(files, method):
         assert result.exit_code == 0, result.output
         calibrated = read_predictions(files / f"fixed{suffix}")
         expected = build_calibrator(method).fit(sample_predictions(1)).transform(sample_predictions(2))
-        # Calibrators of steps jump, so a sample at a step may differ where the csv has it in other digits.
+        # Isotonic regression is a step function: rounding in the csv may move a sample across a step.
         differ = (calibrated.probs.double() - expected.probs.double()).abs().amax(1) > 1e-5
         assert int(differ.sum()) <= 2
         assert float(nll(calibrated)) < float(nll(sample_predictions(2)))
@@ -489,7 +489,7 @@ def test_calibrate_fit_warns_about_labels_of_probability_zero(tmp_path):
 
 
 def test_zero_probabilities_do_not_bias_the_temperature(tmp_path):
-    """The rows without zeros are calibrated; four labels of probability zero used to make T large."""
+    """Regression: four labels of probability zero made T large, although all other rows are calibrated."""
     rows = {"0.9,0.1,a": 1800, "0.9,0.1,b": 200, "1.00,0.00,a": 40, "1.00,0.00,b": 4}
     text = "prob_a,prob_b,label\n" + "".join(f"{row}\n" * count for row, count in rows.items())
     (tmp_path / "zeros.csv").write_text(text)
@@ -669,7 +669,7 @@ def test_numbered_columns_can_be_compared_with_named_classes(files):
     write_predictions(named_predictions(), files / "a.npz")
     result = call("compare", files / "test.csv", files / "a.npz", "--metrics", "accuracy")
     assert result.exit_code == 0
-    assert "seed" not in result.stdout  # files have none
+    assert "seed" not in result.stdout  # prediction files have no seed
 
 
 @pytest.mark.parametrize("names", ["012", "01"])

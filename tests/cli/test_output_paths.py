@@ -37,7 +37,7 @@ def assert_one_line_error(arguments, *expected_texts):
     """Check that a command fails with a one-line error that contains the expected texts."""
     result = call(*arguments)
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1), result.output
-    assert all(str(fact) in result.stderr for fact in expected_texts), result.stderr
+    assert all(str(text) in result.stderr for text in expected_texts), result.stderr
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def assert_error_names(arguments, *expected_texts):
     result = call(*arguments)
     assert result.exit_code in {1, 2}, result.output
     assert not isinstance(result.exception, OverflowError), result.exception
-    assert all(str(fact) in result.stderr for fact in expected_texts), result.stderr
+    assert all(str(text) in result.stderr for text in expected_texts), result.stderr
 
 
 @pytest.mark.parametrize("umask", [0o077, 0o027])

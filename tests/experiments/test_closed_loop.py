@@ -35,7 +35,7 @@ CHOICE = Choice(data=("digits",), models=("small_cnn",), losses=("closed_loop",)
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):
-    """All runs of a search with two configurations and of the primary table, with a tiny network."""
+    """Train all runs of a search with two configurations and of the primary table; yield their folder."""
     folder = tmp_path_factory.mktemp("closed_loop")
     ledger = Ledger(folder / "results")
     two_configurations = {
@@ -92,7 +92,7 @@ def test_the_search_selects_by_nll_on_v2_and_the_selected_configuration_is_train
 
 
 def test_comparisons_appear_when_all_runs_are_there(evaluated, monkeypatch):
-    """With the runs of one method standing for all three, every difference is zero."""
+    """The runs of one method replace those of all three, so every difference is zero."""
     ledger = Ledger(evaluated / "results")
     lines = [item for item in ledger.lines.values() if item.split == "test"]
 
@@ -149,7 +149,7 @@ def test_the_last_weights_are_evaluated_and_the_temperature_is_fitted_on_v2(eval
 
 
 def test_controls_confirmation_and_ablations_follow_the_search(evaluated, monkeypatch):
-    """The search on digits stands for that of CIFAR-100."""
+    """The search on digits replaces the one on CIFAR-100."""
     ledger, experiment = Ledger(evaluated / "results"), experiment_named("closed_loop")
     monkeypatch.setattr(closed_loop_design, "CONTROLS", {**CONTROLS, "data": ["digits"], "rows": {
         row: {**item, "method": "closed_loop"} for row, item in CONTROLS["rows"].items()}})  # fmt: skip

@@ -31,7 +31,7 @@ def curve(start, epochs=3):
 
 
 def ledger_of(folder, curves):
-    """A ledger with a line for each recipe, which holds a curve."""
+    """Return a ledger with one line for each recipe and its curve."""
     lines = [minimal_line(recipe, "paper", curve=run_curve) for recipe, run_curve in curves]
     return minimal_ledger(folder, lines)
 

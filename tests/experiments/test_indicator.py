@@ -67,7 +67,7 @@ def drawing(run, folder, choice=CHOICE):
     return Drawing(Ledger("nowhere"), choice, folder, lambda recipe: runs.get(recipe.key), device="cpu")
 
 
-def read(folder, name):
+def read_figure(folder, name):
     return json.loads((folder / f"{name}.json").read_text())
 
 
@@ -194,12 +194,12 @@ def test_trained_network_gives_three_figures_with_their_data(trained, figures):
     assert all(path.stat().st_size > 1000 for path in files)
     predictions = trained.predictions("best-test")
 
-    cloud = read(folder, names[0])
-    assert "Digits" in cloud["title"]
-    assert cloud["confidence"] == pytest.approx(predictions.confidence.tolist(), rel=1e-6)
-    assert cloud["correct"] == predictions.correct.tolist()
+    scatter = read_figure(folder, names[0])
+    assert "Digits" in scatter["title"]
+    assert scatter["confidence"] == pytest.approx(predictions.confidence.tolist(), rel=1e-6)
+    assert scatter["correct"] == predictions.correct.tolist()
 
-    activations = read(folder, names[1])
+    activations = read_figure(folder, names[1])
     norms = predictions.features[:, 0].tolist()
     assert activations["high"][0]["norm"] == pytest.approx(max(norms), rel=1e-5)
     assert activations["low"][0]["norm"] == pytest.approx(min(norms), rel=1e-5)
@@ -213,7 +213,7 @@ def test_trained_network_gives_three_figures_with_their_data(trained, figures):
 
 def test_the_theorem_holds_on_every_test_sample_of_a_trained_network(trained, figures):
     folder, _ = figures
-    theorem = read(folder, "indicator-theorem-digits")
+    theorem = read_figure(folder, "indicator-theorem-digits")
     predictions = trained.predictions("best-test")
     for state in ("trained", "initial"):
         assert theorem[state]["pairs"] == 797 * 10
@@ -225,7 +225,7 @@ def test_the_theorem_holds_on_every_test_sample_of_a_trained_network(trained, fi
     assert theorem["trained"]["norm"] == pytest.approx(predictions.features[:, 0].tolist(), rel=1e-6)
     assert theorem["trained"]["norm"] != pytest.approx(theorem["initial"]["norm"], rel=1e-2)
     weight = load(trained.checkpoint)["best"]["fc.weight"]
-    lowest = read(folder, "indicator-activations-digits")["low"][0]
+    lowest = read_figure(folder, "indicator-activations-digits")["low"][0]
     hidden = [sum(a if w > 0 else -a for a, w in zip(lowest["features"], row, strict=True)) for row in weight.tolist()]
     position = predictions.index.tolist().index(lowest["index"])
     assert theorem["trained"]["hidden"][position] == pytest.approx(max(hidden), rel=1e-4)
@@ -256,7 +256,7 @@ def test_predictions_of_another_test_split_raise(run, tmp_path):
 
 
 def test_figures_use_the_first_available_run(trained, figure_data, tmp_path):
-    choice = Choice(seeds=(4,), changes=CHANGES)  # MNIST takes no train_samples, but a run of it is only looked for
+    choice = Choice(seeds=(4,), changes=CHANGES)  # `train_samples` is invalid for MNIST, whose run is only looked up
     files = Indicator().draw(drawing(trained, tmp_path, choice))
     assert [path.stem for path in files] == list(figure_data)
     assert all(name.endswith("digits") for name in figure_data)

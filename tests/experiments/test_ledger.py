@@ -97,7 +97,7 @@ def test_changed_metric_is_reported(copy):
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     lines[0]["metrics"]["ece"][0] += 1e-4
     lines[1]["metrics"]["aece"][2] += 0.01
-    lines[2]["metrics"]["nll"][1:] = None, None  # a line from before the metric had an interval
+    lines[2]["metrics"]["nll"][1:] = None, None  # as in lines written before the metric had an interval
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     values = list(problems(Ledger(copy / "results")))
     assert len(values) == 1
@@ -358,13 +358,13 @@ def test_stored_predictions_reproduce_the_metrics_of_both_lines(classes, factor)
     for stored_state, exact_state in ((stored, report.before), (stored.scaled(), report.after["temperature"])):
         results = stored_state.metrics()
         for name, result in exact_state.results.items():
-            # Of many classes the validation logits are float16, so the temperature differs in the fifth digit.
+            # Validation logits of many classes are stored as float16, so the temperature differs in the fifth digit.
             tolerance = 1e-4 if stored_state is not stored and classes > 10 else 1e-5
             assert results[name][0] == pytest.approx(float(result), abs=tolerance, rel=tolerance), name
         assert results["accuracy"][0] == float(accuracy(predictions))
         for score in ("entropy", "max_probability"):
             value = float(exact_state.detection["far"][score].auroc)
-            assert stored_state.detection()["far"][score][0] == pytest.approx(value, abs=5e-4)  # ten of 20,000 pairs
+            assert stored_state.detection()["far"][score][0] == pytest.approx(value, abs=5e-4)  # 10 of 20,000 pairs
         assert (stored_state.predictions() is None) == (classes > 10)
     assert stored.metrics()["ece_official"][0] == pytest.approx(float(ece(predictions, compat="official")), abs=1e-5)
 

@@ -116,7 +116,7 @@ def test_cifar_resnet_trains(synthetic_data):
 @pytest.mark.campaign
 @pytest.mark.parametrize("data", CLASSES)
 def test_every_network_trains_with_every_setting_of_its_recipes(synthetic_data, data):
-    """One loss with features for all recipes that differ in the loss alone: losses and networks share no code."""
+    """Losses and networks share no code, so one loss with features replaces all losses of a setting."""
     settings = {
         recipe.replace(loss="fedlas_ls", loss_options={}) for recipe in recipes().values() if recipe.data == data
     }

@@ -56,8 +56,8 @@ def test_catalogue_lists_all_experiments():
 
 def test_the_main_table_has_all_losses_and_temperature_scaling():
     rows = list(experiment_named("sota").methods)
-    later = {"closed_loop", "pskd"}  # not compared in the paper
-    assert sorted(rows) == sorted([*(LOSSES.entries.keys() - later), "ce+temperature"])
+    not_in_paper = {"closed_loop", "pskd"}  # not compared in the paper
+    assert sorted(rows) == sorted([*(LOSSES.entries.keys() - not_in_paper), "ce+temperature"])
     assert len(experiment_named("finegrained").methods) == 9
     assert len(experiment_named("ood").methods) == 9
     assert list(experiment_named("over_under").methods) == ["ce", "ls", "fedlas_ls", "mbls", "fedlas_mbls"]
@@ -80,14 +80,14 @@ def test_paper_numbers_are_found_by_method_data_and_metric(empty_tables):
     # Commented out in the source of the paper.
     assert paper.value("finegrained", "focal", "cub200", "resnet101", metric="ece") is None
     assert paper.value("sota", "ce", "digits", "small_cnn", metric="ece") is None
-    used = sum(
+    compared_cells = sum(
         c.paper is not None
         for table in empty_tables.values()
         for r in table.rows
         for c, col in zip(r.cells, table.columns, strict=False)
         if col.group != "Mean rank" and col.name != "mean accuracy %"
     )
-    assert used == sum(not row.get("commented_out") for row in PUBLISHED["numbers"])
+    assert compared_cells == sum(not row.get("commented_out") for row in PUBLISHED["numbers"])
 
 
 def test_mean_ranks_of_paper_numbers_equal_those_of_the_paper(empty_tables):
@@ -163,9 +163,9 @@ def test_plan_uses_the_published_recipes():
 
 
 def test_experiments_share_runs_of_equal_recipes():
-    nowhere, choice = Ledger("nowhere"), Choice(data=("cifar10",), protocol="fast")
+    empty_ledger, choice = Ledger("nowhere"), Choice(data=("cifar10",), protocol="fast")
     names = {
-        name: {run.recipe.name for run in make_plan(experiment_named(name), choice, nowhere).runs}
+        name: {run.recipe.name for run in make_plan(experiment_named(name), choice, empty_ledger).runs}
         for name in ("sota", "ood", "over_under", "gate_stability", "ablations")
     }
     assert names["ood"] <= names["sota"]
@@ -175,13 +175,13 @@ def test_experiments_share_runs_of_equal_recipes():
 
 
 def test_published_test_split_is_planned_only_for_cifar100():
-    """CIFAR-10's test images are the same in both; CIFAR-100's, in-distribution or OOD, are not."""
+    """Both splits of CIFAR-10 have the same test images; those of CIFAR-100 differ, also as OOD data."""
     choice = Choice(data=("cifar10", "cifar100"), protocol="fast", losses=("ce",), seeds=(1,), split="test-published")
-    ten, hundred = make_plan(experiment_named("ood"), choice, Ledger("nowhere")).runs
-    assert (ten.split, ten.recipe.splits) == ("test", ("val", "test"))
-    assert ten.recipe.ood == ("cifar100", "cifar100-published", "svhn")
-    assert (hundred.split, hundred.recipe.splits) == ("test-published", ("val", "test", "test-published"))
-    assert hundred.recipe.ood == ("cifar10", "svhn")
+    cifar10, cifar100 = make_plan(experiment_named("ood"), choice, Ledger("nowhere")).runs
+    assert (cifar10.split, cifar10.recipe.splits) == ("test", ("val", "test"))
+    assert cifar10.recipe.ood == ("cifar100", "cifar100-published", "svhn")
+    assert (cifar100.split, cifar100.recipe.splits) == ("test-published", ("val", "test", "test-published"))
+    assert cifar100.recipe.ood == ("cifar10", "svhn")
     (official,) = make_plan(
         experiment_named("sota"),
         replace(choice, data=("cifar100",), protocol="official", models=("resnet50_cifar",)),
@@ -713,7 +713,10 @@ def test_invalid_settings_fail_before_planning(settings, message, dry_run, tmp_p
 
 def test_check_parts_draws_no_random_numbers():
     state = torch.get_rng_state()
-    folder = {"data_options": {"path": "nowhere"}, "loss_options": {"weight": [1.0, 2.0, 3.0]}}  # of unknown classes
+    folder = {
+        "data_options": {"path": "nowhere"},
+        "loss_options": {"weight": [1.0, 2.0, 3.0]},
+    }  # number of classes unknown
     for name in LOSSES.entries:
         check_parts(recipe_for("digits", loss=name))
         check_parts(recipe_for("folder", "small_cnn", name, protocol="small", **folder))

@@ -41,7 +41,7 @@ def test_results_tables_contain_only_finished_runs(ledger, choice, tmp_path):
 
 
 def test_experiment_with_its_own_protocol_is_on_the_page_once(tmp_path):
-    """It is in no table of the paper's data, although its run would fit there."""
+    """The indicator has its own row on the page, and no results table."""
     recipes = [recipe_for("fashion_mnist", "small_cnn", "ce", protocol="small"), recipe_for("cifar10", protocol="fast")]
     lines = [minimal_line(recipe, protocol) for recipe, protocol in zip(recipes, ("small", "fast"), strict=True)]
     results_ledger = minimal_ledger(tmp_path, lines)

@@ -241,17 +241,17 @@ def test_time_limit_stops_all_workers(tmp_path, caplog):
 @pytest.mark.campaign
 def test_run_that_keeps_killing_workers_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(scheduler, "MAX_ATTEMPTS", 2)
-    deadly, other = short_recipe(epochs=LONG), short_recipe("ls")
+    killed, other = short_recipe(epochs=LONG), short_recipe("ls")
 
     def kill_worker() -> None:
         for _ in range(2):
-            os.kill(until(lambda: holder(Run(tmp_path / deadly.name))), signal.SIGKILL)
+            os.kill(until(lambda: holder(Run(tmp_path / killed.name))), signal.SIGKILL)
             time.sleep(0.5)
 
     thread = threading.Thread(target=kill_worker)
     thread.start()
-    with pytest.raises(FailedRunsError, match=rf"^1 .*{deadly.name}: .*-9.*\b2\b"):
-        list(train_recipes([deadly, other], folder=tmp_path, workers=2))
+    with pytest.raises(FailedRunsError, match=rf"^1 .*{killed.name}: .*-9.*\b2\b"):
+        list(train_recipes([killed, other], folder=tmp_path, workers=2))
     thread.join()
     assert Run(tmp_path / other.name).finished
 

@@ -387,7 +387,7 @@ def test_a_long_label_among_many_does_not_fill_the_memory(tmp_path):
     read_predictions(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 20e6  # 400 MB in fixed widths
+    assert peak < 20e6  # a fixed-width string array would take 400 MB
 
 
 @pytest.mark.parametrize("kind", ["u1", "u2", "u4", "u8", "f4", "?", "column", *ONE_HOT])
@@ -569,15 +569,15 @@ def test_columns_that_repeat_label_or_prediction_are_no_metadata(tmp_path):
 @pytest.mark.parametrize("as_names", [True, False])
 def test_predictions_that_contradict_the_scores_warn(tmp_path, as_names):
     """The columns of the classes may be in another order than the class numbers."""
-    numbers = (PROBS.argmax(1) + (np.arange(12) < 2)) % 3
+    predicted_numbers = (PROBS.argmax(1) + (np.arange(12) < 2)) % 3
     columns = class_columns("prob_") | {
         "label": NAMED_LABELS,
-        "pred": [NAMES[k] for k in numbers] if as_names else numbers,
+        "pred": [NAMES[k] for k in predicted_numbers] if as_names else predicted_numbers,
     }
     path = write_table(tmp_path / "p.csv", columns)
     with pytest.warns(UserWarning, match="pred is not the most probable class in 2 of 12 rows"):
         assert_predictions(read_predictions(path))
-    for values in ([0.5] * 12, [99] * 12, ["?"] * 12):  # no classes
+    for values in ([0.5] * 12, [99] * 12, ["?"] * 12):  # values that are not classes
         assert_predictions(read_predictions(write_table(path, {**columns, "pred": values})))
 
 

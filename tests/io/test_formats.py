@@ -47,7 +47,7 @@ def test_written_predictions_round_trip(tmp_path, suffix):
 
 @pytest.mark.parametrize("suffix", WRITERS)
 def test_metadata_round_trips(tmp_path, suffix):
-    """Regression: only .safetensors kept it. A name that would make a column the labels is not written to tables."""
+    """Regression: only .safetensors kept it. Metadata whose name would be read as labels is not written to tables."""
     metadata = {"site": ("north, 1", "south") * 6, "year": ("2019", "2020", "") * 4}
     logits = torch.randn(12, 3)
     for labels in ([0, 1, 2] * 4, None):
@@ -402,7 +402,7 @@ LINES = {
 
 @pytest.mark.parametrize("damage", LINES)
 def test_errors_about_a_csv_name_the_line_as_an_editor_counts(tmp_path, damage):
-    """Some counted rows from 0, some rows from 1, some lines; blank lines and cells of two lines moved all of them."""
+    """Regression: some errors counted rows, some lines; blank lines and multi-line cells shifted the numbers."""
     row, message = LINES[damage]
     (tmp_path / "p.csv").write_text(f'prob_a,prob_b,"label",index\n0.5,0.5,"a\n",0\n\n0.5,0.5,b,1\n{row}\n')
     with pytest.raises(ValueError, match=message):

@@ -114,8 +114,8 @@ def test_more_than_a_million_classes_raise(tmp_path):
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
 def test_rounded_probabilities_are_accepted_in_binary_files_as_in_csv(tmp_path, kind):
     rounded = np.array([[0.33, 0.33, 0.33], [0.5, 0.25, 0.25]], dtype=kind)
-    finer = np.array([[0.331, 0.331, 0.331], [0.5, 0.25, 0.25]], dtype=kind)
-    for name, probs in {"rounded": rounded, "finer": finer, "no number": rounded * np.nan}.items():
+    beyond_rounding = np.array([[0.331, 0.331, 0.331], [0.5, 0.25, 0.25]], dtype=kind)
+    for name, probs in {"rounded": rounded, "finer": beyond_rounding, "no number": rounded * np.nan}.items():
         np.savez(tmp_path / f"{name}.npz", probs=probs, labels=[0, 1])
     assert read_predictions(tmp_path / "rounded.npz").probs.tolist() == rounded.tolist()
     for name, message in {"finer": "distribution", "no number": "row 0 holds NaN"}.items():
@@ -130,7 +130,7 @@ def rounded_softmax(classes: int, decimals: int, n: int = 40) -> np.ndarray:
     return np.round(exact / exact.sum(1, keepdims=True), decimals)
 
 
-def write_kind(folder: Path, kind: str, probs: np.ndarray) -> Path:
+def write_probs(folder: Path, kind: str, probs: np.ndarray) -> Path:
     labels = np.zeros(len(probs), dtype=np.int64)
     path = folder / f"p.{kind}"
     if kind == "npz":
@@ -152,7 +152,7 @@ def test_rounding_tolerance_of_many_classes_is_bounded(tmp_path, kind, row, mess
     zeros = np.zeros((3, 990))
     probs = np.hstack([np.array([[*[0.1] * 10], row, [0.5, 0.5, *[0.0] * 8]]), zeros])
     with pytest.raises(ValueError, match=rf"(row 1|line 3).*{message}.*--normalize"):
-        read_predictions(write_kind(tmp_path, kind, probs))
+        read_predictions(write_probs(tmp_path, kind, probs))
 
 
 @pytest.mark.parametrize("kind", ["npz", "csv", "array"])
@@ -160,7 +160,7 @@ def test_many_classes_with_few_decimals_are_completed_with_a_warning(tmp_path, k
     """A softmax of 1,000 classes with 3 decimals sums to about 0.93: its small probabilities are zeros."""
     probs = rounded_softmax(1000, 3)
     assert probs.sum(1).max() < 0.98
-    path = None if kind == "array" else write_kind(tmp_path, kind, probs)
+    path = None if kind == "array" else write_probs(tmp_path, kind, probs)
     with pytest.warns(UserWarning, match=r"40 of 40 .*0\.9"):
         loaded = Predictions.from_probs(probs, [0] * 40) if path is None else read_predictions(path)
     assert torch.allclose(loaded.probs.sum(1), torch.ones(40, dtype=torch.float64))
@@ -221,7 +221,7 @@ def test_row_sum_tolerance_is_half_a_unit_of_the_last_digit_per_class(tmp_path, 
 
 
 def test_reading_a_large_csv_takes_little_more_memory_than_its_numbers(tmp_path):
-    """Cells kept as text took 300 bytes each; a number takes 8, and a copy or two of it on the way."""
+    """Regression: cells kept as text took 300 bytes each; a number takes 8, with one or two copies while reading."""
     rows = "\n".join(["0.1250,0.1250,0.1250,0.1250,0.1250,0.1250,0.1250,0.1250,3"] * 5_000)
     path = write_csv(tmp_path, ",".join(f"prob_{i}" for i in range(8)) + f",label\n{rows}\n")
     tracemalloc.start()
@@ -268,7 +268,7 @@ def test_parquet_is_read(tmp_path):
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.float32()), pa.large_list(pa.float32()), pa.list_(pa.float32(), 3)])
 def test_parquet_lists_keep_their_dtype(tmp_path, kind):
-    """As Python numbers float32 became float64, which allows less rounding than a softmax in float32 has."""
+    """Regression: values became float64, whose tolerance is below the rounding of a float32 softmax."""
     rows = LOGITS.softmax(1)
     table = pa.table({"probs": pa.array(rows.tolist(), kind), "label": ["1", "2"]})
     pq.write_table(pa.concat_tables([table, table]), tmp_path / "a.parquet", row_group_size=1)
