@@ -33,15 +33,15 @@ from fedlas.posthoc.base import DoubtfulFit
 from fedlas.predictions import Predictions
 
 
-def call(*words):
-    fewer = ("--resamples", "100") if words[0] == "evaluate" else ()
-    return CliRunner().invoke(app, [str(name) for name in (*words, *fewer)])
+def call(*arguments):
+    resamples = ("--resamples", "100") if arguments[0] == "evaluate" else ()
+    return CliRunner().invoke(app, [str(argument) for argument in (*arguments, *resamples)])
 
 
 def sample_predictions(seed, n=400):
-    make = torch.Generator().manual_seed(seed)
-    true = 1.5 * torch.randn(n, 3, generator=make)
-    return Predictions(3 * true, torch.multinomial(true.softmax(1), 1, generator=make)[:, 0])
+    generator = torch.Generator().manual_seed(seed)
+    true_logits = 1.5 * torch.randn(n, 3, generator=generator)
+    return Predictions(3 * true_logits, torch.multinomial(true_logits.softmax(1), 1, generator=generator)[:, 0])
 
 
 @pytest.fixture
@@ -53,67 +53,69 @@ def files(tmp_path):
 
 
 def test_evaluate_prints_a_summary_and_a_table(files):
-    done = call("evaluate", files / "test.csv", "--calibration", files / "val.csv", "--ood", f"far={files / 'far.npz'}")
-    assert done.exit_code == 0, done.output
-    assert done.stdout.startswith("test: over-confident by ")
+    result = call(
+        "evaluate", files / "test.csv", "--calibration", files / "val.csv", "--ood", f"far={files / 'far.npz'}"
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("test: over-confident by ")
     for name in ("accuracy %", "ECE %", "U-ECE %", "temperature", "AUROC %", " fitted on 400 samples"):
-        assert name in done.stdout, name
-    assert not done.stderr
+        assert name in result.stdout, name
+    assert not result.stderr
 
 
 def test_columns_of_a_file_are_slices_of_the_page(files):
     header, *rows = (files / "test.csv").read_text().splitlines()
     lines = [f"{header},country,note", *(f"{row},{('no', 'de')[i % 2]},note {i}" for i, row in enumerate(rows))]
     (files / "test.csv").write_text("\n".join(lines))
-    done = call("evaluate", files / "test.csv", "--html", files / "page.html")
-    assert done.exit_code == 0, done.output
-    assert "metadata from country; not read: note" in " ".join(done.stdout.split())
+    result = call("evaluate", files / "test.csv", "--html", files / "page.html")
+    assert result.exit_code == 0, result.output
+    assert "metadata from country; not read: note" in " ".join(result.stdout.split())
     slices = re.findall(r'\["country","(..)",200,', (files / "page.html").read_text())
     assert sorted(slices) == ["de", "no"]
 
 
 def test_evaluate_skips_calibrators_with_a_note_for_three_samples(tmp_path):
     path = tmp_path / "mine.csv"
-    for times, tried in {5: True, 1: False}.items():
-        path.write_text("prob_cat,prob_dog,label\n" + "0.9,0.1,cat\n0.8,0.2,dog\n0.3,0.7,dog\n" * times)
-        done = call("evaluate", path)
-        assert done.exit_code == 0, done.output
-        assert re.search(f"{3 * times} samples.* 2 classes", done.stdout)
-        assert ("T = " in done.stdout) is tried
-        assert bool(re.search("mine: .*calibrator.*3 samples", done.stdout)) is not tried
+    for repeats, calibrated in {5: True, 1: False}.items():
+        path.write_text("prob_cat,prob_dog,label\n" + "0.9,0.1,cat\n0.8,0.2,dog\n0.3,0.7,dog\n" * repeats)
+        result = call("evaluate", path)
+        assert result.exit_code == 0, result.output
+        assert re.search(f"{3 * repeats} samples.* 2 classes", result.stdout)
+        assert ("T = " in result.stdout) is calibrated
+        assert bool(re.search("mine: .*calibrator.*3 samples", result.stdout)) is not calibrated
 
 
 def test_missing_file_error_does_not_show_errno(tmp_path):
     path = tmp_path / "not there.csv"
-    done = call("evaluate", path)
-    assert (done.exit_code, done.stderr) == (1, f"fedlas: {path}: No such file or directory\n")
+    result = call("evaluate", path)
+    assert (result.exit_code, result.stderr) == (1, f"fedlas: {path}: No such file or directory\n")
 
 
 def test_evaluate_writes_json_and_html_with_the_printed_numbers(files, monkeypatch):
     monkeypatch.setattr("sys.argv", ["somewhere/fedlas", "evaluate", "my file.csv"])
-    page, kept = files / "page.html", files / "answer.json"
-    words = ("evaluate", files / "test.csv", "--posthoc", "")
-    done = call(*words, "--html", page, "--json", kept)
-    assert done.exit_code == 0, done.output
-    result = json.loads(kept.read_text())
-    report = Report.from_dict(result["models"]["test"]["report"])
-    assert report["ece"].cell() in done.stdout
-    assert page.read_text().startswith("<!doctype html>")
-    assert "fedlas evaluate &#39;my file.csv&#39;" in page.read_text()
-    piped = call(*words, "--json", "-")
-    assert json.loads(piped.stdout) == result
+    html_path, json_path = files / "page.html", files / "answer.json"
+    arguments = ("evaluate", files / "test.csv", "--posthoc", "")
+    result = call(*arguments, "--html", html_path, "--json", json_path)
+    assert result.exit_code == 0, result.output
+    record = json.loads(json_path.read_text())
+    report = Report.from_dict(record["models"]["test"]["report"])
+    assert report["ece"].cell() in result.stdout
+    assert html_path.read_text().startswith("<!doctype html>")
+    assert "fedlas evaluate &#39;my file.csv&#39;" in html_path.read_text()
+    piped = call(*arguments, "--json", "-")
+    assert json.loads(piped.stdout) == record
     assert piped.stderr.startswith("test: over-confident")
 
 
 def test_fail_if_exits_with_3_when_a_condition_holds(files):
-    words = ("evaluate", files / "test.csv", "--posthoc", "", "--fail-if", "ece>0.9")
-    fine = call(*words, "--fail-if", "accuracy<1%")
-    assert (fine.exit_code, fine.stderr) == (0, "")
-    bad = call(*words, "--fail-if", "ece>1%")
-    assert bad.exit_code == 3
-    assert "ece>1%" in bad.stderr
-    assert "0.9" not in bad.stderr
-    assert bad.stderr.count("\n") == 1
+    arguments = ("evaluate", files / "test.csv", "--posthoc", "", "--fail-if", "ece>0.9")
+    passed = call(*arguments, "--fail-if", "accuracy<1%")
+    assert (passed.exit_code, passed.stderr) == (0, "")
+    failed = call(*arguments, "--fail-if", "ece>1%")
+    assert failed.exit_code == 3
+    assert "ece>1%" in failed.stderr
+    assert "0.9" not in failed.stderr
+    assert failed.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -128,22 +130,22 @@ def test_fail_if_exits_with_3_when_a_condition_holds(files):
     ],
 )
 def test_fail_if_conditions_are_validated_before_files_are_read(tmp_path, condition, message):
-    done = call("evaluate", tmp_path / "nowhere.csv", "--fail-if", condition)
-    assert done.exit_code == 1
-    assert re.search(message, done.stderr)
+    result = call("evaluate", tmp_path / "nowhere.csv", "--fail-if", condition)
+    assert result.exit_code == 1
+    assert re.search(message, result.stderr)
 
 
 @pytest.mark.parametrize("n", [50, 400])
 def test_fail_if_knows_every_evaluated_metric(n):
-    made = Predictions(torch.randn(n, 7), torch.arange(n) % 7)
-    assert set(all_metrics()) == set(evaluate(made, intervals=False).before.results)
+    predictions = Predictions(torch.randn(n, 7), torch.arange(n) % 7)
+    assert set(all_metrics()) == set(evaluate(predictions, intervals=False).before.results)
 
 
-def run_with_closed_pipe(*words):
-    """Run a command whose output nobody reads."""
+def run_with_closed_pipe(*arguments):
+    """Run a command whose stdout is a closed pipe."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "fedlas", *map(str, words)]
+    command = [sys.executable, "-m", "fedlas", *map(str, arguments)]
     try:
         return subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     finally:
@@ -151,42 +153,42 @@ def run_with_closed_pipe(*words):
 
 
 def test_closed_pipe_does_not_change_output_files_or_exit_code(files):
-    page, kept = files / "page.html", files / "answer.json"
-    words = ("evaluate", files / "test.csv", "--resamples", "50", "--html", page, "--json", kept)
-    done = run_with_closed_pipe(*words, "--fail-if", "ece>1%")
-    assert done.returncode == 3
-    assert "ece>1%" in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert page.exists()
-    assert kept.exists()
+    html_path, json_path = files / "page.html", files / "answer.json"
+    arguments = ("evaluate", files / "test.csv", "--resamples", "50", "--html", html_path, "--json", json_path)
+    process = run_with_closed_pipe(*arguments, "--fail-if", "ece>1%")
+    assert process.returncode == 3
+    assert "ece>1%" in process.stderr
+    assert process.stderr.count("\n") == 1
+    assert html_path.exists()
+    assert json_path.exists()
 
 
-@pytest.mark.parametrize(("left", "code"), [(True, 141), (False, 1)])
-def test_broken_pipe_is_silent_if_the_reader_of_stdout_closed_it(monkeypatch, capsys, left, code):
-    monkeypatch.setattr("fedlas.cli.errors.stdout_reader_is_gone", lambda: left)
-    with pytest.raises(typer.Exit) as ended, one_line_errors():
+@pytest.mark.parametrize(("reader_closed", "exit_code"), [(True, 141), (False, 1)])
+def test_broken_pipe_is_silent_if_the_reader_of_stdout_closed_it(monkeypatch, capsys, reader_closed, exit_code):
+    monkeypatch.setattr("fedlas.cli.errors.stdout_reader_is_gone", lambda: reader_closed)
+    with pytest.raises(typer.Exit) as exit_info, one_line_errors():
         raise BrokenPipeError("a pipe broke")
-    assert (ended.value.exit_code, capsys.readouterr().err.count("\n")) == (code, int(not left))
+    assert (exit_info.value.exit_code, capsys.readouterr().err.count("\n")) == (exit_code, int(not reader_closed))
 
 
 @pytest.mark.campaign
 def test_closed_pipe_gives_documented_exit_codes(files):
-    done = run_with_closed_pipe(
+    process = run_with_closed_pipe(
         "evaluate", files / "test.csv", "--resamples", "50", "--json", "-", "--fail-if", "ece>1%"
     )
-    assert (done.returncode, "ece>1%" in done.stderr) == (3, True)
-    done = run_with_closed_pipe("list", "losses")
-    assert (done.returncode, done.stderr) == (141, "")
-    done = run_with_closed_pipe("calibrate", "apply", "nothing", "nothing", "--out", "nothing")
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert (process.returncode, "ece>1%" in process.stderr) == (3, True)
+    process = run_with_closed_pipe("list", "losses")
+    assert (process.returncode, process.stderr) == (141, "")
+    process = run_with_closed_pipe("calibrate", "apply", "nothing", "nothing", "--out", "nothing")
+    assert (process.returncode, process.stderr.count("\n")) == (1, 1)
 
 
 def test_fail_if_on_a_missing_value_still_writes_the_json(files):
-    kept = files / "answer.json"
-    done = call("evaluate", files / "test.csv", "--posthoc", "", "--json", kept, "--fail-if", "mce.high>0.1")
-    assert (done.exit_code, "mce.high" in done.stderr) == (1, True)
-    assert kept.exists()
-    assert "over-confident" in done.stdout
+    json_path = files / "answer.json"
+    result = call("evaluate", files / "test.csv", "--posthoc", "", "--json", json_path, "--fail-if", "mce.high>0.1")
+    assert (result.exit_code, "mce.high" in result.stderr) == (1, True)
+    assert json_path.exists()
+    assert "over-confident" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -203,19 +205,19 @@ def test_fail_if_on_a_missing_value_still_writes_the_json(files):
 )
 def test_invalid_csv_errors_are_one_line(tmp_path, text, message):
     (tmp_path / "p.csv").write_text(text)
-    done = call("evaluate", tmp_path / "p.csv")
-    assert done.exit_code == 1
-    assert re.search(message, done.stderr), done.stderr
-    assert done.stderr.count("\n") == 1
-    assert "Traceback" not in done.output
+    result = call("evaluate", tmp_path / "p.csv")
+    assert result.exit_code == 1
+    assert re.search(message, result.stderr), result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.output
 
 
 def test_page_shows_images_next_to_the_predictions_file(tmp_path):
     Image.fromarray(np.full((8, 8, 3), 200, np.uint8)).save(tmp_path / "one.png")
     rows = "".join(f"0.9,0.1,{'ab'[i % 4 == 0]},one.png,sample {i}\n" for i in range(40))
     (tmp_path / "p.csv").write_text("prob_a,prob_b,label,path,id\n" + rows)
-    done = call("evaluate", tmp_path / "p.csv", "--posthoc", "", "--html", tmp_path / "page.html")
-    assert done.exit_code == 0, done.output
+    result = call("evaluate", tmp_path / "p.csv", "--posthoc", "", "--html", tmp_path / "page.html")
+    assert result.exit_code == 0, result.output
     page = (tmp_path / "page.html").read_text()
     assert "data:image/png;base64" in page
     assert "sample 4" in page
@@ -227,13 +229,13 @@ def test_images_outside_the_predictions_folder_are_omitted_with_a_warning(tmp_pa
     Image.fromarray(np.full((8, 8, 3), 200, np.uint8)).save(tmp_path / "theirs" / "one.png")
     rows = "".join(f"0.9,0.1,{'ab'[i % 4 == 0]},../theirs/one.png\n" for i in range(40))
     (tmp_path / "mine" / "p.csv").write_text("prob_a,prob_b,label,path\n" + rows)
-    words = ("evaluate", tmp_path / "mine" / "p.csv", "--posthoc", "", "--html", tmp_path / "page.html")
+    arguments = ("evaluate", tmp_path / "mine" / "p.csv", "--posthoc", "", "--html", tmp_path / "page.html")
     with pytest.warns(UserWarning, match=r"^22 "):
-        done = call(*words)
-    assert done.exit_code == 0, done.output
+        result = call(*arguments)
+    assert result.exit_code == 0, result.output
     assert "data:image/png;base64" not in (tmp_path / "page.html").read_text()
-    done = call(*words, "--images", tmp_path / "theirs", "--overwrite")
-    assert done.exit_code == 0, done.output
+    result = call(*arguments, "--images", tmp_path / "theirs", "--overwrite")
+    assert result.exit_code == 0, result.output
     assert "data:image/png;base64" in (tmp_path / "page.html").read_text()
 
 
@@ -242,144 +244,165 @@ def test_progress_bar_shows_names_with_markup_literally(monkeypatch):
     monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stderr", screen)
     with progress() as report:
-        for share in (0.0, 1.0):
-            report("evaluating x[/b]", share)
+        for fraction in (0.0, 1.0):
+            report("evaluating x[/b]", fraction)
     assert "evaluating x[/b]" in screen.getvalue()
 
 
 @pytest.mark.parametrize("method", ["temperature", "isotonic"])
 def test_calibrator_fitted_on_one_file_is_applied_to_another(files, method):
-    kept = files / "calibrator.safetensors"
-    done = call("calibrate", "fit", files / "val.csv", "--posthoc", method, "--out", kept)
-    assert done.exit_code == 0, done.output
-    for ending in (".csv", ".npz"):
-        done = call("calibrate", "apply", kept, files / "test.csv", "--out", files / f"fixed{ending}", "--probs")
-        assert done.exit_code == 0, done.output
-        result = read_predictions(files / f"fixed{ending}")
+    calibrator_path = files / "calibrator.safetensors"
+    result = call("calibrate", "fit", files / "val.csv", "--posthoc", method, "--out", calibrator_path)
+    assert result.exit_code == 0, result.output
+    for suffix in (".csv", ".npz"):
+        result = call(
+            "calibrate", "apply", calibrator_path, files / "test.csv", "--out", files / f"fixed{suffix}", "--probs"
+        )
+        assert result.exit_code == 0, result.output
+        calibrated = read_predictions(files / f"fixed{suffix}")
         expected = build_calibrator(method).fit(sample_predictions(1)).transform(sample_predictions(2))
-        # Calibrators of steps jump, so a sample at a step may differ where the csv has it in other digits.
-        differ = (result.probs.double() - expected.probs.double()).abs().amax(1) > 1e-5
+        # Isotonic regression is a step function: rounding in the csv may move a sample across a step.
+        differ = (calibrated.probs.double() - expected.probs.double()).abs().amax(1) > 1e-5
         assert int(differ.sum()) <= 2
-        assert float(nll(result)) < float(nll(sample_predictions(2)))
+        assert float(nll(calibrated)) < float(nll(sample_predictions(2)))
 
 
 def test_calibrate_rejects_unknown_keywords_and_invalid_calibrator_files(files):
-    words = ("calibrate", "fit", files / "val.csv", "--out", files / "c.safetensors", "--posthoc", "histogram_binning")
-    assert call(*words, "--set", "bins=4").exit_code == 0
-    done = call(*words, "--set", "binz=4", "--overwrite")
-    assert (done.exit_code, "binz" in done.stderr) == (1, True)
-    done = call("calibrate", "apply", files / "far.npz", files / "test.csv", "--out", files / "x.csv")
-    assert done.exit_code == 1
-    assert "far.npz" in done.stderr
+    arguments = (
+        "calibrate",
+        "fit",
+        files / "val.csv",
+        "--out",
+        files / "c.safetensors",
+        "--posthoc",
+        "histogram_binning",
+    )
+    assert call(*arguments, "--set", "bins=4").exit_code == 0
+    result = call(*arguments, "--set", "binz=4", "--overwrite")
+    assert (result.exit_code, "binz" in result.stderr) == (1, True)
+    result = call("calibrate", "apply", files / "far.npz", files / "test.csv", "--out", files / "x.csv")
+    assert result.exit_code == 1
+    assert "far.npz" in result.stderr
     assert not (files / "x.csv").exists()
 
 
 def test_ood_command_reports_detection(files):
-    done = call("ood", files / "test.csv", f"far={files / 'far.npz'}", "--json", files / "ood.json")
-    assert done.exit_code == 0, done.output
-    read = read_predictions(files / "test.csv"), {"far": read_predictions(files / "far.npz")}
-    expected = detect(*read)
-    assert done.stdout.strip() == str(expected)
-    kept = {"format": "fedlas.ood/1"} | expected.to_dict()
-    assert json.loads((files / "ood.json").read_text()) == json.loads(json.dumps(kept))
-    words = ("ood", files / "test.csv", f"far={files / 'far.npz'}", "--json", "-")
-    result = {}
-    for more in (("--level", "0.5"), ("--seed", "0"), ("--seed", "1")):
-        scores = json.loads(call(*words, *more).stdout)["sets"]["far"]["entropy"]
-        result[more] = (scores["auroc"]["interval"]["level"], scores["fpr"]["interval"]["low"])
-    assert [level for level, _ in result.values()] == [0.5, 0.95, 0.95]
-    assert result["--seed", "0"] != result["--seed", "1"]
+    result = call("ood", files / "test.csv", f"far={files / 'far.npz'}", "--json", files / "ood.json")
+    assert result.exit_code == 0, result.output
+    inputs = read_predictions(files / "test.csv"), {"far": read_predictions(files / "far.npz")}
+    expected = detect(*inputs)
+    assert result.stdout.strip() == str(expected)
+    expected_record = {"format": "fedlas.ood/1"} | expected.to_dict()
+    assert json.loads((files / "ood.json").read_text()) == json.loads(json.dumps(expected_record))
+    arguments = ("ood", files / "test.csv", f"far={files / 'far.npz'}", "--json", "-")
+    intervals = {}
+    for options in (("--level", "0.5"), ("--seed", "0"), ("--seed", "1")):
+        scores = json.loads(call(*arguments, *options).stdout)["sets"]["far"]["entropy"]
+        intervals[options] = (scores["auroc"]["interval"]["level"], scores["fpr"]["interval"]["low"])
+    assert [level for level, _ in intervals.values()] == [0.5, 0.95, 0.95]
+    assert intervals["--seed", "0"] != intervals["--seed", "1"]
     rates = [
-        json.loads(call(*words, "--positive", side).stdout)["sets"]["far"]["entropy"]["fpr"] for side in ("ood", "id")
+        json.loads(call(*arguments, "--positive", positive).stdout)["sets"]["far"]["entropy"]["fpr"]
+        for positive in ("ood", "id")
     ]
-    turned = detect(*read, positive="id")["far"]["entropy"].fpr
-    assert [rate["value"] for rate in rates] == [float(expected["far"]["entropy"].fpr), float(turned)]
+    expected_id_positive = detect(*inputs, positive="id")["far"]["entropy"].fpr
+    assert [rate["value"] for rate in rates] == [float(expected["far"]["entropy"].fpr), float(expected_id_positive)]
     assert ["OOD positive" in rate["estimator"] for rate in rates] == [True, False]
-    assert call(*words, "--positive", "both").exit_code == 2
-    done = call("ood", files / "test.csv", files / "far.npz")
-    assert (done.exit_code, "NAME=FILE" in done.stderr) == (1, True)
+    assert call(*arguments, "--positive", "both").exit_code == 2
+    result = call("ood", files / "test.csv", files / "far.npz")
+    assert (result.exit_code, "NAME=FILE" in result.stderr) == (1, True)
 
 
 def test_compare_writes_json(files):
     write_predictions(
         build_calibrator("temperature").fit(sample_predictions(1)).transform(sample_predictions(2)), files / "fixed.npz"
     )
-    words = ("compare", files / "test.csv", files / "fixed.npz", "--metrics", "ece", "--json", "-", "--resamples", 60)
-    done = call(*words)
-    assert done.exit_code == 0, done.output
-    (result,) = json.loads(done.stdout)
-    assert result["metric"] == "ece"
-    assert result["difference"] > 0
-    assert result["pairs"][0]["better"] == "second"
-    assert result["pairs"][0]["interval"]["level"] == 0.95
-    drawn_by = {}
-    for more in (("--level", "0.5"), ("--seed", "0"), ("--seed", "1")):
-        (again,) = json.loads(call(*words, *more).stdout)
-        drawn_by[more] = again["pairs"][0]["interval"]
-    assert [item["level"] for item in drawn_by.values()] == [0.5, 0.95, 0.95]
-    assert drawn_by["--seed", "0"] != drawn_by["--seed", "1"]
+    arguments = (
+        "compare",
+        files / "test.csv",
+        files / "fixed.npz",
+        "--metrics",
+        "ece",
+        "--json",
+        "-",
+        "--resamples",
+        60,
+    )
+    result = call(*arguments)
+    assert result.exit_code == 0, result.output
+    (comparison,) = json.loads(result.stdout)
+    assert comparison["metric"] == "ece"
+    assert comparison["difference"] > 0
+    assert comparison["pairs"][0]["better"] == "second"
+    assert comparison["pairs"][0]["interval"]["level"] == 0.95
+    intervals = {}
+    for options in (("--level", "0.5"), ("--seed", "0"), ("--seed", "1")):
+        (repeated,) = json.loads(call(*arguments, *options).stdout)
+        intervals[options] = repeated["pairs"][0]["interval"]
+    assert [item["level"] for item in intervals.values()] == [0.5, 0.95, 0.95]
+    assert intervals["--seed", "0"] != intervals["--seed", "1"]
 
 
 def test_every_ood_file_advances_the_progress_bar(files, monkeypatch):
-    seen = []
+    progress_calls = []
 
     @contextmanager
-    def told():
-        yield lambda word, share: seen.append((word, share))
+    def recorded_progress():
+        yield lambda step, fraction: progress_calls.append((step, fraction))
 
     for commands in ("evaluation", "calibrate"):
-        monkeypatch.setattr(f"fedlas.cli.{commands}.progress", told)
+        monkeypatch.setattr(f"fedlas.cli.{commands}.progress", recorded_progress)
     assert call("ood", files / "test.csv", f"far={files / 'far.npz'}").exit_code == 0
-    kept = files / "c.safetensors"
-    assert call("calibrate", "fit", files / "val.csv", "--out", kept).exit_code == 0
-    stages = list(dict.fromkeys(name for name, _ in seen))
-    for stage, word in zip(stages, ("test.csv", "far.npz", "", "val.csv", "temperature"), strict=True):
-        assert word in stage
-        assert {0.0, 1.0} <= {share for name, share in seen if name == stage}, stage
+    calibrator_path = files / "c.safetensors"
+    assert call("calibrate", "fit", files / "val.csv", "--out", calibrator_path).exit_code == 0
+    stages = list(dict.fromkeys(step for step, _ in progress_calls))
+    for stage, expected_text in zip(stages, ("test.csv", "far.npz", "", "val.csv", "temperature"), strict=True):
+        assert expected_text in stage
+        assert {0.0, 1.0} <= {fraction for step, fraction in progress_calls if step == stage}, stage
 
 
 def test_outputs_never_overwrite_inputs(files):
-    kept = files / "c.safetensors"
-    assert call("calibrate", "fit", files / "val.csv", "--out", kept).exit_code == 0
+    calibrator_path = files / "c.safetensors"
+    assert call("calibrate", "fit", files / "val.csv", "--out", calibrator_path).exit_code == 0
     before = (files / "test.csv").read_bytes()
-    for words in (
+    for arguments in (
         ["evaluate", files / "test.csv", "--html", files / "test.csv"],
         ["evaluate", files / "test.csv", "--json", files / "." / "test.csv"],
-        ["calibrate", "apply", kept, files / "test.csv", "--out", files / "test.csv"],
-        ["calibrate", "fit", kept, "--out", kept],
+        ["calibrate", "apply", calibrator_path, files / "test.csv", "--out", files / "test.csv"],
+        ["calibrate", "fit", calibrator_path, "--out", calibrator_path],
         ["ood", files / "test.csv", f"far={files / 'far.npz'}", "--json", files / "test.csv"],
     ):
-        done = call(*words)
-        assert (done.exit_code, str(words[-1]) in done.stderr) == (1, True), done.output
+        result = call(*arguments)
+        assert (result.exit_code, str(arguments[-1]) in result.stderr) == (1, True), result.output
     assert (files / "test.csv").read_bytes() == before
-    done = call("calibrate", "fit", files / "val.csv", "--out", files / "t.pt")
-    assert (done.exit_code, ".safetensors" in done.stderr) == (1, True)
+    result = call("calibrate", "fit", files / "val.csv", "--out", files / "t.pt")
+    assert (result.exit_code, ".safetensors" in result.stderr) == (1, True)
 
 
 def test_outputs_never_overwrite_files_of_another_kind(files):
-    kept = files / "c.safetensors"
-    assert call("calibrate", "fit", files / "val.csv", "--out", kept).exit_code == 0
+    calibrator_path = files / "c.safetensors"
+    assert call("calibrate", "fit", files / "val.csv", "--out", calibrator_path).exit_code == 0
     write_predictions(sample_predictions(3), files / "run.safetensors")
     (files / "notes.csv").write_text("these are,no predictions\n1,2\n")
     test = files / "test.csv"
-    for words in (
+    for arguments in (
         ["calibrate", "fit", files / "val.csv", "--out", files / "run.safetensors"],
-        ["calibrate", "apply", kept, test, "--out", files / "notes.csv"],
+        ["calibrate", "apply", calibrator_path, test, "--out", files / "notes.csv"],
         ["evaluate", test, "--html", files / "val.csv"],
         ["ood", test, f"far={files / 'far.npz'}", "--json", files / "val.csv"],
     ):
-        before = Path(words[-1]).read_bytes()
-        done = call(*words)
-        assert (done.exit_code, done.stderr.count("\n")) == (1, 1), done.output
-        assert str(words[-1]) in done.stderr
-        assert Path(words[-1]).read_bytes() == before
+        before = Path(arguments[-1]).read_bytes()
+        result = call(*arguments)
+        assert (result.exit_code, result.stderr.count("\n")) == (1, 1), result.output
+        assert str(arguments[-1]) in result.stderr
+        assert Path(arguments[-1]).read_bytes() == before
 
 
 def test_calibrate_fit_reports_temperature_and_apply_keeps_probabilities(files):
-    done = call("calibrate", "fit", files / "val.csv", "--out", files / "c.safetensors")
-    result = build_calibrator("temperature").fit(sample_predictions(1))
-    assert f"temperature {result.temperature:.4g}, " in done.stderr
-    assert re.search(f"NLL {result.fitted.before:.4g} .*{result.fitted.after:.4g} .*400 samples", done.stderr)
+    result = call("calibrate", "fit", files / "val.csv", "--out", files / "c.safetensors")
+    calibrator = build_calibrator("temperature").fit(sample_predictions(1))
+    assert f"temperature {calibrator.temperature:.4g}, " in result.stderr
+    assert re.search(f"NLL {calibrator.fitted.before:.4g} .*{calibrator.fitted.after:.4g} .*400 samples", result.stderr)
     write_predictions(sample_predictions(2), files / "probs.csv", probs=True)
     call("calibrate", "apply", files / "c.safetensors", files / "probs.csv", "--out", files / "fixed.csv")
     assert (files / "fixed.csv").read_text().startswith("prob_0,")
@@ -388,19 +411,19 @@ def test_calibrate_fit_reports_temperature_and_apply_keeps_probabilities(files):
 
 
 def test_file_contents_cannot_emit_terminal_escapes(tmp_path):
-    evil = "\x1b]0;owned\x07"
+    escape_sequence = "\x1b]0;owned\x07"
     np.savez(
         tmp_path / "p.npz",
         logits=sample_predictions(1).logits.numpy(),
         labels=sample_predictions(1).labels.numpy(),
-        split=evil,
+        split=escape_sequence,
     )
-    (tmp_path / "q.csv").write_text(f"{evil},label\n1,2\n")
-    for name, code in {"p.npz": 0, "q.csv": 1}.items():
-        done = call("evaluate", tmp_path / name, "--posthoc", "")
-        assert done.exit_code == code
-        assert "owned" in done.output
-        assert not set("\x1b\x07") & set(done.output)
+    (tmp_path / "q.csv").write_text(f"{escape_sequence},label\n1,2\n")
+    for name, exit_code in {"p.npz": 0, "q.csv": 1}.items():
+        result = call("evaluate", tmp_path / name, "--posthoc", "")
+        assert result.exit_code == exit_code
+        assert "owned" in result.output
+        assert not set("\x1b\x07") & set(result.output)
 
 
 def test_main_exits_without_traceback_if_stdout_is_closed(monkeypatch):
@@ -409,26 +432,34 @@ def test_main_exits_without_traceback_if_stdout_is_closed(monkeypatch):
     monkeypatch.setattr(
         "warnings.formatwarning", warnings.formatwarning
     )  # restored after the test, because `main` replaces it
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main()
     sys.stdout.close()
-    assert ended.value.code == 0
+    assert exit_info.value.code == 0
 
 
 @pytest.mark.campaign
 def test_evaluate_process_exits_without_traceback_if_stdout_is_closed(files):
-    words = [sys.executable, "-m", "fedlas", "evaluate", str(files / "test.csv"), "--resamples", "50"]
-    done = subprocess.run(["sh", "-c", f"{shlex.join(words)} >&-"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    command = [sys.executable, "-m", "fedlas", "evaluate", str(files / "test.csv"), "--resamples", "50"]
+    process = subprocess.run(["sh", "-c", f"{shlex.join(command)} >&-"], capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 def test_saving_an_unsavable_calibrator_fails_in_one_line(files, monkeypatch):
     calibrator = build_calibrator("probmetrics", method="svs")
-    monkeypatch.setattr(type(calibrator), "fit", lambda self, given: self)
-    words = ("calibrate", "fit", files / "val.csv", "--posthoc", "probmetrics:svs", "--out", files / "c.safetensors")
-    done = call(*words)
-    assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
-    assert "pickle" in done.stderr
+    monkeypatch.setattr(type(calibrator), "fit", lambda self, predictions: self)
+    arguments = (
+        "calibrate",
+        "fit",
+        files / "val.csv",
+        "--posthoc",
+        "probmetrics:svs",
+        "--out",
+        files / "c.safetensors",
+    )
+    result = call(*arguments)
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert "pickle" in result.stderr
 
 
 def test_docs_evaluate_example_prints_the_documented_output(tmp_path):
@@ -438,9 +469,9 @@ def test_docs_evaluate_example_prints_the_documented_output(tmp_path):
     assert rows is not None
     assert message is not None
     (tmp_path / "birds.csv").write_text(rows[1])
-    done = call("evaluate", tmp_path / "birds.csv", "--html", tmp_path / "birds.html")
-    assert done.exit_code == 0
-    numbers = [set(re.findall(r"\d+(?:\.\d+)? %", text)) for text in (message[1], done.stdout)]
+    result = call("evaluate", tmp_path / "birds.csv", "--html", tmp_path / "birds.html")
+    assert result.exit_code == 0
+    numbers = [set(re.findall(r"\d+(?:\.\d+)? %", text)) for text in (message[1], result.stdout)]
     assert len(numbers[0]) > 3
     assert numbers[0] <= numbers[1]
     assert (tmp_path / "birds.html").stat().st_size > 50_000
@@ -451,21 +482,21 @@ ZEROS = "prob_a,prob_b,label\n" + "0.9,0.1,a\n0.2,0.8,b\n0.1,0.9,b\n0.6,0.4,a\n"
 
 def test_calibrate_fit_warns_about_labels_of_probability_zero(tmp_path):
     (tmp_path / "zeros.csv").write_text(ZEROS)
-    done = call("calibrate", "fit", tmp_path / "zeros.csv", "--out", tmp_path / "t.safetensors")
-    assert done.exit_code == 0
-    assert re.search("warning: 1 label.* zero.* logits.* digits", done.stderr)
-    assert "standard error" in done.stderr
+    result = call("calibrate", "fit", tmp_path / "zeros.csv", "--out", tmp_path / "t.safetensors")
+    assert result.exit_code == 0
+    assert re.search("warning: 1 label.* zero.* logits.* digits", result.stderr)
+    assert "standard error" in result.stderr
 
 
 def test_zero_probabilities_do_not_bias_the_temperature(tmp_path):
-    """The rows without zeros are calibrated; four labels of probability zero used to make T large."""
+    """Regression: four labels of probability zero made T large, although all other rows are calibrated."""
     rows = {"0.9,0.1,a": 1800, "0.9,0.1,b": 200, "1.00,0.00,a": 40, "1.00,0.00,b": 4}
     text = "prob_a,prob_b,label\n" + "".join(f"{row}\n" * count for row, count in rows.items())
     (tmp_path / "zeros.csv").write_text(text)
-    done = call("evaluate", tmp_path / "zeros.csv")
-    (line,) = [line for line in done.stdout.splitlines() if "  A temperature of T = " in line]
+    result = call("evaluate", tmp_path / "zeros.csv")
+    (line,) = [line for line in result.stdout.splitlines() if "  A temperature of T = " in line]
     assert "T = 1 " in line
-    assert re.search("4 labels .*zero.*NLL.*logits.*digits", done.stdout)
+    assert re.search("4 labels .*zero.*NLL.*logits.*digits", result.stdout)
     (tmp_path / "more.csv").write_text(text + "1.00,0.00,b\n" * 40)
     fitted = call("calibrate", "fit", tmp_path / "more.csv", "--out", tmp_path / "t.safetensors")
     assert re.search("warning: 44 labels .*zero.*logits", fitted.stderr)
@@ -473,20 +504,20 @@ def test_zero_probabilities_do_not_bias_the_temperature(tmp_path):
 
 
 def test_negated_logits_are_explained_once(tmp_path):
-    made = sample_predictions(1)
-    write_predictions(Predictions(-made.logits, made.labels), tmp_path / "turned.csv")
-    with pytest.warns(DoubtfulFit, match=r"logits.*labels.*\?$") as seen:
-        done = call("evaluate", tmp_path / "turned.csv")
-    (why,) = {str(warning.message).partition(": ")[2] for warning in seen}
-    assert " ".join(done.stdout.split()).count(why) == 1
+    predictions = sample_predictions(1)
+    write_predictions(Predictions(-predictions.logits, predictions.labels), tmp_path / "turned.csv")
+    with pytest.warns(DoubtfulFit, match=r"logits.*labels.*\?$") as caught_warnings:
+        result = call("evaluate", tmp_path / "turned.csv")
+    (reason,) = {str(warning.message).partition(": ")[2] for warning in caught_warnings}
+    assert " ".join(result.stdout.split()).count(reason) == 1
 
 
 @pytest.mark.parametrize(("scale", "option"), [(1e-6, "--set low=NUMBER"), (1e9, "--set high=NUMBER")])
 def test_fit_at_a_temperature_bound_names_the_option(tmp_path, scale, option):
-    made = sample_predictions(1)
-    write_predictions(Predictions(scale * made.logits, made.labels), tmp_path / "odd.csv")
-    done = call("calibrate", "fit", tmp_path / "odd.csv", "--out", tmp_path / "t.safetensors")
-    assert option in done.stderr
+    predictions = sample_predictions(1)
+    write_predictions(Predictions(scale * predictions.logits, predictions.labels), tmp_path / "odd.csv")
+    result = call("calibrate", "fit", tmp_path / "odd.csv", "--out", tmp_path / "t.safetensors")
+    assert option in result.stderr
 
 
 def test_warnings_about_files_do_not_mention_python_arguments(tmp_path):
@@ -499,108 +530,119 @@ def test_warnings_about_files_do_not_mention_python_arguments(tmp_path):
     messages = {}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-        with warnings.catch_warnings(record=True) as seen:
+        with warnings.catch_warnings(record=True) as caught_warnings:
             warnings.simplefilter("always")
-            done = call("evaluate", tmp_path / name, "--posthoc", "")
-        messages[name] = done.stderr + " ".join(str(warning.message) for warning in seen)
+            result = call("evaluate", tmp_path / name, "--posthoc", "")
+        messages[name] = result.stderr + " ".join(str(warning.message) for warning in caught_warnings)
     assert "--logits" in messages["logits.csv"]
     assert "prob_" in messages["probs.csv"]
     assert re.search("100.*prob_", messages["shares.csv"])
-    for name, words in messages.items():
-        assert "Predictions" not in words, name
-        assert "from_probs" not in words, name
+    for name, message in messages.items():
+        assert "Predictions" not in message, name
+        assert "from_probs" not in message, name
 
 
 @pytest.mark.parametrize("kind", ["npz", "parquet", "jsonl", "csv"])
 @pytest.mark.parametrize("name", ["probs", "logits"])
 def test_integer_percentages_are_rejected_as_percentages(tmp_path, kind, name):
     rows = np.array([[70, 20, 10], [33, 33, 33], [1, 98, 1], [97, 1, 1]] * 5)
-    labels, single = np.array([0, 1, 1, 0] * 5), name.removesuffix("s")
+    labels, prefix = np.array([0, 1, 1, 0] * 5), name.removesuffix("s")
     path = tmp_path / f"p.{kind}"
-    flat = {f"{single}_{k}": rows[:, k] for k in range(3)} | {"label": labels}
+    columns = {f"{prefix}_{k}": rows[:, k] for k in range(3)} | {"label": labels}
     if kind == "npz":
         np.savez(path, **{name: rows}, labels=labels)
     elif kind == "parquet":
-        pyarrow.parquet.write_table(pyarrow.table(flat), path)
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
     elif kind == "jsonl":
         lines = [json.dumps({name: r, "label": y}) for r, y in zip(rows.tolist(), labels.tolist(), strict=True)]
         path.write_text("\n".join(lines))
     else:
-        lines = [",".join(map(str, row)) for row in zip(*flat.values(), strict=True)]
-        path.write_text("\n".join([",".join(flat), *lines]))
-    with warnings.catch_warnings(record=True) as seen:
+        lines = [",".join(map(str, row)) for row in zip(*columns.values(), strict=True)]
+        path.write_text("\n".join([",".join(columns), *lines]))
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
-        done = call("evaluate", path, "--posthoc", "")
-    text = done.stderr + " ".join(str(warning.message) for warning in seen)
+        result = call("evaluate", path, "--posthoc", "")
+    text = result.stderr + " ".join(str(warning.message) for warning in caught_warnings)
     assert re.search("percentages.* 100", text)
-    assert done.exit_code == (1 if name == "probs" or kind == "npz" else 0)
+    assert result.exit_code == (1 if name == "probs" or kind == "npz" else 0)
 
 
 def test_compare_error_says_that_the_class_order_differs(tmp_path):
     (tmp_path / "one.csv").write_text(ZEROS)
     swapped = [line.split(",") for line in ZEROS.splitlines()]
     (tmp_path / "two.csv").write_text("".join(f"{b},{a},{label}\n" for a, b, label in swapped))
-    done = call("compare", tmp_path / "one.csv", tmp_path / "two.csv")
-    assert done.exit_code == 1
-    assert re.search("classes.* order", done.stderr)
+    result = call("compare", tmp_path / "one.csv", tmp_path / "two.csv")
+    assert result.exit_code == 1
+    assert re.search("classes.* order", result.stderr)
 
 
 def test_symlink_loop_fails_in_one_line(tmp_path):
     path = tmp_path / "loop.csv"
     path.symlink_to(path)
-    done = call("evaluate", path)
-    assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
-    assert "loop.csv" in done.stderr
+    result = call("evaluate", path)
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert "loop.csv" in result.stderr
 
 
 def test_calibrating_on_a_copy_of_the_evaluated_file_warns(files):
     (files / "copy.csv").write_bytes((files / "test.csv").read_bytes())
     with pytest.warns(UserWarning, match=r"temperature.* fitted .*samples"):
-        done = call("evaluate", files / "test.csv", "--calibration", files / "copy.csv", "--json", files / "a.json")
-    assert done.exit_code == 0, done.output
-    assert re.search("fitted .*400 samples.* 400 ", done.stdout)
+        result = call("evaluate", files / "test.csv", "--calibration", files / "copy.csv", "--json", files / "a.json")
+    assert result.exit_code == 0, result.output
+    assert re.search("fitted .*400 samples.* 400 ", result.stdout)
     model = json.loads((files / "a.json").read_text())["models"]["test"]
     assert [state["leaked"] for state in model["report"]["states"]] == [0, 400]
-    assert "None" not in done.output
+    assert "None" not in result.output
 
 
 def test_temperature_at_its_bound_is_reported_as_doubtful(tmp_path):
-    made = sample_predictions(1)
-    write_predictions(Predictions(made.logits, made.prediction), tmp_path / "right.csv")
-    done = call("calibrate", "fit", tmp_path / "right.csv", "--out", tmp_path / "t.safetensors")
-    assert done.exit_code == 0
+    predictions = sample_predictions(1)
+    write_predictions(Predictions(predictions.logits, predictions.prediction), tmp_path / "right.csv")
+    result = call("calibrate", "fit", tmp_path / "right.csv", "--out", tmp_path / "t.safetensors")
+    assert result.exit_code == 0
     doubt = load_calibrator(tmp_path / "t.safetensors").fitted.doubt
     assert re.search(r"400 samples.*bound 0\.001", doubt)
-    assert re.fullmatch(rf"warning: .*t\.safetensors.*: {re.escape(doubt)}", done.stderr.splitlines()[-1])
-    assert done.stderr.count(doubt) == 1
-    words = ("calibrate", "apply", tmp_path / "t.safetensors", tmp_path / "right.csv", "--out", tmp_path / "fixed.csv")
-    assert re.search(rf"warning: .*t\.safetensors.*: {re.escape(doubt)}", call(*words).stderr)
+    assert re.fullmatch(rf"warning: .*t\.safetensors.*: {re.escape(doubt)}", result.stderr.splitlines()[-1])
+    assert result.stderr.count(doubt) == 1
+    arguments = (
+        "calibrate",
+        "apply",
+        tmp_path / "t.safetensors",
+        tmp_path / "right.csv",
+        "--out",
+        tmp_path / "fixed.csv",
+    )
+    assert re.search(rf"warning: .*t\.safetensors.*: {re.escape(doubt)}", call(*arguments).stderr)
     with pytest.warns(DoubtfulFit, match="bound"):
-        done = call("evaluate", tmp_path / "right.csv", "--json", tmp_path / "a.json")
-    assert re.search("temperature.* 5 of 5 .*bound", done.stdout)
+        result = call("evaluate", tmp_path / "right.csv", "--json", tmp_path / "a.json")
+    assert re.search("temperature.* 5 of 5 .*bound", result.stdout)
     (before, after) = json.loads((tmp_path / "a.json").read_text())["models"]["right"]["report"]["states"]
     assert before["fits"] == []
     assert all("bound" in fit["doubt"] for fit in after["fits"])
 
 
-def named(seed=2, **rest):
-    made = sample_predictions(seed)
-    given = {"ids": [f"image {i}" for i in range(len(made))], "class_names": ("ant", "bee", "cow"), "split": "test"}
-    return Predictions(made.logits, made.labels, **(given | rest))
+def named_predictions(seed=2, **overrides):
+    predictions = sample_predictions(seed)
+    defaults = {
+        "ids": [f"image {i}" for i in range(len(predictions))],
+        "class_names": ("ant", "bee", "cow"),
+        "split": "test",
+    }
+    return Predictions(predictions.logits, predictions.labels, **(defaults | overrides))
 
 
 def test_compare_pairs_samples_by_id(files):
-    write_predictions(named(), files / "a.npz")
-    write_predictions(named()[torch.randperm(400)], files / "b.npz")
-    done = call("compare", files / "a.npz", files / "b.npz", "--json", "-", "--resamples", 50)
-    assert done.exit_code == 0, done.output
-    pairs = [item["pairs"][0] for item in json.loads(done.stdout)]
+    write_predictions(named_predictions(), files / "a.npz")
+    write_predictions(named_predictions()[torch.randperm(400)], files / "b.npz")
+    result = call("compare", files / "a.npz", files / "b.npz", "--json", "-", "--resamples", 50)
+    assert result.exit_code == 0, result.output
+    pairs = [item["pairs"][0] for item in json.loads(result.stdout)]
     assert len(pairs) >= 3
     assert all(item["difference"] == pytest.approx(0, abs=1e-9) for item in pairs)
 
 
 @pytest.mark.parametrize(
-    ("rest", "message"),
+    ("overrides", "message"),
     [
         ({"class_names": ("ant", "bee", "dog")}, "classes.*'cow'.*'dog'"),
         ({"split": "val", "ids": None}, "split 'test'.*'val'"),
@@ -608,46 +650,50 @@ def test_compare_pairs_samples_by_id(files):
         ({}, r"labels.* row 3 \('image 3'\)"),
     ],
 )
-def test_compare_rejects_models_with_different_samples_or_classes(files, rest, message):
+def test_compare_rejects_models_with_different_samples_or_classes(files, overrides, message):
     labels = sample_predictions(2).labels
     labels[3] = (labels[3] + 1) % 3
-    other = named(**rest) if rest else Predictions(sample_predictions(2).logits, labels, ids=named().ids)
-    write_predictions(named(), files / "a.npz")
+    other = (
+        named_predictions(**overrides)
+        if overrides
+        else Predictions(sample_predictions(2).logits, labels, ids=named_predictions().ids)
+    )
+    write_predictions(named_predictions(), files / "a.npz")
     write_predictions(other, files / "b.npz")
-    done = call("compare", files / "a.npz", files / "b.npz")
-    assert done.exit_code == 1
-    assert re.search(message, done.stderr), done.stderr
+    result = call("compare", files / "a.npz", files / "b.npz")
+    assert result.exit_code == 1
+    assert re.search(message, result.stderr), result.stderr
 
 
 def test_numbered_columns_can_be_compared_with_named_classes(files):
-    write_predictions(named(), files / "a.npz")
-    done = call("compare", files / "test.csv", files / "a.npz", "--metrics", "accuracy")
-    assert done.exit_code == 0
-    assert "seed" not in done.stdout  # files have none
+    write_predictions(named_predictions(), files / "a.npz")
+    result = call("compare", files / "test.csv", files / "a.npz", "--metrics", "accuracy")
+    assert result.exit_code == 0
+    assert "seed" not in result.stdout  # prediction files have no seed
 
 
 @pytest.mark.parametrize("names", ["012", "01"])
 def test_top_label_files_are_rejected_where_all_classes_are_needed(files, names):
     lines = "".join(f"0.9,{names[i % len(names)]},{names[0]}\n" for i in range(40))
     (files / "top.csv").write_text(f"confidence,prediction,label\n{lines}")
-    good, top, kept = files / "test.csv", files / "top.csv", files / "t.safetensors"
-    assert call("calibrate", "fit", good, "--out", kept).exit_code == 0
+    test_csv, top_csv, calibrator_path = files / "test.csv", files / "top.csv", files / "t.safetensors"
+    assert call("calibrate", "fit", test_csv, "--out", calibrator_path).exit_code == 0
     cases = {
-        ("calibrate", "apply", kept, top, "--out", files / "x.safetensors"): "",
-        ("evaluate", good, "--calibration", top): f"{top}: ",
-        ("evaluate", good, "--ood", f"x={top}"): f"{top}: ",
-        ("evaluate", top, "--calibration", good): "predictions: ",
+        ("calibrate", "apply", calibrator_path, top_csv, "--out", files / "x.safetensors"): "",
+        ("evaluate", test_csv, "--calibration", top_csv): f"{top_csv}: ",
+        ("evaluate", test_csv, "--ood", f"x={top_csv}"): f"{top_csv}: ",
+        ("evaluate", top_csv, "--calibration", test_csv): "predictions: ",
     }
-    for words, which in (cases | ({("ood", good, f"x={top}"): "x: "} if len(names) == 3 else {})).items():
-        done = call(*words)
-        assert done.exit_code != 0
-        assert re.search(f"{which}.*top.* logits .*probabilities", " ".join(done.stderr.split())), words
-        assert "classes" not in done.stderr
+    for arguments, prefix in (cases | ({("ood", test_csv, f"x={top_csv}"): "x: "} if len(names) == 3 else {})).items():
+        result = call(*arguments)
+        assert result.exit_code != 0
+        assert re.search(f"{prefix}.*top.* logits .*probabilities", " ".join(result.stderr.split())), arguments
+        assert "classes" not in result.stderr
 
 
 def test_nll_interval_with_an_explanation_has_a_footnote(tmp_path):
     """The upper end of the NLL interval of 100 certain predictions allows for losses that did not occur."""
     probs, labels = torch.tensor([[0.9, 0.1]]).repeat(100, 1), torch.zeros(100, dtype=torch.long)
     write_predictions(Predictions.from_probs(probs, labels), tmp_path / "given.safetensors")
-    shown = call("evaluate", tmp_path / "given.safetensors", "--posthoc", "").stdout
-    assert re.search(r"^NLL \(uncalibrated\): .*3\.6 %", shown, re.MULTILINE)
+    stdout = call("evaluate", tmp_path / "given.safetensors", "--posthoc", "").stdout
+    assert re.search(r"^NLL \(uncalibrated\): .*3\.6 %", stdout, re.MULTILINE)

@@ -29,25 +29,25 @@ SEARCH = ("search", "--data", "digits", "--loss", "ls", "--over", "alpha=0.01:0.
 TRAIN = ("train", "--data", "digits", "--loss", "ce")
 
 
-def call(*words):
-    return CliRunner().invoke(app, [str(token) for token in words])
+def call(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def assert_one_line_error(words, *facts):
-    """Check that a command ends in an error of one line with these facts."""
-    done = call(*words)
-    assert (done.exit_code, done.stderr.count("\n")) == (1, 1), done.output
-    assert all(str(fact) in done.stderr for fact in facts), done.stderr
+def assert_one_line_error(arguments, *expected_texts):
+    """Check that a command fails with a one-line error that contains the expected texts."""
+    result = call(*arguments)
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1), result.output
+    assert all(str(text) in result.stderr for text in expected_texts), result.stderr
 
 
 @pytest.fixture
-def given(tmp_path):
-    draw = torch.Generator().manual_seed(0)
+def files(tmp_path):
+    generator = torch.Generator().manual_seed(0)
     for name in ("test", "val"):
-        true = torch.randn(80, 3, generator=draw)
-        labels = torch.multinomial(true.softmax(1), 1, generator=draw)[:, 0]
-        write_predictions(Predictions(3 * true, labels), tmp_path / f"{name}.csv")
-    write_predictions(Predictions(torch.randn(20, 3, generator=draw)), tmp_path / "far.npz")
+        true_logits = torch.randn(80, 3, generator=generator)
+        labels = torch.multinomial(true_logits.softmax(1), 1, generator=generator)[:, 0]
+        write_predictions(Predictions(3 * true_logits, labels), tmp_path / f"{name}.csv")
+    write_predictions(Predictions(torch.randn(20, 3, generator=generator)), tmp_path / "far.npz")
     return tmp_path
 
 
@@ -63,48 +63,48 @@ OUTPUTS = (  # commands, and the name of an existing file that they would replac
 )
 
 
-@pytest.mark.parametrize(("words", "name"), OUTPUTS, ids=lambda value: "-".join(value[:2]) if value[1:2] else value)
-def test_existing_files_need_overwrite(tmp_path, monkeypatch, words, name):
+@pytest.mark.parametrize(("arguments", "name"), OUTPUTS, ids=lambda value: "-".join(value[:2]) if value[1:2] else value)
+def test_existing_files_need_overwrite(tmp_path, monkeypatch, arguments, name):
     monkeypatch.chdir(tmp_path)
     existing = tmp_path / name
     existing.parent.mkdir(exist_ok=True)
     existing.write_text("mine")
-    assert_one_line_error(words, f"{name} exists", "--overwrite")
+    assert_one_line_error(arguments, f"{name} exists", "--overwrite")
     assert existing.read_text() == "mine"
-    with_flag = call(*words, "--overwrite")  # the inputs do not exist
+    with_flag = call(*arguments, "--overwrite")  # the inputs do not exist
     assert (with_flag.exit_code, "--overwrite" in with_flag.stderr) == (1, False), with_flag.output
 
 
-def test_overwrite_replaces_files_of_any_content(given, monkeypatch):
-    monkeypatch.chdir(given)
+def test_overwrite_replaces_files_of_any_content(files, monkeypatch):
+    monkeypatch.chdir(files)
     monkeypatch.setattr("fedlas.report.figures.style.figure_bytes", lambda *_, **__: b"an image")
     monkeypatch.setattr("fedlas.report.figures.saving._shared_figures", lambda *_: ())
     assert call("calibrate", "fit", "val.csv", "--out", "fitted.safetensors").exit_code == 0
-    (given / "figures").mkdir()
+    (files / "figures").mkdir()
     for name in ("page.html", "evaluation.json", "ood.json", "comparison.json", "calibrator.safetensors", "out.csv"):
-        (given / name).write_text("mine")
-    others = {"notes.md": "mine", "reliability.txt": "mine", "photo.png": "mine", "training-photo.png": "mine"}
-    for name, text in others.items():
-        (given / "figures" / name).write_text(text)
+        (files / name).write_text("mine")
+    user_files = {"notes.md": "mine", "reliability.txt": "mine", "photo.png": "mine", "training-photo.png": "mine"}
+    for name, text in user_files.items():
+        (files / "figures" / name).write_text(text)
     evaluate = ("evaluate", "test.csv", "--posthoc", "", "--resamples", 50)
-    for words in (
+    for arguments in (
         (*evaluate, "--html", "page.html", "--json", "evaluation.json", "--figures", "figures"),
-        *(words for words, _ in OUTPUTS if words[0] != "evaluate"),
+        *(arguments for arguments, _ in OUTPUTS if arguments[0] != "evaluate"),
     ):
-        done = call(*words, "--overwrite")
-        assert done.exit_code == 0, done.output
-        assert_one_line_error(words, "exists", "--overwrite")
-    assert {name: (given / "figures" / name).read_text() for name in others} == others
+        result = call(*arguments, "--overwrite")
+        assert result.exit_code == 0, result.output
+        assert_one_line_error(arguments, "exists", "--overwrite")
+    assert {name: (files / "figures" / name).read_text() for name in user_files} == user_files
     for name in ("evaluation", "ood", "comparison", "figures/class_map"):
-        result = json.loads((given / f"{name}.json").read_text())
-        assert (result[0] if isinstance(result, list) else result)["format"].startswith("fedlas.")
-    assert (given / "page.html").read_text().startswith("<!doctype html>")
-    assert load_calibrator(given / "calibrator.safetensors").name == "temperature"
-    assert len(read_predictions(given / "out.csv")) == 80
+        record = json.loads((files / f"{name}.json").read_text())
+        assert (record[0] if isinstance(record, list) else record)["format"].startswith("fedlas.")
+    assert (files / "page.html").read_text().startswith("<!doctype html>")
+    assert load_calibrator(files / "calibrator.safetensors").name == "temperature"
+    assert len(read_predictions(files / "out.csv")) == 80
 
 
 @pytest.mark.parametrize(
-    ("words", "name"),
+    ("arguments", "name"),
     [
         (SOTA, "sota-small.md"),
         (SOTA, "sota-small.csv"),
@@ -115,16 +115,16 @@ def test_overwrite_replaces_files_of_any_content(given, monkeypatch):
         (TRAIN, "recipe.json"),
     ],
 )
-def test_result_folders_do_not_replace_user_files_of_the_same_name(tmp_path, monkeypatch, words, name):
+def test_result_folders_do_not_replace_user_files_of_the_same_name(tmp_path, monkeypatch, arguments, name):
     monkeypatch.chdir(tmp_path)
-    mine = tmp_path / "made" / name
-    mine.parent.mkdir(parents=True)
-    mine.write_text('{"flour": 500, "format": "fedlas.search/1"}')
-    done = call(*words, "--out", "made")
-    assert (done.exit_code, done.stderr.count("\n")) == (1, 1), done.output
-    assert f"{Path(name).name} " in done.stderr
-    assert mine.read_text() == '{"flour": 500, "format": "fedlas.search/1"}'
-    assert [path for path in (tmp_path / "made").rglob("*") if path.is_file() and path.name[0] != "."] == [mine]
+    user_file = tmp_path / "made" / name
+    user_file.parent.mkdir(parents=True)
+    user_file.write_text('{"flour": 500, "format": "fedlas.search/1"}')
+    result = call(*arguments, "--out", "made")
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1), result.output
+    assert f"{Path(name).name} " in result.stderr
+    assert user_file.read_text() == '{"flour": 500, "format": "fedlas.search/1"}'
+    assert [path for path in (tmp_path / "made").rglob("*") if path.is_file() and path.name[0] != "."] == [user_file]
 
 
 def test_reproduce_replaces_only_its_own_results_without_overwrite(tmp_path, monkeypatch):
@@ -134,9 +134,9 @@ def test_reproduce_replaces_only_its_own_results_without_overwrite(tmp_path, mon
     table.write_text("mine")
     assert_one_line_error((*SOTA, "--out", "made"), "sota-small.csv exists", "--overwrite")
     assert table.read_text() == "mine"
-    for more in (("--overwrite",), ()):
-        done = call(*SOTA, "--out", "made", *more)
-        assert done.exit_code == 0, done.output
+    for overwrite in (("--overwrite",), ()):
+        result = call(*SOTA, "--out", "made", *overwrite)
+        assert result.exit_code == 0, result.output
     assert table.read_text() != "mine"
     (tmp_path / "made" / "indicator-small.csv").write_text("mine")  # of another experiment
     assert_one_line_error(("reproduce", "indicator", "--data", "digits", "--dry-run", "--out", "made"), "--overwrite")
@@ -153,8 +153,8 @@ def test_demo_replaces_its_own_results_without_overwrite(tmp_path, monkeypatch):
 
     monkeypatch.setattr("fedlas.experiments.demo.run_demo", run_demo)
     for _ in range(2):
-        done = call("demo", "--out", "made")
-        assert done.exit_code == 0, done.output
+        result = call("demo", "--out", "made")
+        assert result.exit_code == 0, result.output
 
 
 def test_search_json_is_replaced_only_by_the_same_search(tmp_path):
@@ -184,25 +184,25 @@ def test_output_paths_are_checked_before_inputs_are_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.safetensors").mkdir()
     (tmp_path / "file").write_text("x")
-    here = "folder.safetensors"
-    for words in (
-        ("evaluate", "nowhere.csv", "--json", here),
-        ("evaluate", "nowhere.csv", "--html", here),
-        ("ood", "nowhere.csv", "far=nowhere.csv", "--json", here),
-        ("compare", "nowhere.csv", "nowhere.csv", "--json", here),
-        ("calibrate", "fit", "nowhere.csv", "--out", here),
-        ("calibrate", "apply", "nowhere.safetensors", "nowhere.csv", "--out", here),
-        ("predict", "nowhere", "--data", "digits", "--out", here),
+    folder_name = "folder.safetensors"
+    for arguments in (
+        ("evaluate", "nowhere.csv", "--json", folder_name),
+        ("evaluate", "nowhere.csv", "--html", folder_name),
+        ("ood", "nowhere.csv", "far=nowhere.csv", "--json", folder_name),
+        ("compare", "nowhere.csv", "nowhere.csv", "--json", folder_name),
+        ("calibrate", "fit", "nowhere.csv", "--out", folder_name),
+        ("calibrate", "apply", "nowhere.safetensors", "nowhere.csv", "--out", folder_name),
+        ("predict", "nowhere", "--data", "digits", "--out", folder_name),
     ):
-        assert_one_line_error(words, f"{here} ", "folder")
-        if words[0] == "evaluate":
-            assert_one_line_error((*words[:-1], "file/deep/x"), tmp_path / "file/deep")
-    for words in (
+        assert_one_line_error(arguments, f"{folder_name} ", "folder")
+        if arguments[0] == "evaluate":
+            assert_one_line_error((*arguments[:-1], "file/deep/x"), tmp_path / "file/deep")
+    for arguments in (
         ("evaluate", "nowhere.csv", "--figures", "file"),
         *((*item, "--out", "file") for item in OUTPUT_FOLDERS),
     ):
-        assert_one_line_error(words, "fedlas: file ", "folder")
-        assert_one_line_error((*words[:-1], "file/deep"), tmp_path / "file/deep")
+        assert_one_line_error(arguments, "fedlas: file ", "folder")
+        assert_one_line_error((*arguments[:-1], "file/deep"), tmp_path / "file/deep")
 
 
 OUTPUT_FOLDERS = (SOTA, SEARCH, TRAIN, ("demo",))
@@ -213,12 +213,12 @@ def test_doubtful_fit_is_reported_once(tmp_path, monkeypatch):
     monkeypatch.setattr("fedlas.posthoc.temperature.Temperature.doubt", lambda *_: "autre chose")
     with pytest.warns(DoubtfulFit, match="autre chose"):
         build_calibrator("temperature").fit(read_predictions(tmp_path / "easy.csv"))
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
-        done = call("calibrate", "fit", tmp_path / "easy.csv", "--out", tmp_path / "t.safetensors")
-    assert done.exit_code == 0, done.output
-    assert not [item for item in caught if "autre chose" in str(item.message)]
-    assert done.stderr.count("autre chose") == 1
+        result = call("calibrate", "fit", tmp_path / "easy.csv", "--out", tmp_path / "t.safetensors")
+    assert result.exit_code == 0, result.output
+    assert not [warning for warning in caught_warnings if "autre chose" in str(warning.message)]
+    assert result.stderr.count("autre chose") == 1
     assert load_calibrator(tmp_path / "t.safetensors").fitted.doubt == "autre chose"
     assert format_warning("autre\nchose", DoubtfulFit, "file.py", 3) == "fedlas: autre chose\n"
 
@@ -230,7 +230,7 @@ def test_two_outputs_to_the_same_path_are_rejected(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("error", "message_end"),
     [
         (MemoryError(""), "\n"),
         (MemoryError("Unable to allocate"), " (Unable to allocate)\n"),
@@ -238,12 +238,12 @@ def test_two_outputs_to_the_same_path_are_rejected(tmp_path, monkeypatch):
         (torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB"), " (CUDA out of memory)\n"),
     ],
 )
-def test_out_of_memory_is_one_line(capsys, given, said):
-    with pytest.raises(typer.Exit) as ended, one_line_errors():
-        raise given
-    assert ended.value.exit_code == 1
-    shown = capsys.readouterr().err
-    assert re.fullmatch(f"fedlas: [^(]*memory[^(]*{re.escape(said)}", shown)
+def test_out_of_memory_is_one_line(capsys, error, message_end):
+    with pytest.raises(typer.Exit) as exit_info, one_line_errors():
+        raise error
+    assert exit_info.value.exit_code == 1
+    stderr = capsys.readouterr().err
+    assert re.fullmatch(f"fedlas: [^(]*memory[^(]*{re.escape(message_end)}", stderr)
 
 
 def test_other_runtime_errors_are_not_reported_as_out_of_memory():

@@ -22,35 +22,36 @@ from fedlas.posthoc import build_calibrator, load_calibrator
 ESCAPE = "\x1b]0;title\x07"
 
 
-def call(*words):
-    return CliRunner().invoke(app, [str(token) for token in words])
+def call(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture
 def file(tmp_path):
-    draw = torch.Generator().manual_seed(0)
-    logits = torch.randn(60, 3, generator=draw)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(60, 3, generator=generator)
     write_predictions(
-        fedlas.Predictions(logits, torch.multinomial(logits.softmax(1), 1, generator=draw)[:, 0]), tmp_path / "p.csv"
+        fedlas.Predictions(logits, torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]),
+        tmp_path / "p.csv",
     )
     return tmp_path / "p.csv"
 
 
-def assert_error_names(words, *facts):
-    done = call(*words)
-    assert done.exit_code in {1, 2}, done.output
-    assert not isinstance(done.exception, OverflowError), done.exception
-    assert all(str(fact) in done.stderr for fact in facts), done.stderr
+def assert_error_names(arguments, *expected_texts):
+    result = call(*arguments)
+    assert result.exit_code in {1, 2}, result.output
+    assert not isinstance(result.exception, OverflowError), result.exception
+    assert all(str(text) in result.stderr for text in expected_texts), result.stderr
 
 
 @pytest.mark.parametrize("umask", [0o077, 0o027])
 def test_outputs_respect_the_umask(tmp_path, umask):
     """Regression: files were written with mode 0644 for every umask."""
-    before = os.umask(umask)
+    previous_umask = os.umask(umask)
     try:
         write_atomic(tmp_path / "new", b"content")
     finally:
-        os.umask(before)
+        os.umask(previous_umask)
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o666 & ~umask
     (tmp_path / "new").chmod(0o640)
     write_atomic(tmp_path / "new", b"other content")
@@ -70,16 +71,16 @@ def test_too_long_output_name_fails_before_files_are_read(file, tmp_path, monkey
 
 
 def test_escape_sequences_in_file_names_are_not_printed(file, tmp_path, monkeypatch):
-    odd = file.rename(tmp_path / f"{ESCAPE}.csv")
-    done = call("evaluate", odd, "--fail-if", "ece>0", "--resamples", "50", "--posthoc", "")
-    assert done.exit_code == 3
-    assert "\x1b" not in done.output
-    assert "\x1b" not in format_warning(f"{odd}: doubtful", UserWarning)
+    path = file.rename(tmp_path / f"{ESCAPE}.csv")
+    result = call("evaluate", path, "--fail-if", "ece>0", "--resamples", "50", "--posthoc", "")
+    assert result.exit_code == 3
+    assert "\x1b" not in result.output
+    assert "\x1b" not in format_warning(f"{path}: doubtful", UserWarning)
     stream = io.StringIO()
     stream.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr("sys.stderr", stream)
     with progress() as report:
-        report(f"reading {odd.name}", 0.5)
+        report(f"reading {path.name}", 0.5)
     assert "\x1b]0;" not in stream.getvalue()
 
 
@@ -130,19 +131,19 @@ def test_calibrate_fit_replaces_a_calibrator_only_with_overwrite(file, tmp_path)
     before = out.read_bytes()
     other = write_predictions(read_predictions(file)[:30], tmp_path / "other.csv")
     assert_error_names(("calibrate", "fit", other, "--out", out), out, "--overwrite")
-    again = ("calibrate", "fit", file, "--out", out, "--posthoc", "vector_scaling")
-    assert_error_names(again, out, "--overwrite")
+    arguments = ("calibrate", "fit", file, "--out", out, "--posthoc", "vector_scaling")
+    assert_error_names(arguments, out, "--overwrite")
     assert out.read_bytes() == before
-    assert call(*again, "--overwrite").exit_code == 0
+    assert call(*arguments, "--overwrite").exit_code == 0
     assert out.read_bytes() != before
 
 
-@pytest.mark.parametrize("ending", [".json", ".jsonl"])
-def test_duplicate_json_keys_raise(tmp_path, ending):
-    path = tmp_path / f"p{ending}"
-    path.write_text('{"logits": [[1.0, 2.0]], "label": [0], "label": [1]}' if ending == ".json" else
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_duplicate_json_keys_raise(tmp_path, suffix):
+    path = tmp_path / f"p{suffix}"
+    path.write_text('{"logits": [[1.0, 2.0]], "label": [0], "label": [1]}' if suffix == ".json" else
                     '{"logits": [1.0, 2.0], "label": 0, "label": 1}\n')  # fmt: skip
-    with pytest.raises(ValueError, match=rf"p\{ending}.*'label'"):
+    with pytest.raises(ValueError, match=rf"p\{suffix}.*'label'"):
         read_predictions(path)
 
 
@@ -161,7 +162,7 @@ def test_duplicate_npz_members_raise(tmp_path):
 def test_warnings_about_similar_class_names_are_capped(tmp_path):
     names = [f"{name}{i}" for i in range(50) for name in ("a", "A")]
     np.savez(tmp_path / "p.npz", logits=3 * np.eye(100), labels=np.arange(100), class_names=names)
-    with pytest.warns(UserWarning, match="alike") as result:
+    with pytest.warns(UserWarning, match="alike") as caught_warnings:
         read_predictions(tmp_path / "p.npz")
-    assert len(result) == 6
-    assert "45" in str(result[-1].message)
+    assert len(caught_warnings) == 6
+    assert "45" in str(caught_warnings[-1].message)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from little_drawn import little_drawn
+from small_ledgers import fast_intervals
 
 from fedlas.experiments.base import Choice
 from fedlas.experiments.ledger import Ledger
@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts"))  # for `reproduction
 
 @pytest.fixture
 def few_resamples() -> Iterator[None]:
-    with little_drawn():
+    with fast_intervals():
         yield
 
 
@@ -36,9 +36,9 @@ def choice() -> Choice:
 def trained(tmp_path_factory: pytest.TempPathFactory, choice: Choice) -> Path:
     """Return a folder with `runs` and `results`; tests that change it work on a copy."""
     folder = tmp_path_factory.mktemp("trained")
-    book = Ledger(folder / "results")
-    with little_drawn():
-        list(reproduce(experiment_named("sota"), choice, ledger=book, runs=folder / "runs"))
+    ledger = Ledger(folder / "results")
+    with fast_intervals():
+        list(reproduce(experiment_named("sota"), choice, ledger=ledger, runs=folder / "runs"))
     return folder
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from little_drawn import little_drawn
+from small_ledgers import fast_intervals
 
 from fedlas.experiments import closed_loop_design, closed_loop_tables
 from fedlas.experiments.base import Choice, Drawing
@@ -35,13 +35,16 @@ CHOICE = Choice(data=("digits",), models=("small_cnn",), losses=("closed_loop",)
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):
-    """All runs of a search with two configurations and of the primary table, with a tiny network."""
+    """Train all runs of a search with two configurations and of the primary table; yield their folder."""
     folder = tmp_path_factory.mktemp("closed_loop")
-    book = Ledger(folder / "results")
-    two = {**CONFIGURATIONS, "closed_loop": (CONFIGURATIONS["closed_loop"][0], CONFIGURATIONS["closed_loop"][5])}
-    runs = reproduce(experiment_named("closed_loop"), CHOICE, ledger=book, runs=folder / "runs")
-    with pytest.MonkeyPatch.context() as patched, little_drawn():
-        patched.setattr(closed_loop_design, "CONFIGURATIONS", two)
+    ledger = Ledger(folder / "results")
+    two_configurations = {
+        **CONFIGURATIONS,
+        "closed_loop": (CONFIGURATIONS["closed_loop"][0], CONFIGURATIONS["closed_loop"][5]),
+    }
+    runs = reproduce(experiment_named("closed_loop"), CHOICE, ledger=ledger, runs=folder / "runs")
+    with pytest.MonkeyPatch.context() as patch, fast_intervals():
+        patch.setattr(closed_loop_design, "CONFIGURATIONS", two_configurations)
         with pytest.warns(UserWarning, match="milestones"):
             list(runs)
         yield folder
@@ -58,40 +61,40 @@ def test_each_method_has_six_configurations_and_no_test_predictions_in_the_searc
 
 
 def test_the_search_selects_by_nll_on_v2_and_the_selected_configuration_is_trained(evaluated):
-    book = Ledger(evaluated / "results")
-    result = {None: [], TEMPERATURE: []}
+    ledger = Ledger(evaluated / "results")
+    nll_values = {None: [], TEMPERATURE: []}
     for number in (1, 2):
         recipe = search_recipe("digits", Candidate("closed_loop", number), CHOICE)
         run = run_in(evaluated / "runs", recipe)
         assert not run.predictions_file("last-test").exists()
         _, v2 = halves(run.predictions("last-val"))
-        raw = book.find(recipe, None, V2)
+        raw = ledger.find(recipe, None, V2)
         assert raw.metrics["nll"][0] == pytest.approx(float(nll(v2)), rel=1e-3)
         fold, total = second_half(v2, 2027), 0.0
         for part in (fold, ~fold):
             scaled = build_calibrator("temperature").fit(v2[~part]).transform(v2[part])
             total += float(nll(scaled)) * int(part.sum())
-        scaled = book.find(recipe, TEMPERATURE, V2)
+        scaled = ledger.find(recipe, TEMPERATURE, V2)
         assert scaled.metrics["nll"][0] == pytest.approx(total / len(v2), rel=1e-3)
         for line in (raw, scaled):
-            result[None if line.posthoc is None else TEMPERATURE].append(line.metrics["nll"][0])
-    for posthoc, values in result.items():
-        chosen = select_configuration("digits", "closed_loop", posthoc, CHOICE, book)
+            nll_values[None if line.posthoc is None else TEMPERATURE].append(line.metrics["nll"][0])
+    for posthoc, values in nll_values.items():
+        chosen = select_configuration("digits", "closed_loop", posthoc, CHOICE, ledger)
         assert chosen.number == values.index(min(values)) + 1
-        (line,) = [item for item in book.lines.values() if item.split == "test" and item.posthoc is None
+        (line,) = [item for item in ledger.lines.values() if item.split == "test" and item.posthoc is None
                    and item.recipe.loss_options == search_recipe("digits", chosen, CHOICE).loss_options]  # fmt: skip
         assert line.seed == 1
-    search, primary = experiment_named("closed_loop").tables(book, CHOICE)
+    search, primary = experiment_named("closed_loop").tables(ledger, CHOICE)
     assert all(cell.values for row in (*search.rows, *primary.rows) for cell in row.cells)
-    assert list(problems(book)) == []
-    drawing = Drawing(book, CHOICE, evaluated / "figures", lambda _: None)
+    assert list(problems(ledger)) == []
+    drawing = Drawing(ledger, CHOICE, evaluated / "figures", lambda _: None)
     assert {path.name for path in experiment_named("closed_loop").draw(drawing)} >= {"closed_loop_feedback.pdf"}
 
 
 def test_comparisons_appear_when_all_runs_are_there(evaluated, monkeypatch):
-    """With the runs of one method standing for all three, every difference is zero."""
-    book = Ledger(evaluated / "results")
-    lines = [item for item in book.lines.values() if item.split == "test"]
+    """The runs of one method replace those of all three, so every difference is zero."""
+    ledger = Ledger(evaluated / "results")
+    lines = [item for item in ledger.lines.values() if item.split == "test"]
 
     def stored(_ledger, choice, _data, row, _seeds=None):
         posthoc = row[1]
@@ -99,15 +102,15 @@ def test_comparisons_appear_when_all_runs_are_there(evaluated, monkeypatch):
         return [line] * len(choice.seeds)
 
     choice = replace(CHOICE, losses=None, seeds=(1, 2, 3, 4, 5))
-    assert len(experiment_named("closed_loop").tables(book, choice)) == 2
+    assert len(experiment_named("closed_loop").tables(ledger, choice)) == 2
     monkeypatch.setattr(closed_loop_tables, "primary_lines", stored)
-    assert len(experiment_named("closed_loop").tables(book, choice)) == 2, "a part of the family is not corrected"
+    assert len(experiment_named("closed_loop").tables(ledger, choice)) == 2, "a part of the family is not corrected"
     monkeypatch.setattr(closed_loop_design, "FAMILIES", [["digits"]])
-    _, _, tests, margins = experiment_named("closed_loop").tables(book, choice)
+    _, _, tests, margins = experiment_named("closed_loop").tables(ledger, choice)
     result = {row.name: [cell.values[0] for cell in row.cells] for row in tests.rows}
     assert len(result) == 6
     assert result["digits/pskd/nll"][0] == 0
-    raw, scaled = (stored(book, choice, "", ("", posthoc))[0].metrics["nll"][0] for posthoc in (None, TEMPERATURE))
+    raw, scaled = (stored(ledger, choice, "", ("", posthoc))[0].metrics["nll"][0] for posthoc in (None, TEMPERATURE))
     assert result["digits/pskd+temperature/nll"][0] == pytest.approx(raw - scaled)
     assert {row.name for row in margins.rows} == {"digits/accuracy", "digits/ece", "digits/brier"}
     accuracy = margins.rows[0].cells
@@ -115,13 +118,17 @@ def test_comparisons_appear_when_all_runs_are_there(evaluated, monkeypatch):
 
 
 def test_selection_table_has_the_metrics_of_last_and_best_epoch(evaluated, tmp_path):
-    book = Ledger(shutil.copytree(evaluated / "results", tmp_path / "results"))
-    lines = [line for line in book.lines.values() if line.split == "test"]
+    ledger = Ledger(shutil.copytree(evaluated / "results", tmp_path / "results"))
+    lines = [line for line in ledger.lines.values() if line.split == "test"]
     best = {line.id: replace(line, metrics=line.metrics | {"ece": (0.5, None, None)}) for line in lines}
-    file = book.folder / "best_epoch" / "digits-standard.jsonl"
+    file = ledger.folder / "best_epoch" / "digits-standard.jsonl"
     file.parent.mkdir()
     file.write_text("".join(f"{line.to_json()}\n" for line in best.values()))
-    table = next(one for one in experiment_named("closed_loop").tables(book, CHOICE) if "selection" in one.name)
+    table = next(
+        candidate
+        for candidate in experiment_named("closed_loop").tables(ledger, CHOICE)
+        if "selection" in candidate.name
+    )
     cells = {row.name: [cell.values for cell in row.cells] for row in table.rows}
     raw = next(line for line in lines if line.posthoc is None)
     assert cells["closed_loop/last"] == [(raw.metrics[name][0],) for name in ("accuracy", "ece", "nll")]
@@ -129,47 +136,47 @@ def test_selection_table_has_the_metrics_of_last_and_best_epoch(evaluated, tmp_p
 
 
 def test_the_last_weights_are_evaluated_and_the_temperature_is_fitted_on_v2(evaluated):
-    book = Ledger(evaluated / "results")
-    line = next(item for item in book.lines.values() if item.split == "test" and item.posthoc is not None)
+    ledger = Ledger(evaluated / "results")
+    line = next(item for item in ledger.lines.values() if item.split == "test" and item.posthoc is not None)
     run = run_in(evaluated / "runs", line.recipe)
     _, v2 = halves(run.predictions("last-val"))
     expected = build_calibrator("temperature").fit(v2)
     assert line.posthoc["fitted_on"] == V2
     assert line.posthoc["temperature"] == pytest.approx(float(expected.learned["temperature"]), rel=1e-3)
-    raw = load_stored_predictions(book.find(line.recipe), book).predictions()
+    raw = load_stored_predictions(ledger.find(line.recipe), ledger).predictions()
     torch.testing.assert_close(raw.logits.float(), run.predictions("last-test").logits.float())
     assert len(line.curve[0]["loss_state"]["strengths"]) == len(line.curve[0]["loss_state"]["gaps"])
 
 
 def test_controls_confirmation_and_ablations_follow_the_search(evaluated, monkeypatch):
-    """The search on digits stands for that of CIFAR-100."""
-    book, experiment = Ledger(evaluated / "results"), experiment_named("closed_loop")
+    """The search on digits replaces the one on CIFAR-100."""
+    ledger, experiment = Ledger(evaluated / "results"), experiment_named("closed_loop")
     monkeypatch.setattr(closed_loop_design, "CONTROLS", {**CONTROLS, "data": ["digits"], "rows": {
         row: {**item, "method": "closed_loop"} for row, item in CONTROLS["rows"].items()}})  # fmt: skip
     monkeypatch.setattr(closed_loop_design, "ABLATIONS", {**ABLATIONS, "data": "digits", "seeds": [2, 1]})
     monkeypatch.setattr(closed_loop_design, "CONFIRMATION", {"mnist": "digits"})
-    wanted = {row: [item.recipe for item in experiment.plan(CHOICE, book) if row in item.rows]
+    recipes = {row: [item.recipe for item in experiment.plan(CHOICE, ledger) if row in item.rows]
               for row in (*CONTROLS["rows"], *ABLATIONS["variants"])}  # fmt: skip
-    assert [item.seed for item in wanted["ce_v1"]] == [1, 2, 3]
-    assert all(item.train_on_v1 and item.halve_validation for item in wanted["ce_v1"])
-    assert not any(item.halve_validation for item in wanted["ce_t"])
-    own = primary_recipe("digits", ("closed_loop", None), 1, CHOICE, book)
-    states = [item["loss_state"] for item in book.find(own).curve]
-    replay, constant = (wanted[row][0] for row in ("replay", "constant"))
-    assert [item.seed for item in wanted["replay"]] == [2], "the strengths of seed 2 are not known yet"
+    assert [item.seed for item in recipes["ce_v1"]] == [1, 2, 3]
+    assert all(item.train_on_v1 and item.halve_validation for item in recipes["ce_v1"])
+    assert not any(item.halve_validation for item in recipes["ce_t"])
+    selected_recipe = primary_recipe("digits", ("closed_loop", None), 1, CHOICE, ledger)
+    states = [item["loss_state"] for item in ledger.find(selected_recipe).curve]
+    replay, constant = (recipes[row][0] for row in ("replay", "constant"))
+    assert [item.seed for item in recipes["replay"]] == [2], "the strengths of seed 2 are not known yet"
     assert replay.loss_options["replay"][0]["strengths"] == [0.2] * len(states[0]["strengths"])
-    assert len(replay.loss_options["replay"]) == own.epochs
+    assert len(replay.loss_options["replay"]) == selected_recipe.epochs
     assert constant.loss_options["replay"] == replay.loss_options["replay"][-1:]
-    assert wanted["uniform"][1].loss_options == {**own.loss_options, "target": "uniform"}
-    assert wanted["training_feedback"][0].feedback == "train"
-    there = replace(CHOICE, data=("mnist",))
-    confirmed = [item.recipe for item in experiment.plan(there, book)]
+    assert recipes["uniform"][1].loss_options == {**selected_recipe.loss_options, "target": "uniform"}
+    assert recipes["training_feedback"][0].feedback == "train"
+    mnist_choice = replace(CHOICE, data=("mnist",))
+    confirmed = [item.recipe for item in experiment.plan(mnist_choice, ledger)]
     assert {item.data for item in confirmed} == {"mnist"}
     assert {item.seed for item in confirmed} == {1}
-    assert confirmed[0].loss_options == own.loss_options
-    line = book.find(own)
+    assert confirmed[0].loss_options == selected_recipe.loss_options
+    line = ledger.find(selected_recipe)
     monkeypatch.setattr(closed_loop_tables, "_finished_lines", lambda *_: [line, line, line])
-    tables = {item.name: item for item in experiment.tables(book, CHOICE)}
+    tables = {item.name: item for item in experiment.tables(ledger, CHOICE)}
     assert [row.name for row in tables["closed_loop-controls"].rows] == [*CONTROLS["rows"], "closed_loop"]
     assert {cell.values for row in tables["closed_loop-controls-comparison"].rows for cell in row.cells} == {(0.0,)}
     assert len(tables["closed_loop-ablations"].rows) == 1 + len(ABLATIONS["variants"])

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from little_drawn import bare_ledger, bare_line
+from small_ledgers import minimal_ledger, minimal_line
 
 from fedlas.experiments.base import Choice, Drawing
 from fedlas.experiments.gate_stability import GateStability
@@ -30,10 +30,10 @@ def curve(start, epochs=3):
     )
 
 
-def ledger_of(folder, found):
-    """A ledger with a line for each recipe, which holds a curve."""
-    lines = [bare_line(recipe, "paper", curve=held) for recipe, held in found]
-    return bare_ledger(folder, lines)
+def ledger_of(folder, curves):
+    """Return a ledger with one line for each recipe and its curve."""
+    lines = [minimal_line(recipe, "paper", curve=run_curve) for recipe, run_curve in curves]
+    return minimal_ledger(folder, lines)
 
 
 def recipe(loss, seed, model="resnet50_cifar", data="cifar10"):
@@ -42,32 +42,32 @@ def recipe(loss, seed, model="resnet50_cifar", data="cifar10"):
 
 @pytest.fixture
 def ledger(tmp_path):
-    result = [
+    curves = [
         (recipe("fedlas_ls", 1), curve(0.1)),
         (recipe("fedlas_ls", 2), curve(0.3)),
         (recipe("fedlas_mbls", 2), curve(0.2)),
     ]
-    return ledger_of(tmp_path / "ledger", result)
+    return ledger_of(tmp_path / "ledger", curves)
 
 
 def test_gate_stability_uses_runs_of_the_main_table(tmp_path):
     from fedlas.experiments.sota import Sota
 
-    nothing = Ledger(tmp_path)
-    plan = GateStability().plan(CHOICE, nothing)
+    empty_ledger = Ledger(tmp_path)
+    plan = GateStability().plan(CHOICE, empty_ledger)
     assert [planned.recipe for planned in plan] == [
         recipe(loss, seed) for loss in ("fedlas_ls", "fedlas_mbls") for seed in (1, 2)
     ]
     assert {planned.protocol for planned in plan} == {"paper"}
-    shared = {planned.recipe.key for planned in Sota().plan(CHOICE, nothing)}
+    shared = {planned.recipe.key for planned in Sota().plan(CHOICE, empty_ledger)}
     assert {planned.recipe.key for planned in plan} <= shared
 
 
 def test_choice_overrides_the_planned_runs(tmp_path):
     choice = Choice(("cifar100",), ("resnet101_cifar",), ("fedlas_ls",), (5,), "official", {"epochs": "7"})
     (item,) = GateStability().plan(choice, Ledger(tmp_path))
-    wanted = recipe_for("cifar100", "resnet101_cifar", "fedlas_ls", protocol="official", seed=5).replace(epochs=7)
-    assert (item.recipe, item.protocol) == (wanted, "official")
+    expected = recipe_for("cifar100", "resnet101_cifar", "fedlas_ls", protocol="official", seed=5).replace(epochs=7)
+    assert (item.recipe, item.protocol) == (expected, "official")
     assert GateStability().plan(Choice(protocol="fast"), Ledger(tmp_path))[0].recipe.model == "resnet18_cifar"
     assert GateStability().plan(Choice(protocol="small"), Ledger(tmp_path))[0].recipe.data == "digits"
     with pytest.raises(ValueError, match="loss 'ce'"):
@@ -81,25 +81,25 @@ def test_the_table_has_first_and_last_epochs_of_each_seed(ledger):
     assert table.name == "gate_stability-paper"
     headings = [column.name for column in table.columns]
     assert not any(column.ranked for column in table.columns)
-    both, item = table.rows
+    complete_row, partial_row = table.rows
     assert [row.title for row in table.rows] == ["FeDLaS-LS", "FeDLaS-MbLS"]
-    cells = dict(zip(headings, both.cells, strict=True))
+    cells = dict(zip(headings, complete_row.cells, strict=True))
     assert cells["psi = +1 %, first epoch"].values == pytest.approx((0.2, 0.4))
     assert cells["psi = +1 %, last epoch"].values == pytest.approx((0.4, 0.6))
     assert cells["flip rate %, second epoch"].values == pytest.approx((0.05, 0.15))
     assert cells["flip rate %, last epoch"].values == pytest.approx((0.1 / 3, 0.1))
     assert cells["alpha_i / alpha, last epoch"].values == pytest.approx((0.2, 0.6))
     assert cells["psi = -sign(gamma) %, last epoch"].values == pytest.approx((0.3, 0.9))
-    assert [(len(cell.values), cell.planned) for cell in item.cells] == [(1, 2)] * len(headings)
+    assert [(len(cell.values), cell.planned) for cell in partial_row.cells] == [(1, 2)] * len(headings)
     assert "(1/2)" in table.text()
     assert "Protocol" in table.notes[0]
 
 
 def test_without_runs_table_cells_are_empty_and_no_figure_is_drawn(tmp_path):
-    nothing = Ledger(tmp_path / "none")
-    (table,) = GateStability().tables(nothing, CHOICE)
+    empty_ledger = Ledger(tmp_path / "none")
+    (table,) = GateStability().tables(empty_ledger, CHOICE)
     assert all(cell.values == () for row in table.rows for cell in row.cells)
-    assert GateStability().draw(Drawing(nothing, CHOICE, tmp_path / "figures", lambda _: None)) == []
+    assert GateStability().draw(Drawing(empty_ledger, CHOICE, tmp_path / "figures", lambda _: None)) == []
     assert not (tmp_path / "figures").exists()
 
 
@@ -124,9 +124,9 @@ def test_the_figure_has_mean_and_range_over_seeds(ledger, tmp_path):
 def test_one_cycle_has_no_milestones_and_losses_without_runs_are_left_out(tmp_path):
     pytest.importorskip("matplotlib")
     choice = Choice(protocol="small", seeds=(1,))
-    made = recipe_for("digits", "small_cnn", "fedlas_mbls", protocol="small", seed=1)
+    recorded = recipe_for("digits", "small_cnn", "fedlas_mbls", protocol="small", seed=1)
     files = GateStability().draw(
-        Drawing(ledger_of(tmp_path / "l", [(made, curve(0.1))]), choice, tmp_path, lambda _: None)
+        Drawing(ledger_of(tmp_path / "l", [(recorded, curve(0.1))]), choice, tmp_path, lambda _: None)
     )
     data = json.loads(files[2].read_text())
     assert data["milestones"] == []

@@ -29,11 +29,11 @@ from fedlas.training import Recipe, Run, fit
 pytestmark = pytest.mark.usefixtures("few_resamples")
 
 
-def made(classes: int, n: int = 400, seed: int = 0) -> Predictions:
-    source = torch.Generator().manual_seed(seed)
-    logits = 3 * torch.randn(n, classes, generator=source)
+def random_predictions(classes: int, n: int = 400, seed: int = 0) -> Predictions:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(n, classes, generator=generator)
     labels = torch.where(
-        torch.rand(n, generator=source) < 0.7, logits.argmax(1), torch.randint(classes, (n,), generator=source)
+        torch.rand(n, generator=generator) < 0.7, logits.argmax(1), torch.randint(classes, (n,), generator=generator)
     )
     return Predictions(logits, labels, split="test")
 
@@ -71,15 +71,15 @@ def test_line_records_recipe_protocol_environment_and_data(ledger, trained):
 def test_line_metrics_equal_those_of_the_run(ledger, trained):
     for line in ledger.lines.values():
         run = Run(trained / "runs" / line.recipe.name)
-        given, validation = run.predictions("best-test"), run.predictions("best-val")
-        report = evaluate(given, posthoc=["temperature"], calibration=validation, intervals=False)
-        whole = report.before if line.posthoc is None else report.after["temperature"]
+        predictions, validation = run.predictions("best-test"), run.predictions("best-val")
+        report = evaluate(predictions, posthoc=["temperature"], calibration=validation, intervals=False)
+        state = report.before if line.posthoc is None else report.after["temperature"]
         for name, (value, _, _) in line.metrics.items():
             if not name.endswith(("_official", "_test")):
-                # In float32, as runs are evaluated, confidences tie and change places.
-                near = 1e-4 if "aurc" in name else 1e-5
-                assert value == pytest.approx(float(whole.results[name]), abs=near), name
-        assert line.metrics["accuracy"][0] == float(whole.results["accuracy"])
+                # Runs are evaluated in float32, where confidences tie and are ranked differently.
+                tolerance = 1e-4 if "aurc" in name else 1e-5
+                assert value == pytest.approx(float(state.results[name]), abs=tolerance), name
+        assert line.metrics["accuracy"][0] == float(state.results["accuracy"])
 
 
 def test_temperature_scaling_is_fitted_on_validation_logits_and_keeps_the_accuracy(ledger, trained):
@@ -97,7 +97,7 @@ def test_changed_metric_is_reported(copy):
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     lines[0]["metrics"]["ece"][0] += 1e-4
     lines[1]["metrics"]["aece"][2] += 0.01
-    lines[2]["metrics"]["nll"][1:] = None, None  # a line from before the metric had an interval
+    lines[2]["metrics"]["nll"][1:] = None, None  # as in lines written before the metric had an interval
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     values = list(problems(Ledger(copy / "results")))
     assert len(values) == 1
@@ -195,25 +195,28 @@ def test_commands_report_an_invalid_ledger_line_in_one_line(copy):
     path = copy / "results" / "digits-small.jsonl"
     path.write_text(path.read_text().replace('"ece": [', '"ece": ["x", ', 1))
     options = ["--data", "digits", "--protocol", "small", "--dry-run", "--ledger"]
-    for words in (["reproduce", "sota", *options], ["compare", "digits/ce", "digits/ls", "--ledger"]):
-        done = CliRunner().invoke(app, [*words, str(copy / "results")])
-        assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.output
-        assert "digits-small.jsonl:1" in done.stderr
+    for arguments in (["reproduce", "sota", *options], ["compare", "digits/ce", "digits/ls", "--ledger"]):
+        result = CliRunner().invoke(app, [*arguments, str(copy / "results")])
+        assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1), result.output
+        assert "digits-small.jsonl:1" in result.stderr
 
 
 @pytest.mark.parametrize("damage", ["cut off", "other numbers", "away"])
 def test_damaged_prediction_file_error_names_its_line(copy, ledger, choice, damage):
     line = next(iter(ledger.lines.values()))
     path = Ledger(copy / "results").file_of(line)
-    content = {"cut off": path.read_bytes()[:-100], "other numbers": StoredPredictions.of(made(10)).pack()}.get(damage)
+    content = {
+        "cut off": path.read_bytes()[:-100],
+        "other numbers": StoredPredictions.of(random_predictions(10)).pack(),
+    }.get(damage)
     path.unlink() if content is None else path.write_bytes(content)
-    done = CliRunner().invoke(app, ["compare", line.id, line.id, "--ledger", str(copy / "results")])
-    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.output
-    kind = rf"digits-small\.jsonl:1: .*{path.name}" + ("" if content is None else ".*checksum")
-    assert re.search(kind, done.stderr)
-    book = Ledger(copy / "results")
-    with pytest.raises(ValueError, match=kind):
-        make_plan(experiment_named("sota"), choice, book)
+    result = CliRunner().invoke(app, ["compare", line.id, line.id, "--ledger", str(copy / "results")])
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1), result.output
+    message = rf"digits-small\.jsonl:1: .*{path.name}" + ("" if content is None else ".*checksum")
+    assert re.search(message, result.stderr)
+    damaged_ledger = Ledger(copy / "results")
+    with pytest.raises(ValueError, match=message):
+        make_plan(experiment_named("sota"), choice, damaged_ledger)
 
 
 def test_duplicate_run_raises(copy):
@@ -248,84 +251,85 @@ def test_ood_metrics_added_later_complete_both_lines(copy):
     before = Ledger(copy / "results")
     recipe = next(line.recipe for line in before.lines.values() if line.method == "ls")
     folder = copy / "runs" / recipe.name
-    with_more = recipe.replace(ood=("digits",))
-    assert with_more.name == recipe.name
-    steps = len(Run(folder).log)
-    fit(with_more, out=folder, resume=True)
-    assert len(Run(folder).log) == steps
+    recipe_with_ood = recipe.replace(ood=("digits",))
+    assert recipe_with_ood.name == recipe.name
+    epochs = len(Run(folder).log)
+    fit(recipe_with_ood, out=folder, resume=True)
+    assert len(Run(folder).log) == epochs
     record(Run(folder), "small", Ledger(copy / "results"))
-    book = Ledger(copy / "results")
+    ledger = Ledger(copy / "results")
     for posthoc in (None, "temperature"):
-        added = book.find(recipe, posthoc)
+        added = ledger.find(recipe, posthoc)
         assert added.ood["digits"]["entropy"][0] == pytest.approx(0.5, abs=0.02)
         assert added.metrics == before.find(recipe, posthoc).metrics
-    assert len(book.lines) == 8
-    assert list(problems(book)) == []
+    assert len(ledger.lines) == 8
+    assert list(problems(ledger)) == []
 
 
 def test_run_without_validation_logits_has_no_temperature_scaled_line(copy, choice):
-    book = Ledger(copy / "new")
+    ledger = Ledger(copy / "new")
     for run in sorted((copy / "runs").iterdir()):
         (run / "predictions" / "best-val.safetensors").unlink()
-        record(Run(run), "small", book)
-    assert sorted(line.method for line in book.lines.values()) == ["ce", "ce", "ls", "ls"]
-    assert list(problems(book)) == []
+        record(Run(run), "small", ledger)
+    assert sorted(line.method for line in ledger.lines.values()) == ["ce", "ce", "ls", "ls"]
+    assert list(problems(ledger)) == []
     sota = experiment_named("sota")
-    plan = make_plan(sota, dataclasses.replace(choice, losses=("ce", "ls")), book)
+    plan = make_plan(sota, dataclasses.replace(choice, losses=("ce", "ls")), ledger)
     assert "4 runs, 4 in the ledger (4 without temperature scaling), 0 to train" in str(plan)
-    assert [planned.recipe.loss for planned in make_plan(sota, choice, book).missing] == ["ce", "ce"], (
+    assert [planned.recipe.loss for planned in make_plan(sota, choice, ledger).missing] == ["ce", "ce"], (
         "its row is in the table"
     )
 
 
 def test_older_lines_with_separate_prediction_files_stay_valid(copy):
     """Older runs were stored without validation logits and with a separate file of scaled predictions."""
-    book = Ledger(copy / "old")
+    old_ledger = Ledger(copy / "old")
     recipe = next(line.recipe for line in Ledger(copy / "results").lines.values() if line.method == "ce")
     run = Run(copy / "runs" / recipe.name)
-    whole, accumulator = run.predictions("best-test"), EvaluationAccumulator()
-    accumulator.update(whole)
+    predictions, accumulator = run.predictions("best-test"), EvaluationAccumulator()
+    accumulator.update(predictions)
     columns = {name: column.numpy() for name, column in accumulator.state_dict().items()}
-    halves = whole.logits.numpy().astype(np.float16)
-    stored = {None: {"logits": halves}, "temperature": columns | {"prediction": halves.argmax(1)}}
+    float16_logits = predictions.logits.numpy().astype(np.float16)
+    stored = {None: {"logits": float16_logits}, "temperature": columns | {"prediction": float16_logits.argmax(1)}}
     for posthoc, arrays in stored.items():
-        kept, line = (
-            StoredPredictions({"labels": whole.labels.numpy(), **arrays}),
-            Ledger(copy / "results").find(recipe, posthoc),
+        stored_predictions = StoredPredictions({"labels": predictions.labels.numpy(), **arrays})
+        line = Ledger(copy / "results").find(recipe, posthoc)
+        content = stored_predictions.pack()
+        file_record = {"file": f"predictions/{line.id}.npz", "sha256": hashlib.sha256(content).hexdigest()}
+        old_ledger.add(
+            [dataclasses.replace(line, metrics=stored_predictions.metrics(), predictions=file_record)], content
         )
-        content = kept.pack()
-        about = {"file": f"predictions/{line.id}.npz", "sha256": hashlib.sha256(content).hexdigest()}
-        book.add([dataclasses.replace(line, metrics=kept.metrics(), predictions=about)], content)
-    assert list(problems(book)) == []
-    assert [load_stored_predictions(line, book).predictions() is None for line in book.lines.values()] == [False, True]
+    assert list(problems(old_ledger)) == []
+    loaded = [load_stored_predictions(line, old_ledger).predictions() for line in old_ledger.lines.values()]
+    assert [item is None for item in loaded] == [False, True]
     fit(recipe.replace(ood=("digits",)), out=run.folder, resume=True)
-    record(run, "small", book)
-    assert len({line.predictions["file"] for line in book.lines.values()}) == 1
-    assert list(problems(book)) == [], "and no file is left over"
+    record(run, "small", old_ledger)
+    assert len({line.predictions["file"] for line in old_ledger.lines.values()}) == 1
+    assert list(problems(old_ledger)) == [], "and no file is left over"
 
 
 @pytest.mark.parametrize("name", ["digits-small.jsonl", ".lock", "predictions"])
 def test_symlink_in_a_ledger_raises(ledger, tmp_path, name):
-    line, victim = next(iter(ledger.lines.values())), tmp_path / "mine"
+    line, target = next(iter(ledger.lines.values())), tmp_path / "mine"
     folder = tmp_path / "results"
     folder.mkdir()
     if name == "predictions":
-        victim.mkdir()
+        target.mkdir()
     else:
-        victim.write_text("")
-    (folder / name.replace("small", line.protocol)).symlink_to(victim)
-    victim.touch()
-    stood = victim.stat().st_mtime_ns
+        target.write_text("")
+    (folder / name.replace("small", line.protocol)).symlink_to(target)
+    target.touch()
+    modified = target.stat().st_mtime_ns
     with pytest.raises(ValueError, match="link"):
         Ledger(folder).add([line], b"content")
-    assert victim.stat().st_mtime_ns == stood
+    assert target.stat().st_mtime_ns == modified
 
 
 def test_data_name_cannot_escape_the_ledger_folder(ledger, tmp_path):
     line = next(iter(ledger.lines.values()))
-    climbing = dataclasses.replace(line, recipe=line.recipe.replace(data="../mine"))
+    escaping_line = dataclasses.replace(line, recipe=line.recipe.replace(data="../mine"))
     with pytest.raises(ValueError, match="mine"):
-        Ledger(tmp_path / "results").add([climbing], b"content")
+        Ledger(tmp_path / "results").add([escaping_line], b"content")
     assert not list(tmp_path.glob("mine*"))
 
 
@@ -344,23 +348,25 @@ def test_line_round_trips_through_json(ledger):
 @pytest.mark.parametrize("factor", [1, 12], ids=["usual", "saturated"])
 def test_stored_predictions_reproduce_the_metrics_of_both_lines(classes, factor):
     """Regression: saturated confidences are 1 in float32, so the AURC ranked only ties."""
-    given, validation, ood = (made(classes, n, seed) for seed, n in ((0, 400), (2, 300), (1, 50)))
-    given, validation, ood = (Predictions(factor * item.logits, item.labels) for item in (given, validation, ood))
-    stored = StoredPredictions.unpack(StoredPredictions.of(given, {"far": ood}, validation).pack())
-    exact = [Predictions(item.logits.double(), item.labels) for item in (given, validation)]
+    predictions, validation, ood = (random_predictions(classes, n, seed) for seed, n in ((0, 400), (2, 300), (1, 50)))
+    predictions, validation, ood = (
+        Predictions(factor * item.logits, item.labels) for item in (predictions, validation, ood)
+    )
+    stored = StoredPredictions.unpack(StoredPredictions.of(predictions, {"far": ood}, validation).pack())
+    exact = [Predictions(item.logits.double(), item.labels) for item in (predictions, validation)]
     report = evaluate(exact[0], posthoc=["temperature"], calibration=exact[1], ood={"far": ood}, intervals=False)
-    for kept, whole in ((stored, report.before), (stored.scaled(), report.after["temperature"])):
-        results = kept.metrics()
-        for name, result in whole.results.items():
-            # Of many classes the validation logits are float16, so the temperature differs in the fifth digit.
-            near = 1e-4 if kept is not stored and classes > 10 else 1e-5
-            assert results[name][0] == pytest.approx(float(result), abs=near, rel=near), name
-        assert results["accuracy"][0] == float(accuracy(given))
+    for stored_state, exact_state in ((stored, report.before), (stored.scaled(), report.after["temperature"])):
+        results = stored_state.metrics()
+        for name, result in exact_state.results.items():
+            # Validation logits of many classes are stored as float16, so the temperature differs in the fifth digit.
+            tolerance = 1e-4 if stored_state is not stored and classes > 10 else 1e-5
+            assert results[name][0] == pytest.approx(float(result), abs=tolerance, rel=tolerance), name
+        assert results["accuracy"][0] == float(accuracy(predictions))
         for score in ("entropy", "max_probability"):
-            value = float(whole.detection["far"][score].auroc)
-            assert kept.detection()["far"][score][0] == pytest.approx(value, abs=5e-4)  # ten of 20,000 pairs
-        assert (kept.predictions() is None) == (classes > 10)
-    assert stored.metrics()["ece_official"][0] == pytest.approx(float(ece(given, compat="official")), abs=1e-5)
+            value = float(exact_state.detection["far"][score].auroc)
+            assert stored_state.detection()["far"][score][0] == pytest.approx(value, abs=5e-4)  # 10 of 20,000 pairs
+        assert (stored_state.predictions() is None) == (classes > 10)
+    assert stored.metrics()["ece_official"][0] == pytest.approx(float(ece(predictions, compat="official")), abs=1e-5)
 
 
 def test_run_without_an_optimal_temperature_has_no_temperature_scaled_line(copy):
@@ -369,46 +375,47 @@ def test_run_without_an_optimal_temperature_has_no_temperature_scaled_line(copy)
     validation = run.predictions("best-val")
     correct = Predictions(validation.logits, validation.logits.argmax(1), split="val")
     write_predictions(correct, run.predictions_file("best-val"))
-    book = Ledger(copy / "new")
+    ledger = Ledger(copy / "new")
     with pytest.warns(DoubtfulFit, match="every one is classified correctly"):
-        record(run, "small", book)
-    assert [line.posthoc for line in book.lines.values()] == [None]
-    assert list(problems(book)) == []
+        record(run, "small", ledger)
+    assert [line.posthoc for line in ledger.lines.values()] == [None]
+    assert list(problems(ledger)) == []
 
 
 @pytest.mark.parametrize(("classes", "largest"), [(10, 900_000), (100, 4_000_000)])
 def test_stored_predictions_are_small(classes, largest):
-    ood = {"svhn": made(classes, 26_032, 2), "cifar": made(classes, 10_000, 3)}
-    assert len(StoredPredictions.of(made(classes, 10_000), ood, made(classes, 5_000, 1)).pack()) < largest
+    ood = {"svhn": random_predictions(classes, 26_032, 2), "cifar": random_predictions(classes, 10_000, 3)}
+    test, validation = random_predictions(classes, 10_000), random_predictions(classes, 5_000, 1)
+    assert len(StoredPredictions.of(test, ood, validation).pack()) < largest
 
 
 def test_storing_keeps_the_predicted_class_and_large_logits():
-    most = torch.finfo(torch.float32).max
-    logits = torch.tensor([[1.0, 1.0 + 1e-6], [1.0 + 1e-6, 1.0], [1e6, -1e6], [-most, most]])
-    given = Predictions(logits, torch.tensor([1, 0, 0, 1]))
-    kept = StoredPredictions.of(given).predictions()
-    assert kept.prediction.tolist() == [1, 0, 0, 1]
-    assert float(accuracy(kept)) == 1.0
-    assert np.isfinite(float(nll(kept)))
+    largest = torch.finfo(torch.float32).max
+    logits = torch.tensor([[1.0, 1.0 + 1e-6], [1.0 + 1e-6, 1.0], [1e6, -1e6], [-largest, largest]])
+    predictions = Predictions(logits, torch.tensor([1, 0, 0, 1]))
+    loaded = StoredPredictions.of(predictions).predictions()
+    assert loaded.prediction.tolist() == [1, 0, 0, 1]
+    assert float(accuracy(loaded)) == 1.0
+    assert np.isfinite(float(nll(loaded)))
 
 
 def test_equal_predictions_give_equal_bytes():
-    assert StoredPredictions.of(made(5)).pack() == StoredPredictions.of(made(5)).pack()
+    assert StoredPredictions.of(random_predictions(5)).pack() == StoredPredictions.of(random_predictions(5)).pack()
 
 
 def test_invalid_stored_prediction_files_raise(tmp_path):
     with pytest.raises(ValueError, match=r"x\.npz.*damaged"):
         StoredPredictions.unpack(b"PK nothing", "x.npz")
-    empty = tmp_path / "e.npz"
-    np.savez(empty, a=np.ones(3))
+    unknown_array = tmp_path / "e.npz"
+    np.savez(unknown_array, a=np.ones(3))
     with pytest.raises(ValueError, match=r"x\.npz.*\ba\b"):
-        StoredPredictions.unpack(empty.read_bytes(), "x.npz")
-    hostile = tmp_path / "h.npz"
-    np.savez(hostile, labels=np.array([{"a": 1}], dtype=object), logits=np.ones((1, 2)))
+        StoredPredictions.unpack(unknown_array.read_bytes(), "x.npz")
+    pickled = tmp_path / "h.npz"
+    np.savez(pickled, labels=np.array([{"a": 1}], dtype=object), logits=np.ones((1, 2)))
     with pytest.raises(ValueError, match=r"x\.npz.*Python objects"):
-        StoredPredictions.unpack(hostile.read_bytes(), "x.npz")
-    bomb = tmp_path / "b.npz"
-    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as folder:
-        folder.writestr("logits.npy", b"0" * (65 * 2**20))
+        StoredPredictions.unpack(pickled.read_bytes(), "x.npz")
+    zip_bomb = tmp_path / "b.npz"
+    with zipfile.ZipFile(zip_bomb, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("logits.npy", b"0" * (65 * 2**20))
     with pytest.raises(ValueError, match=r"x\.npz.*68,157,\d+ bytes"):
-        StoredPredictions.unpack(bomb.read_bytes(), "x.npz")
+        StoredPredictions.unpack(zip_bomb.read_bytes(), "x.npz")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from little_drawn import bare_ledger, bare_line
 from reproduction_page import results_tables
+from small_ledgers import minimal_ledger, minimal_line
 from typer.testing import CliRunner
 
 from fedlas.catalog import keywords
@@ -34,7 +34,7 @@ from fedlas.training.protocols import list_recipes, protocol_named
 from waiting import until
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
-PRINTED = json.loads(Path(paper.__file__).with_name("paper.json").read_text())
+PUBLISHED = json.loads(Path(paper.__file__).with_name("paper.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +50,14 @@ def cell(table, row, column, group=None):
 
 
 def test_catalogue_lists_all_experiments():
-    wanted = {"sota", "finegrained", "ood", "over_under", "gate_stability", "indicator", "smoothing_curve", "ablations"}
-    assert wanted <= set(CATALOG.entries)
+    names = {"sota", "finegrained", "ood", "over_under", "gate_stability", "indicator", "smoothing_curve", "ablations"}
+    assert names <= set(CATALOG.entries)
 
 
 def test_the_main_table_has_all_losses_and_temperature_scaling():
     rows = list(experiment_named("sota").methods)
-    later = {"closed_loop", "pskd"}  # not compared in the paper
-    assert sorted(rows) == sorted([*(LOSSES.entries.keys() - later), "ce+temperature"])
+    not_in_paper = {"closed_loop", "pskd"}  # not compared in the paper
+    assert sorted(rows) == sorted([*(LOSSES.entries.keys() - not_in_paper), "ce+temperature"])
     assert len(experiment_named("finegrained").methods) == 9
     assert len(experiment_named("ood").methods) == 9
     assert list(experiment_named("over_under").methods) == ["ce", "ls", "fedlas_ls", "mbls", "fedlas_mbls"]
@@ -69,24 +69,25 @@ def test_precision_table_recipes_differ_only_in_precision_and_speed():
         for planned in experiment_named("precision").plan(Choice(protocol="fast", seeds=(1,)), Ledger("nowhere"))
     )
     assert (fast.precision, fast.capture, slow.precision, slow.capture) == ("bf16", True, "tf32", False)
-    same = {"precision": "bf16", "channels_last": True, "compile": True, "capture": True}
-    assert slow.replace(**same) == fast == recipe_for("cifar10", loss="ce", protocol="fast", seed=1)
+    fast_settings = {"precision": "bf16", "channels_last": True, "compile": True, "capture": True}
+    assert slow.replace(**fast_settings) == fast == recipe_for("cifar10", loss="ce", protocol="fast", seed=1)
 
 
 def test_paper_numbers_are_found_by_method_data_and_metric(empty_tables):
     assert paper.value("sota", "fedlas_ls", "cifar10", "resnet50_cifar", metric="ece") == pytest.approx(0.0129)
     assert paper.value("sota", "ce", "cifar10", "resnet50_cifar", metric="aece") == pytest.approx(0.0584)
     assert paper.value("ood", "ce", "cifar10", "resnet50_cifar", metric="auroc", ood="svhn") == pytest.approx(0.9137)
-    assert paper.value("finegrained", "focal", "cub200", "resnet101", metric="ece") is None  # commented out there
+    # Commented out in the source of the paper.
+    assert paper.value("finegrained", "focal", "cub200", "resnet101", metric="ece") is None
     assert paper.value("sota", "ce", "digits", "small_cnn", metric="ece") is None
-    used = sum(
+    compared_cells = sum(
         c.paper is not None
         for table in empty_tables.values()
         for r in table.rows
         for c, col in zip(r.cells, table.columns, strict=False)
         if col.group != "Mean rank" and col.name != "mean accuracy %"
     )
-    assert used == sum(not row.get("commented_out") for row in PRINTED["numbers"])
+    assert compared_cells == sum(not row.get("commented_out") for row in PUBLISHED["numbers"])
 
 
 def test_mean_ranks_of_paper_numbers_equal_those_of_the_paper(empty_tables):
@@ -101,7 +102,7 @@ def test_mean_ranks_of_paper_numbers_equal_those_of_the_paper(empty_tables):
 def test_paper_mean_accuracies_are_in_full_tables_of_every_format(empty_tables, tmp_path):
     for name, method in (("sota", "fedlas_ls"), ("finegrained", "mbls")):
         table = empty_tables[name]
-        stated = {item: held["mean_Acc"] / 100 for item, held in paper.summaries_of(name).items()}
+        stated = {item: summary["mean_Acc"] / 100 for item, summary in paper.summaries_of(name).items()}
         assert {row.name: cell(table, row.name, "mean accuracy %").paper for row in table.rows} == stated
         number = f"{100 * stated[method]:.2f}"
         for path in table.save(tmp_path, ("md", "tex", "html", "txt")):
@@ -114,33 +115,35 @@ def test_paper_mean_accuracies_are_in_full_tables_of_every_format(empty_tables, 
 
 def test_paper_mean_accuracies_are_means_over_data_and_networks():
     """The paper truncates its means to two digits."""
-    places = paper.benchmarks("finegrained")
+    benchmarks = paper.benchmarks("finegrained")
     for method, mean in paper.mean_accuracies("finegrained").items():
-        single = [paper.value("finegrained", method, *benchmark, metric="accuracy") for benchmark in places]
-        assert 0 <= sum(single) / len(single) - mean + 1e-9 < 1e-4, method
+        accuracies = [paper.value("finegrained", method, *benchmark, metric="accuracy") for benchmark in benchmarks]
+        assert 0 <= sum(accuracies) / len(accuracies) - mean + 1e-9 < 1e-4, method
 
 
 def test_mean_accuracy_uses_only_seeds_that_were_run_everywhere(tmp_path):
-    places = paper.benchmarks("sota")
-    done = [(benchmark, seed) for benchmark in places for seed in (1, 2, 3) if (benchmark, seed) != (places[-1], 3)]
-    values = {(benchmark, seed): 0.7 + 0.01 * n for n, (benchmark, seed) in enumerate(done)}
+    benchmarks = paper.benchmarks("sota")
+    finished_runs = [
+        (benchmark, seed) for benchmark in benchmarks for seed in (1, 2, 3) if (benchmark, seed) != (benchmarks[-1], 3)
+    ]
+    values = {(benchmark, seed): 0.7 + 0.01 * n for n, (benchmark, seed) in enumerate(finished_runs)}
     recipes = {
         item: recipe_for(*item[0], "ls", protocol="paper", seed=item[1]).replace(
             ood=experiment_named("sota").ood_data(item[0][0], Choice())
         )
-        for item in done
+        for item in finished_runs
     }
-    book = bare_ledger(tmp_path, [bare_line(recipes[item], "paper", values[item]) for item in done])
+    ledger = minimal_ledger(tmp_path, [minimal_line(recipes[item], "paper", values[item]) for item in finished_runs])
     sota = experiment_named("sota")
     choice = Choice(losses=("ce", "ls"))
-    (table,) = sota.tables(book, choice)
+    (table,) = sota.tables(ledger, choice)
     result = cell(table, "ls", "mean accuracy %")
-    means = [sum(values[benchmark, seed] for benchmark in places) / len(places) for seed in (1, 2)]
+    means = [sum(values[benchmark, seed] for benchmark in benchmarks) / len(benchmarks) for seed in (1, 2)]
     assert result.values == pytest.approx(means)
     assert (result.planned, result.intervals) == (3, ())
     assert result.inside_noise is False
     assert cell(table, "ce", "mean accuracy %").values == ()
-    assert cell(sota.tables(book, replace(choice, seeds=(3,)))[0], "ls", "mean accuracy %").values == ()
+    assert cell(sota.tables(ledger, replace(choice, seeds=(3,)))[0], "ls", "mean accuracy %").values == ()
 
 
 @pytest.mark.parametrize("part", [{"data": ("cifar10",)}, {"models": ("resnet50_cifar",)}, {"protocol": "fast"}])
@@ -160,9 +163,9 @@ def test_plan_uses_the_published_recipes():
 
 
 def test_experiments_share_runs_of_equal_recipes():
-    nowhere, choice = Ledger("nowhere"), Choice(data=("cifar10",), protocol="fast")
+    empty_ledger, choice = Ledger("nowhere"), Choice(data=("cifar10",), protocol="fast")
     names = {
-        name: {run.recipe.name for run in make_plan(experiment_named(name), choice, nowhere).runs}
+        name: {run.recipe.name for run in make_plan(experiment_named(name), choice, empty_ledger).runs}
         for name in ("sota", "ood", "over_under", "gate_stability", "ablations")
     }
     assert names["ood"] <= names["sota"]
@@ -172,19 +175,19 @@ def test_experiments_share_runs_of_equal_recipes():
 
 
 def test_published_test_split_is_planned_only_for_cifar100():
-    """CIFAR-10's test images are the same in both; CIFAR-100's, in-distribution or OOD, are not."""
+    """Both splits of CIFAR-10 have the same test images; those of CIFAR-100 differ, also as OOD data."""
     choice = Choice(data=("cifar10", "cifar100"), protocol="fast", losses=("ce",), seeds=(1,), split="test-published")
-    ten, hundred = make_plan(experiment_named("ood"), choice, Ledger("nowhere")).runs
-    assert (ten.split, ten.recipe.splits) == ("test", ("val", "test"))
-    assert ten.recipe.ood == ("cifar100", "cifar100-published", "svhn")
-    assert (hundred.split, hundred.recipe.splits) == ("test-published", ("val", "test", "test-published"))
-    assert hundred.recipe.ood == ("cifar10", "svhn")
+    cifar10, cifar100 = make_plan(experiment_named("ood"), choice, Ledger("nowhere")).runs
+    assert (cifar10.split, cifar10.recipe.splits) == ("test", ("val", "test"))
+    assert cifar10.recipe.ood == ("cifar100", "cifar100-published", "svhn")
+    assert (cifar100.split, cifar100.recipe.splits) == ("test-published", ("val", "test", "test-published"))
+    assert cifar100.recipe.ood == ("cifar10", "svhn")
     (official,) = make_plan(
         experiment_named("sota"),
         replace(choice, data=("cifar100",), protocol="official", models=("resnet50_cifar",)),
         Ledger("nowhere"),
     ).runs
-    assert official.split == "test"  # the recipe itself looks at them as published
+    assert official.split == "test"  # the recipe itself uses the published test images
     with pytest.raises(ValueError, match="'val'"):
         replace(choice, split="val")
 
@@ -197,28 +200,30 @@ def test_finished_runs_are_not_trained_again(trained, choice, ledger):
 
 
 def test_plan_estimates_time_from_similar_runs(choice, ledger):
-    more = Choice(**{**vars(choice), "seeds": (1, 2, 3)})
-    plan = make_plan(experiment_named("sota"), more, ledger)
+    three_seeds = Choice(**{**vars(choice), "seeds": (1, 2, 3)})
+    plan = make_plan(experiment_named("sota"), three_seeds, ledger)
     assert len(plan.missing) == 2
     assert 0 < plan.minutes < 5
-    both = make_plan(experiment_named("sota"), replace(more, data=("digits", "cifar10"), models=("small_cnn",)), ledger)
-    assert both.minutes == pytest.approx(plan.minutes)
-    assert both.unknown == len(both.missing) - len(plan.missing) > 0
+    larger_plan = make_plan(
+        experiment_named("sota"), replace(three_seeds, data=("digits", "cifar10"), models=("small_cnn",)), ledger
+    )
+    assert larger_plan.minutes == pytest.approx(plan.minutes)
+    assert larger_plan.unknown == len(larger_plan.missing) - len(plan.missing) > 0
     device = next(iter(ledger.lines.values())).environment["device_name"]
-    assert re.search(rf"min\b.*{device}.*\b{len(plan.missing)}\b", str(both))
+    assert re.search(rf"min\b.*{device}.*\b{len(plan.missing)}\b", str(larger_plan))
     assert device in str(plan)
 
 
 @pytest.mark.parametrize(
-    ("devices", "named"), [(["NVIDIA H200"], True), (["NVIDIA H200", "x86_64"], False), ([None], False)]
+    ("devices", "names_gpu"), [(["NVIDIA H200"], True), (["NVIDIA H200", "x86_64"], False), ([None], False)]
 )
-def test_time_estimate_names_a_common_gpu(choice, ledger, devices, named):
-    book = Ledger(ledger.folder)
+def test_time_estimate_names_a_common_gpu(choice, ledger, devices, names_gpu):
+    changed_ledger = Ledger(ledger.folder)
     for name, line in ledger.lines.items():
-        book.lines[name] = replace(line, environment={"device_name": devices[line.seed % len(devices)]})
-    text = str(make_plan(experiment_named("sota"), replace(choice, seeds=(1, 2, 3)), book))
+        changed_ledger.lines[name] = replace(line, environment={"device_name": devices[line.seed % len(devices)]})
+    text = str(make_plan(experiment_named("sota"), replace(choice, seeds=(1, 2, 3)), changed_ledger))
     assert " min" in text
-    assert ("NVIDIA H200" in text) == named
+    assert ("NVIDIA H200" in text) == names_gpu
     assert "x86_64" not in text
 
 
@@ -261,32 +266,36 @@ def test_unknown_run_name_raises_with_examples(choice, tmp_path):
      ("ablations", "fast", "cifar10")],
 )  # fmt: skip
 def test_tables_of_changed_recipes_note_the_changes(name, protocol, data):
-    usual = Choice(data=(data,), protocol=protocol)
-    (before,) = experiment_named(name).tables(Ledger("nowhere"), usual)
-    (after,) = experiment_named(name).tables(Ledger("nowhere"), replace(usual, changes={"epochs": "1", "lr": "0.2"}))
+    unchanged = Choice(data=(data,), protocol=protocol)
+    (before,) = experiment_named(name).tables(Ledger("nowhere"), unchanged)
+    (after,) = experiment_named(name).tables(
+        Ledger("nowhere"), replace(unchanged, changes={"epochs": "1", "lr": "0.2"})
+    )
     assert not any("epochs=1" in note for note in before.notes)
     assert any("epochs=1, lr=0.2" in note for note in after.notes)
     summary = protocol_named(protocol).summary
-    named = {note for note in before.notes if summary in note}
-    assert named
-    assert named.isdisjoint(after.notes)
+    protocol_notes = {note for note in before.notes if summary in note}
+    assert protocol_notes
+    assert protocol_notes.isdisjoint(after.notes)
 
 
 def test_changed_recipes_are_not_compared_with_paper_numbers():
     """The same holds for mean ranks of another protocol."""
-    usual = Choice(data=("cifar10",), models=("resnet50_cifar",), losses=("ce", "ls"), seeds=(1, 2))
+    paper_choice = Choice(data=("cifar10",), models=("resnet50_cifar",), losses=("ce", "ls"), seeds=(1, 2))
     sota, measures = experiment_named("sota"), dict.fromkeys(("accuracy", "ece", "aece"), (0.5, 0.4, 0.6))
 
-    def full(choice):
-        book = Ledger("nowhere")
-        for first in sota.plan(choice, book):
-            book.lines[first.recipe.name] = Line(first.recipe.name, first.recipe, choice.protocol, measures, {})
-        (table,) = sota.tables(book, choice)
+    def full_table(choice):
+        ledger = Ledger("nowhere")
+        for planned_run in sota.plan(choice, ledger):
+            ledger.lines[planned_run.recipe.name] = Line(
+                planned_run.recipe.name, planned_run.recipe, choice.protocol, measures, {}
+            )
+        (table,) = sota.tables(ledger, choice)
         return table
 
-    assert "outside" in full(usual).text("full")
-    for other in (replace(usual, changes={"epochs": "1"}), replace(usual, protocol="fast", models=None)):
-        table = full(other)
+    assert "outside" in full_table(paper_choice).text("full")
+    for other in (replace(paper_choice, changes={"epochs": "1"}), replace(paper_choice, protocol="fast", models=None)):
+        table = full_table(other)
         assert not any(column.compared for column in table.columns)
         assert all(cell.values for row in table.rows for cell in row.cells)
         for name in ("difference", "inside", "outside"):
@@ -295,15 +304,15 @@ def test_changed_recipes_are_not_compared_with_paper_numbers():
 
 
 def test_best_paper_numbers_are_marked_over_all_rows_of_the_paper():
-    kept = Ledger(Path(__file__).parents[2] / "results")
-    few = Choice(data=("cifar10",), losses=("ce", "fedlas_ls"), protocol="fast", seeds=(1,))
-    (asked,) = experiment_named("sota").tables(Ledger("nowhere"), few)
-    small = next(t for t in results_tables(kept, few) if t.title.startswith("CIFAR-10, resnet18"))
-    (whole,) = experiment_named("sota").tables(kept, replace(few, losses=None))
-    position = next(n for n, column in enumerate(whole.columns) if column.name == "ECE %")
-    best = {whole.rows[n].name for n in whole.marks()[position].paper.best}
+    ledger = Ledger(Path(__file__).parents[2] / "results")
+    choice = Choice(data=("cifar10",), losses=("ce", "fedlas_ls"), protocol="fast", seeds=(1,))
+    (experiment_table,) = experiment_named("sota").tables(Ledger("nowhere"), choice)
+    page_table = next(t for t in results_tables(ledger, choice) if t.title.startswith("CIFAR-10, resnet18"))
+    (full_table,) = experiment_named("sota").tables(ledger, replace(choice, losses=None))
+    position = next(n for n, column in enumerate(full_table.columns) if column.name == "ECE %")
+    best = {full_table.rows[n].name for n in full_table.marks()[position].paper.best}
     assert "fedlas_ls" not in best
-    for table in (asked, small):
+    for table in (experiment_table, page_table):
         assert [row.name for row in table.rows] == ["ce", "fedlas_ls"]
         assert table.marks()[position].paper.best == ()
         assert "**1.29**" not in table.markdown("both")
@@ -323,37 +332,37 @@ def test_interrupted_reproduce_ends_without_a_traceback(tmp_path):
         until(lambda: list(tmp_path.glob("runs/*/checkpoint.pt")))
         os.kill(os.getpid(), signal.SIGINT)
 
-    words = "reproduce sota --data digits --protocol small --losses ce --seeds 1 --set epochs=2000 --device cpu"
-    places = ["--runs", str(tmp_path / "runs"), "--ledger", str(tmp_path / "results")]
+    command = "reproduce sota --data digits --protocol small --losses ce --seeds 1 --set epochs=2000 --device cpu"
+    paths = ["--runs", str(tmp_path / "runs"), "--ledger", str(tmp_path / "results")]
     thread = threading.Thread(target=interrupt)
     thread.start()
-    shown = CliRunner().invoke(app, [*words.split(), "--set", "model_options.width=8", *places])
+    result = CliRunner().invoke(app, [*command.split(), "--set", "model_options.width=8", *paths])
     thread.join()
-    assert shown.exit_code == 128 + signal.SIGINT
-    assert str(tmp_path / "runs") in shown.stderr
-    assert "--resume" not in shown.stderr
-    assert "Traceback" not in shown.stderr
+    assert result.exit_code == 128 + signal.SIGINT
+    assert str(tmp_path / "runs") in result.stderr
+    assert "--resume" not in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_reproduce_of_a_figure_suggests_the_out_option(tmp_path):
-    shown = CliRunner().invoke(app, ["reproduce", "smoothing_curve", "--ledger", str(tmp_path)])
-    assert shown.exit_code == 0, shown.output
-    assert "--out" in shown.output
+    result = CliRunner().invoke(app, ["reproduce", "smoothing_curve", "--ledger", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "--out" in result.output
 
 
 def test_control_is_planned_after_the_run_it_depends_on(tmp_path):
     rows = ("fedlas_ls", "ls same mean alpha")
     changes = {"epochs": "1", "batch_size": "100", "model_options.width": "8"}
     choice = Choice(data=("digits",), losses=rows, seeds=(1,), protocol="small", changes=changes)
-    experiment, book = experiment_named("ablations"), Ledger(tmp_path / "results")
-    assert len(make_plan(experiment, choice, book).runs) == 1
-    tables = list(reproduce(experiment, choice, ledger=book, runs=tmp_path / "runs"))
-    assert len(tables) == 1, "one between the two, and none of the end, which is the caller's"
-    lines = {line.recipe.loss: line for line in book.lines.values()}
+    experiment, ledger = experiment_named("ablations"), Ledger(tmp_path / "results")
+    assert len(make_plan(experiment, choice, ledger).runs) == 1
+    tables = list(reproduce(experiment, choice, ledger=ledger, runs=tmp_path / "runs"))
+    assert len(tables) == 1, "one table between the two runs; the caller makes the final one"
+    lines = {line.recipe.loss: line for line in ledger.lines.values()}
     ratio = lines["fedlas_ls"].curve[-1]["gate"]["alpha_ratio"]
     assert lines["ls"].recipe.loss_options["alpha"] == pytest.approx(0.05 * ratio, abs=1e-5)
     assert [bool(cell(tables[0][0], row, "ECE %").values) for row in rows] == [True, False]
-    assert all(cell(experiment.tables(book, choice)[0], row, "ECE %").values for row in rows)
+    assert all(cell(experiment.tables(ledger, choice)[0], row, "ECE %").values for row in rows)
 
 
 @pytest.mark.parametrize("name", sorted(CATALOG.entries))
@@ -367,7 +376,7 @@ def test_every_planned_recipe_is_valid(name):
             continue
         for run in plan.runs:
             loss = LOSSES.find(run.recipe.loss)
-            sizes = {"num_classes": 10, "num_samples": 20, "epochs": 2}  # which the engine fills in
+            sizes = {"num_classes": 10, "num_samples": 20, "epochs": 2}  # filled in by the training engine
             loss(
                 **{option: size for option, size in sizes.items() if option in keywords(loss)},
                 **run.recipe.loss_options,
@@ -381,16 +390,16 @@ def test_save_results_writes_every_table_format(trained, choice, ledger, tmp_pat
 
 def test_dry_run_prints_plan_and_table_without_training(trained, tmp_path):
     arguments = ["reproduce", "sota", "--data", "cifar10", "--protocol", "fast", "--dry-run", "--ledger", str(tmp_path)]
-    shown = CliRunner().invoke(app, arguments)
-    assert shown.exit_code == 0, shown.output
-    assert re.search(r"\b45 runs\b.*\b0\b.*\b45\b", shown.output)
-    assert "FeDLaS-MbLS" in shown.output
-    assert "does not exist" not in shown.stderr
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"\b45 runs\b.*\b0\b.*\b45\b", result.output)
+    assert "FeDLaS-MbLS" in result.output
+    assert "does not exist" not in result.stderr
     assert "--ledger" in CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "missing")]).stderr
-    own = CliRunner().invoke(
+    indicator_result = CliRunner().invoke(
         app, ["reproduce", "indicator", "--data", "digits", "--dry-run", "--ledger", str(tmp_path)]
     )
-    assert re.search(r"indicator.*small.*\b1 run\b.*\b0\b", own.output)  # whatever protocol was asked for
+    assert re.search(r"indicator.*small.*\b1 run\b.*\b0\b", indicator_result.output)  # for every requested protocol
     assert not list(tmp_path.iterdir())
 
 
@@ -402,9 +411,9 @@ def test_rows_of_planned_runs_are_unique(name):
 
 
 def test_ablation_plan_shows_row_names(tmp_path):
-    words = "reproduce ablations --protocol fast --seeds 1 --dry-run --ledger"
-    shown = CliRunner().invoke(app, [*words.split(), str(tmp_path)])
-    planned_runs = shown.stdout.partition("What each part")[0]
+    command = "reproduce ablations --protocol fast --seeds 1 --dry-run --ledger"
+    result = CliRunner().invoke(app, [*command.split(), str(tmp_path)])
+    planned_runs = result.stdout.partition("What each part")[0]
     for row in ("ls half", "fedlas_ls gate=shuffled", "fedlas_ls theta=0.1", "fedlas_mbls gate=shuffled"):
         assert (row in planned_runs) == (row in experiment_named("ablations").methods), row
 
@@ -418,16 +427,16 @@ def test_run_shared_by_two_rows_is_planned_with_both_names():
 
 def test_reproduce_trains_missing_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = "reproduce sota --data digits --protocol small --losses ls --seeds 1 --set epochs=1 --out made"
-    arguments = [*words.split(), "--set", "model_options.width=8"]
-    shown = CliRunner().invoke(app, arguments)
-    assert shown.exit_code == 0, shown.output
+    command = "reproduce sota --data digits --protocol small --losses ls --seeds 1 --set epochs=1 --out made"
+    arguments = [*command.split(), "--set", "model_options.width=8"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
     assert [line.method for line in Ledger("results").lines.values()] == ["ls", "ls+temperature"]
     title = experiment_named("sota").title
-    assert shown.output.count(title) == shown.stdout.count(title) == 1, "the last table comes once"
+    assert result.output.count(title) == result.stdout.count(title) == 1, "the last table comes once"
     assert Path("made/sota-small.md").exists()
-    again = CliRunner().invoke(app, arguments)
-    assert re.search(r"small.*\b1 run\b.*\b1\b.*\b0\b", again.output)
+    second_result = CliRunner().invoke(app, arguments)
+    assert re.search(r"small.*\b1 run\b.*\b1\b.*\b0\b", second_result.output)
 
 
 @pytest.mark.parametrize(
@@ -457,10 +466,10 @@ def test_reproduce_trains_missing_runs(tmp_path, monkeypatch):
 )
 def test_invalid_arguments_fail_in_one_line(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shown = CliRunner().invoke(app, arguments.split())
-    assert shown.exit_code == 1
-    assert re.search(message, shown.output), shown.output
-    assert "Traceback" not in shown.output
+    result = CliRunner().invoke(app, arguments.split())
+    assert result.exit_code == 1
+    assert re.search(message, result.output), result.output
+    assert "Traceback" not in result.output
 
 
 def test_compare_runs_pairs_models_by_seed(trained, ledger):
@@ -481,21 +490,25 @@ def test_compare_runs_pairs_models_by_seed(trained, ledger):
 def test_compare_accepts_run_folders_and_files(trained, ledger):
     folders = sorted((trained / "runs").iterdir())
     run = Run(folders[0])
-    shown = CliRunner().invoke(app, ["compare", str(folders[0]), str(run.predictions_file("last-test"))])
-    assert shown.exit_code == 0, shown.output
-    assert re.search(r"accuracy % +\S+ +\S+ +\S+ +\+0", shown.output)
+    result = CliRunner().invoke(app, ["compare", str(folders[0]), str(run.predictions_file("last-test"))])
+    assert result.exit_code == 0, result.output
+    assert re.search(r"accuracy % +\S+ +\S+ +\S+ +\+0", result.output)
 
 
 @pytest.mark.parametrize("second", ["one.csv", "copy.npz", "other.csv"])
 def test_comparing_equal_predictions_adds_a_note(tmp_path, monkeypatch, second):
     monkeypatch.chdir(tmp_path)
-    given = Predictions(torch.randn(50, 3, dtype=torch.float64), torch.arange(50) % 3, class_names=["a", "b", "c"])
-    write_predictions(given, Path("one.csv"))
-    write_predictions(given, Path("copy.npz"))
-    write_predictions(Predictions(2 * given.logits, given.labels, class_names=["a", "b", "c"]), Path("other.csv"))
-    shown = CliRunner().invoke(app, ["compare", "one.csv", second])
-    assert shown.exit_code == 0, shown.output
-    assert ("identical predictions" in shown.stderr) == (second != "other.csv")
+    predictions = Predictions(
+        torch.randn(50, 3, dtype=torch.float64), torch.arange(50) % 3, class_names=["a", "b", "c"]
+    )
+    write_predictions(predictions, Path("one.csv"))
+    write_predictions(predictions, Path("copy.npz"))
+    write_predictions(
+        Predictions(2 * predictions.logits, predictions.labels, class_names=["a", "b", "c"]), Path("other.csv")
+    )
+    result = CliRunner().invoke(app, ["compare", "one.csv", second])
+    assert result.exit_code == 0, result.output
+    assert ("identical predictions" in result.stderr) == (second != "other.csv")
 
 
 def test_note_names_seeds_with_equal_predictions(ledger):
@@ -509,10 +522,10 @@ def test_note_names_seeds_with_equal_predictions(ledger):
 
 def test_note_names_unpaired_seeds(ledger):
     ce, ls = (find_runs(f"digits/{name}", ledger) for name in ("ce", "ls"))
-    more = replace(ls, runs={**ls.runs, 7: ls.runs[1]}, settings={**ls.settings, 7: ls.settings[1]})
-    for note, where in ((comparison_notes(ce, more), "second"), (comparison_notes(more, ce), "first")):
+    with_seed_7 = replace(ls, runs={**ls.runs, 7: ls.runs[1]}, settings={**ls.settings, 7: ls.settings[1]})
+    for note, position in ((comparison_notes(ce, with_seed_7), "second"), (comparison_notes(with_seed_7, ce), "first")):
         assert len(note) == 1
-        assert re.search(rf"\b{where}\b.*\b7\b", note[0])
+        assert re.search(rf"\b{position}\b.*\b7\b", note[0])
 
 
 def test_note_names_differing_recipe_fields(ledger):
@@ -530,40 +543,40 @@ def test_note_names_differing_recipe_fields(ledger):
 
 
 def test_note_reports_pairing_by_row_number():
-    given = Predictions(torch.randn(50, 3), torch.arange(50) % 3)
+    predictions = Predictions(torch.randn(50, 3), torch.arange(50) % 3)
     other = Predictions(torch.randn(50, 3), torch.arange(50) % 3)
-    (note,) = comparison_notes(ModelRuns("a", {None: given}), ModelRuns("b", {None: other}))
+    (note,) = comparison_notes(ModelRuns("a", {None: predictions}), ModelRuns("b", {None: other}))
     assert re.search(r"\bids\b.*\bindex\b", note)
-    placed = [Predictions(first.logits, first.labels, index=torch.arange(50)) for first in (given, other)]
-    assert comparison_notes(*(ModelRuns(name, {None: first}) for name, first in zip("ab", placed, strict=True))) == []
-    assert comparison_notes(ModelRuns("a", {None: given}), ModelRuns("b", {None: placed[1]})) == [note]
+    indexed = [Predictions(item.logits, item.labels, index=torch.arange(50)) for item in (predictions, other)]
+    assert comparison_notes(*(ModelRuns(name, {None: item}) for name, item in zip("ab", indexed, strict=True))) == []
+    assert comparison_notes(ModelRuns("a", {None: predictions}), ModelRuns("b", {None: indexed[1]})) == [note]
 
 
 @pytest.mark.parametrize(
-    ("ours", "names", "message"),
+    ("first_names", "second_names", "message"),
     [
         ("abc", "bac", "order"),
         ("210", "012", "order"),
         ("abc", "abx", "'c'.*'x'"),
     ],
 )
-def test_compare_rejects_different_classes(tmp_path, monkeypatch, ours, names, message):
+def test_compare_rejects_different_classes(tmp_path, monkeypatch, first_names, second_names, message):
     monkeypatch.chdir(tmp_path)
     logits, labels = torch.randn(50, 3), torch.arange(50) % 3
-    write_predictions(Predictions(logits, labels, class_names=list(ours)), "one.safetensors")
-    write_predictions(Predictions(-logits, labels, class_names=list(names)), "two.safetensors")
-    shown = CliRunner().invoke(app, ["compare", "one.safetensors", "two.safetensors"])
-    assert (shown.exit_code, shown.stdout) == (1, "")
-    assert re.search(f"^fedlas: .*classes.*{message}", shown.stderr)
+    write_predictions(Predictions(logits, labels, class_names=list(first_names)), "one.safetensors")
+    write_predictions(Predictions(-logits, labels, class_names=list(second_names)), "two.safetensors")
+    result = CliRunner().invoke(app, ["compare", "one.safetensors", "two.safetensors"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert re.search(f"^fedlas: .*classes.*{message}", result.stderr)
 
 
 def test_temperature_scaled_ledger_rows_can_be_compared():
     """These older lines have no stored logits."""
-    kept = Ledger(Path(__file__).parents[2] / "results")
-    given = find_runs("cifar10/fast/ce+temperature", kept)
-    written = {line.seed: line for line in find_lines(given.name, kept)}
-    for seed, predictions in given.runs.items():
-        assert float(ece(predictions)) == pytest.approx(written[seed].metrics["ece"][0], abs=1e-6)
+    ledger = Ledger(Path(__file__).parents[2] / "results")
+    model_runs = find_runs("cifar10/fast/ce+temperature", ledger)
+    lines = {line.seed: line for line in find_lines(model_runs.name, ledger)}
+    for seed, predictions in model_runs.runs.items():
+        assert float(ece(predictions)) == pytest.approx(lines[seed].metrics["ece"][0], abs=1e-6)
 
 
 def many_class_predictions(seed: int) -> Predictions:
@@ -575,33 +588,32 @@ def many_class_predictions(seed: int) -> Predictions:
 
 
 def test_many_class_rows_are_compared_by_top_probabilities():
-    whole = [many_class_predictions(seed) for seed in (1, 2)]
-    sides = [
-        ModelRuns(name, {1: StoredPredictions.of(compare_run).tops()})
-        for name, compare_run in zip("ab", whole, strict=True)
+    predictions = [many_class_predictions(seed) for seed in (1, 2)]
+    models = [
+        ModelRuns(name, {1: StoredPredictions.of(item).tops()}) for name, item in zip("ab", predictions, strict=True)
     ]
-    result = {compare_run.metric: compare_run for compare_run in compare_runs(*sides)}
+    result = {item.metric: item for item in compare_runs(*models)}
     assert set(result) == {"accuracy", "ece", "aurc"}
     for name, metric in {"accuracy": accuracy, "ece": ece}.items():
-        direct = paired_bootstrap(metric, *whole)
+        direct = paired_bootstrap(metric, *predictions)
         assert result[name].difference == pytest.approx(direct.difference, abs=1e-6)
         assert result[name].by_seed[1].interval.low == pytest.approx(direct.interval.low, abs=1e-3)
         assert result[name].by_seed[1].better == direct.better
     with pytest.raises(ValueError, match=r"nll.*\ba\b.*accuracy, ece"):
-        compare_runs(*sides, ("nll",))
+        compare_runs(*models, ("nll",))
 
 
 def test_many_class_rows_are_compared_by_stored_nll_and_brier():
     """The ledger stores the loss and the squared error of each sample."""
-    whole = [many_class_predictions(seed) for seed in (1, 2)]
-    kept = [StoredPredictions.of(first) for first in whole]
-    sides = [
-        ModelRuns(name, {1: first.tops()}, {1: first.of_each_sample()}) for name, first in zip("ab", kept, strict=True)
+    predictions = [many_class_predictions(seed) for seed in (1, 2)]
+    stored = [StoredPredictions.of(item) for item in predictions]
+    models = [
+        ModelRuns(name, {1: item.tops()}, {1: item.of_each_sample()}) for name, item in zip("ab", stored, strict=True)
     ]
-    assert [first.metric for first in compare_runs(*sides)] == ["accuracy", "ece", "nll", "brier", "aurc"]
-    for other in (sides[1], ModelRuns("b", {1: whole[1]})):  # also against predictions that are whole
-        for result, metric in zip(compare_runs(sides[0], other, ("nll", "brier")), (nll, brier), strict=True):
-            direct = paired_bootstrap(metric, *whole)
+    assert [item.metric for item in compare_runs(*models)] == ["accuracy", "ece", "nll", "brier", "aurc"]
+    for other in (models[1], ModelRuns("b", {1: predictions[1]})):  # also against complete predictions
+        for result, metric in zip(compare_runs(models[0], other, ("nll", "brier")), (nll, brier), strict=True):
+            direct = paired_bootstrap(metric, *predictions)
             assert result.difference == pytest.approx(direct.difference, abs=1e-6)
             assert result.by_seed[1].interval.low == pytest.approx(direct.interval.low, abs=1e-5)
             assert result.by_seed[1].better == direct.better
@@ -609,56 +621,56 @@ def test_many_class_rows_are_compared_by_stored_nll_and_brier():
 
 def test_ledger_lookup_excludes_variants_of_the_protocol():
     """Ablations have the same loss as the row they are derived from."""
-    kept = Ledger(Path(__file__).parents[2] / "results")
-    line = next(first for first in kept.lines.values() if first.method == "fedlas_ls" and first.seed == 1)
+    ledger = Ledger(Path(__file__).parents[2] / "results")
+    line = next(item for item in ledger.lines.values() if item.method == "fedlas_ls" and item.seed == 1)
     other = replace(line.recipe, loss_options={**line.recipe.loss_options, "beta": 1.0})
-    kept.lines["variant"] = replace(line, id="variant", recipe=other)
-    assert line in find_lines("cifar10/fast/fedlas_ls", kept)
-    assert "variant" not in {first.id for first in find_lines("cifar10/fast/fedlas_ls", kept)}
-    assert len(find_runs("cifar10/fast/fedlas_ls", kept).runs) == 3
+    ledger.lines["variant"] = replace(line, id="variant", recipe=other)
+    assert line in find_lines("cifar10/fast/fedlas_ls", ledger)
+    assert "variant" not in {item.id for item in find_lines("cifar10/fast/fedlas_ls", ledger)}
+    assert len(find_runs("cifar10/fast/fedlas_ls", ledger).runs) == 3
 
 
 def test_ls_half_uses_half_the_alpha_of_the_protocol():
     for data in ("cifar10", "cifar100"):
         choice = Choice(data=(data,), losses=("ls", "ls half"), protocol="fast", seeds=(1,))
-        whole, half = (planned.recipe for planned in experiment_named("ablations").plan(choice, Ledger("nowhere")))
-        assert half.loss_options["alpha"] == whole.loss_options["alpha"] / 2
+        ls, ls_half = (planned.recipe for planned in experiment_named("ablations").plan(choice, Ledger("nowhere")))
+        assert ls_half.loss_options["alpha"] == ls.loss_options["alpha"] / 2
 
 
 def test_ablation_rows_are_found_by_name():
-    kept = Ledger(Path(__file__).parents[2] / "results")
+    ledger = Ledger(Path(__file__).parents[2] / "results")
     for row, options in (("fedlas_ls gate=shuffled", {"gate": "shuffled"}), ("ls half", {"alpha": 0.025})):
         for text in (f"cifar10/{row}", f"cifar10/fast/{row}"):
-            lines = find_lines(text, kept)
+            lines = find_lines(text, ledger)
             assert sorted(line.seed for line in lines) == [1, 2, 3]
             assert all(options.items() <= line.recipe.loss_options.items() for line in lines)
-    same = {line.seed: line.recipe for line in find_lines("cifar10/fast/ls same mean alpha", kept)}
-    assert {recipe.loss for recipe in same.values()} == {"ls"}
-    assert len({recipe.loss_options["alpha"] for recipe in same.values()}) > 1, "each seed has its own mean"
-    assert find_lines("cifar100/fast/ls half", kept) == find_lines("cifar10/paper/ls half", kept) == []
+    recipe_by_seed = {line.seed: line.recipe for line in find_lines("cifar10/fast/ls same mean alpha", ledger)}
+    assert {recipe.loss for recipe in recipe_by_seed.values()} == {"ls"}
+    assert len({recipe.loss_options["alpha"] for recipe in recipe_by_seed.values()}) > 1, "each seed has its own mean"
+    assert find_lines("cifar100/fast/ls half", ledger) == find_lines("cifar10/paper/ls half", ledger) == []
 
 
 @pytest.mark.parametrize("name", ["sota", "ood"])
 def test_results_tables_skip_data_that_is_not_in_the_experiment(name):
-    kept = Ledger(Path(__file__).parents[2] / "results")
-    line = next(iter(kept.lines.values()))
-    kept.lines["tiny"] = replace(line, id="tiny", recipe=recipe_for("tiny_imagenet", protocol="fast"))
-    assert "CIFAR-10, resnet18_cifar, fast protocol" in [table.title for table in results_tables(kept, name=name)]
+    ledger = Ledger(Path(__file__).parents[2] / "results")
+    line = next(iter(ledger.lines.values()))
+    ledger.lines["tiny"] = replace(line, id="tiny", recipe=recipe_for("tiny_imagenet", protocol="fast"))
+    assert "CIFAR-10, resnet18_cifar, fast protocol" in [table.title for table in results_tables(ledger, name=name)]
 
 
 def test_tables_note_rebuilt_svhn():
-    kept = Ledger(Path(__file__).parents[2] / "results")
-    (table,) = experiment_named("ood").tables(kept, Choice(data=("cifar10",), protocol="fast"))
+    ledger = Ledger(Path(__file__).parents[2] / "results")
+    (table,) = experiment_named("ood").tables(ledger, Choice(data=("cifar10",), protocol="fast"))
     assert any("SVHN" in note and "rebuilt" in note for note in table.notes)
-    line = next(iter(kept.lines.values()))
+    line = next(iter(ledger.lines.values()))
     assert {"ood-svhn", "ood-cifar100"} <= set(line.data)
 
 
 def test_predefined_recipes_include_all_planned_recipes():
     """The tables train the recipes that `fedlas list recipes` shows."""
-    ready = {recipe.replace(seed=1) for protocol, recipe in list_recipes() if protocol == "fast"}
+    predefined = {recipe.replace(seed=1) for protocol, recipe in list_recipes() if protocol == "fast"}
     plan = make_plan(experiment_named("sota"), Choice(protocol="fast", seeds=(1,)), Ledger("nowhere"))
-    assert {run.recipe for run in plan.runs} <= ready
+    assert {run.recipe for run in plan.runs} <= predefined
 
 
 def test_line_checksums_identify_the_splits(ledger):
@@ -670,7 +682,7 @@ def test_line_checksums_identify_the_splits(ledger):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("settings", "message"),
     [
         ("--set loss_options.alpah=0.1", "'ls'.*'alpah'.*'alpha'"),
         ("--set loss_options.alpha=7", "alpha.*0.*1.*7"),
@@ -688,20 +700,23 @@ def test_line_checksums_identify_the_splits(ledger):
         ("--runs file/below", "file .*--runs"),
     ],
 )
-@pytest.mark.parametrize("dry", [["--dry-run"], []], ids=["dry", "real"])
-def test_invalid_settings_fail_before_planning(words, message, dry, tmp_path, monkeypatch):
+@pytest.mark.parametrize("dry_run", [["--dry-run"], []], ids=["dry", "real"])
+def test_invalid_settings_fail_before_planning(settings, message, dry_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    options = ["--data", "digits", "--losses", "ls", "--seeds", "1", "--protocol", "small", *words.split(), *dry]
-    shown = CliRunner().invoke(app, ["reproduce", "sota", *options])
-    assert (shown.exit_code, shown.stdout, shown.stderr.count("\n")) == (1, "", 1), shown.output
-    assert re.search(message, shown.stderr), shown.stderr
+    options = ["--data", "digits", "--losses", "ls", "--seeds", "1", "--protocol", "small", *settings.split(), *dry_run]
+    result = CliRunner().invoke(app, ["reproduce", "sota", *options])
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1), result.output
+    assert re.search(message, result.stderr), result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_check_parts_draws_no_random_numbers():
     state = torch.get_rng_state()
-    folder = {"data_options": {"path": "nowhere"}, "loss_options": {"weight": [1.0, 2.0, 3.0]}}  # of unknown classes
+    folder = {
+        "data_options": {"path": "nowhere"},
+        "loss_options": {"weight": [1.0, 2.0, 3.0]},
+    }  # number of classes unknown
     for name in LOSSES.entries:
         check_parts(recipe_for("digits", loss=name))
         check_parts(recipe_for("folder", "small_cnn", name, protocol="small", **folder))
@@ -717,6 +732,6 @@ def test_set_rejects_fields_that_have_their_own_option(change):
 
 def test_ledger_path_that_is_a_file_fails_before_training(tmp_path):
     (tmp_path / "ledger").write_text("")
-    asked = CliRunner().invoke(app, ["reproduce", "sota", "--data", "digits", "--ledger", str(tmp_path / "ledger")])
-    assert asked.exit_code == 1
-    assert str(tmp_path / "ledger") in asked.output
+    result = CliRunner().invoke(app, ["reproduce", "sota", "--data", "digits", "--ledger", str(tmp_path / "ledger")])
+    assert result.exit_code == 1
+    assert str(tmp_path / "ledger") in result.output

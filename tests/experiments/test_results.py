@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from little_drawn import bare_ledger, bare_line
 from reproduction_page import reproduction_page, results_tables
+from small_ledgers import minimal_ledger, minimal_line
 
 from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.stored_predictions import problems
@@ -41,15 +41,15 @@ def test_results_tables_contain_only_finished_runs(ledger, choice, tmp_path):
 
 
 def test_experiment_with_its_own_protocol_is_on_the_page_once(tmp_path):
-    """It is in no table of the paper's data, although its run would fit there."""
-    done = [recipe_for("fashion_mnist", "small_cnn", "ce", protocol="small"), recipe_for("cifar10", protocol="fast")]
-    lines = [bare_line(item, name) for item, name in zip(done, ("small", "fast"), strict=True)]
-    book = bare_ledger(tmp_path, lines)
-    page = reproduction_page(book)
+    """The indicator has its own row on the page, and no results table."""
+    recipes = [recipe_for("fashion_mnist", "small_cnn", "ce", protocol="small"), recipe_for("cifar10", protocol="fast")]
+    lines = [minimal_line(recipe, protocol) for recipe, protocol in zip(recipes, ("small", "fast"), strict=True)]
+    results_ledger = minimal_ledger(tmp_path, lines)
+    page = reproduction_page(results_ledger)
     (row,) = re.findall(r"^\| `indicator`.*", page, re.MULTILINE)
     assert row.endswith("| small | 1 | 1 | 0 |  |")
     assert "`indicator`" not in page.replace(row, "")
-    assert [table.title for table in results_tables(book)] == ["CIFAR-10, resnet18_cifar, fast protocol"]
+    assert [table.title for table in results_tables(results_ledger)] == ["CIFAR-10, resnet18_cifar, fast protocol"]
 
 
 def test_empty_ledger_gives_a_page_without_tables(tmp_path):

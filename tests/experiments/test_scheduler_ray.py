@@ -16,7 +16,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_scheduler import ENDLESS, HERE, LONG, assert_complete, exists, holder, in_the_middle, short, times
+from test_scheduler import (
+    ENDLESS,
+    HERE,
+    LONG,
+    assert_complete,
+    epoch_seconds,
+    exists,
+    holder,
+    in_the_middle,
+    short_recipe,
+)
 
 from fedlas.experiments import scheduler
 from fedlas.experiments.scheduler import FailedRunsError, train_recipes
@@ -68,104 +78,109 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # the name of a socket may not be long
+        folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # socket paths are limited to about 100 characters
         (folder / "ray").mkdir()
         patch.setenv("RAY_TMPDIR", str(folder))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        here = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-        pids = [raylet(here.head_node), *children(raylet(here.head_node))]
-        yield here
+        ray_cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        pids = [raylet(ray_cluster.head_node), *children(raylet(ray_cluster.head_node))]
+        yield ray_cluster
         ray.shutdown()
-        here.shutdown()
+        ray_cluster.shutdown()
         until(lambda: not any(exists(pid) for pid in pids))
         shutil.rmtree(folder)
 
 
 def test_runs_survive_a_dead_ray_node(cluster, tmp_path, caplog, monkeypatch):
-    """Two raylets, of which one is killed: all runs finish, none twice, and the one that was hit goes on elsewhere.
+    """If one of two raylets is killed, every run still finishes once, and the interrupted one resumes on the other.
 
-    Besides, one run diverges, and one is in the hands of another process for a while.
+    One more run diverges, and another is locked by another process for a while.
     """
-    bad, elsewhere = short("focal", lr=1e30), short("mbls")
-    last = 3 * LONG  # long enough for either node to have begun with one of them
-    recipes = [elsewhere, short(epochs=last), short("ls", epochs=last), bad]
-    good = [recipe for recipe in recipes if recipe != bad]
+    diverging, externally_locked = short_recipe("focal", lr=1e30), short_recipe("mbls")
+    epochs = 3 * LONG  # so many that each node starts one of them before any ends
+    recipes = [externally_locked, short_recipe(epochs=epochs), short_recipe("ls", epochs=epochs), diverging]
+    healthy = [recipe for recipe in recipes if recipe != diverging]
     node = cluster.add_node(num_cpus=1)
-    hit: list[tuple[Run, list[float]]] = []
-    gone: list[int] = []
+    interrupted: list[tuple[Run, list[float]]] = []
+    node_pids: list[int] = []
 
-    def kill() -> None:
-        run = until(lambda: run_on(node, [Run(tmp_path / recipe.name) for recipe in good]))
-        gone.extend(children(raylet(node)))
+    def kill_node() -> None:
+        run = until(lambda: run_on(node, [Run(tmp_path / recipe.name) for recipe in healthy]))
+        node_pids.extend(children(raylet(node)))
         kill_raylet(node)
-        hit.append((run, times(run)))
+        interrupted.append((run, epoch_seconds(run)))
 
-    thread = threading.Thread(target=kill)
+    thread = threading.Thread(target=kill_node)
     thread.start()
     runs: list[Run] = []
     lock = ExitStack()
-    lock.enter_context(locked(tmp_path / elsewhere.name))
+    lock.enter_context(locked(tmp_path / externally_locked.name))
 
     def unlock_when_reported(record: logging.LogRecord) -> bool:
-        if elsewhere.name in record.getMessage():
+        if externally_locked.name in record.getMessage():
             lock.close()
         return True
 
     monkeypatch.setattr(logging.getLogger(scheduler.__name__), "filters", [unlock_when_reported])
 
-    with pytest.raises(FailedRunsError, match=f"^1 .*{bad.name}: DivergedError"):
+    with pytest.raises(FailedRunsError, match=f"^1 .*{diverging.name}: DivergedError"):
         runs.extend(train_recipes(recipes, folder=tmp_path, executor="ray", address=cluster.address))
     thread.join()
-    assert_complete(runs, good)
-    ((run, before),) = hit
-    assert times(run)[: len(before) - 2] == before[:-2]  # it went on, and did not start over
+    assert_complete(runs, healthy)
+    ((run, before),) = interrupted
+    assert epoch_seconds(run)[: len(before) - 2] == before[:-2]  # it was resumed, not restarted
     assert re.match(r"Ray: 2\b.*\b0 GPU.*\b1 CPU", caplog.messages[0])
-    assert sum(bad.name in message for message in caplog.messages) == 1  # an error of its own is not tried again
-    assert sum(elsewhere.name in message for message in caplog.messages) == 1
-    until(lambda: not any(exists(pid) for pid in gone))
+    assert sum(diverging.name in message for message in caplog.messages) == 1  # a diverged run is not retried
+    assert sum(externally_locked.name in message for message in caplog.messages) == 1
+    until(lambda: not any(exists(pid) for pid in node_pids))
     cluster.remove_node(node)
 
 
 LAUNCHER = """
 import sys
 from pathlib import Path
-sys.path[:0] = [{here!r}, {above!r}]
-from test_scheduler import LONG, short, train_recipes
-recipes = [short(), short("ls", epochs=LONG), short("mbls", epochs=LONG)]
+sys.path[:0] = [{experiments!r}, {tests!r}]
+from test_scheduler import LONG, short_recipe, train_recipes
+recipes = [short_recipe(), short_recipe("ls", epochs=LONG), short_recipe("mbls", epochs=LONG)]
 for run in train_recipes(recipes, folder=Path({folder!r}), executor="ray", address={address!r}):
     print(run.folder.name, flush=True)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_next_launcher_resumes_runs_of_a_dead_one(cluster, tmp_path, number):
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_next_launcher_resumes_runs_of_a_dead_one(cluster, tmp_path, signal_number):
     """A killed launcher ends its tasks; a terminated one lets them write checkpoints first."""
-    recipes = [short(), short("ls", epochs=LONG), short("mbls", epochs=LONG)]
-    done, hit, _ = [Run(tmp_path / "runs" / recipe.name) for recipe in recipes]
+    recipes = [short_recipe(), short_recipe("ls", epochs=LONG), short_recipe("mbls", epochs=LONG)]
+    finished_run, interrupted_run, _ = [Run(tmp_path / "runs" / recipe.name) for recipe in recipes]
     script = tmp_path / "script.py"
-    words = {"here": str(HERE), "above": str(HERE.parent), "folder": str(tmp_path / "runs"), "address": cluster.address}
-    script.write_text(LAUNCHER.format(**words))
+    fields = {
+        "experiments": str(HERE),
+        "tests": str(HERE.parent),
+        "folder": str(tmp_path / "runs"),
+        "address": cluster.address,
+    }
+    script.write_text(LAUNCHER.format(**fields))
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as launcher:
         try:
-            # Among what Ray prints itself.
-            assert any(line.strip() == done.folder.name for line in launcher.stdout), launcher.wait()
-            until(lambda: in_the_middle(hit))
+            # Ray prints other lines, too.
+            assert any(line.strip() == finished_run.folder.name for line in launcher.stdout), launcher.wait()
+            until(lambda: in_the_middle(interrupted_run))
         finally:
-            launcher.send_signal(number)
-    finished, before = times(done), times(hit)
-    if number == signal.SIGTERM:
-        assert holder(hit) is None
-        assert torch.load(hit.checkpoint, weights_only=True)["epoch"] == len(before)
+            launcher.send_signal(signal_number)
+    finished_times, before = epoch_seconds(finished_run), epoch_seconds(interrupted_run)
+    if signal_number == signal.SIGTERM:
+        assert holder(interrupted_run) is None
+        assert torch.load(interrupted_run.checkpoint, weights_only=True)["epoch"] == len(before)
     runs = list(train_recipes(recipes, folder=tmp_path / "runs", executor="ray", address=cluster.address))
     assert_complete(runs, recipes)
-    assert runs[0] == done
-    assert times(done) == finished
-    assert times(hit)[: len(before) - 2] == before[:-2]
+    assert runs[0] == finished_run
+    assert epoch_seconds(finished_run) == finished_times
+    assert epoch_seconds(interrupted_run)[: len(before) - 2] == before[:-2]
 
 
 def test_time_limit_stops_ray_runs_with_a_checkpoint(cluster, tmp_path, caplog):
     """The run in progress writes a checkpoint; the run that waits for a CPU never starts."""
-    recipes: list[Recipe] = [short(loss, epochs=ENDLESS) for loss in ("ce", "ls")]
+    recipes: list[Recipe] = [short_recipe(loss, epochs=ENDLESS) for loss in ("ce", "ls")]
     options: dict[str, Any] = {"folder": tmp_path, "executor": "ray", "address": cluster.address}
     assert list(train_recipes(recipes, limit_minutes=40 / 60, **options)) == []
     assert "2 of 2" in caplog.messages[-1]

@@ -16,14 +16,14 @@ RECIPE = recipe_for("digits", "small_cnn", "ls", **SMALL)
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
+def finished_search(tmp_path_factory):
     folder = tmp_path_factory.mktemp("search")
     ranges = [Range.parse("alpha=0.01:0.4:log")]
     return folder, search(RECIPE, ranges, trials=3, folder=folder, seeds=(1, 2))
 
 
-def test_search_never_reads_the_test_split(done):
-    folder, _found = done
+def test_search_never_reads_the_test_split(finished_search):
+    folder, _ = finished_search
     files = {path.name for path in folder.rglob("*.safetensors")}
     assert files == {"best-val.safetensors", "last-val.safetensors"}
     runs = [Run(path) for path in (folder / "runs").iterdir()]
@@ -39,8 +39,8 @@ def test_recipes_that_validate_on_the_test_split_raise(tmp_path):
         search(official, [Range.parse("alpha=0.01:0.4")], trials=1, folder=tmp_path)
 
 
-def test_search_json_records_all_trials(done):
-    folder, result = done
+def test_search_json_records_all_trials(finished_search):
+    folder, result = finished_search
     record = json.loads((folder / "search.json").read_text())
     assert record["split"] == "val"
     assert record["metric"] == "nll"
@@ -53,18 +53,18 @@ def test_search_json_records_all_trials(done):
         assert 0.01 <= trial.options["alpha"] <= 0.4
 
 
-def test_repeated_search_reuses_finished_runs(done):
-    folder, result = done
+def test_repeated_search_reuses_finished_runs(finished_search):
+    folder, result = finished_search
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
-    again = search(RECIPE, result.ranges, trials=4, folder=folder, seeds=(1, 2))
-    assert again.trials[:3] == result.trials
+    repeated = search(RECIPE, result.ranges, trials=4, folder=folder, seeds=(1, 2))
+    assert repeated.trials[:3] == result.trials
     after = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
     assert {path: after[path] for path in before} == before
     assert len(after) == len(before) + 4
 
 
-def test_best_options_give_the_recipe_of_the_best_run(done, tmp_path):
-    _folder, result = done
+def test_best_options_give_the_recipe_of_the_best_run(finished_search, tmp_path):
+    _folder, result = finished_search
     recipe = RECIPE.replace(loss_options={**RECIPE.loss_options, **result.best.options}, seed=1)
     assert recipe.name == result.best.runs[0]
 
@@ -115,23 +115,25 @@ def test_invalid_range_bounds_raise(text, message):
 
 
 def test_duplicate_search_keyword_fails(tmp_path):
-    words = ["search", "--data", "digits", "--loss", "fedlas_ls", "--over", "beta=1,2", "--over", "beta=3,4"]
-    shown = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "made")])
-    assert shown.exit_code == 1
-    assert re.search("--over.*beta", shown.output)
+    arguments = ["search", "--data", "digits", "--loss", "fedlas_ls", "--over", "beta=1,2", "--over", "beta=3,4"]
+    result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "made")])
+    assert result.exit_code == 1
+    assert re.search("--over.*beta", result.output)
     assert not (tmp_path / "made").exists()
 
 
 def test_search_command_prints_the_best_settings(tmp_path):
-    words = "search --data digits --loss ls --over alpha=0.05,0.1 --trials 1 --set epochs=1 --set model_options.width=8"
-    arguments = [*words.split(), "--out", str(tmp_path)]
-    shown = CliRunner().invoke(app, arguments)
-    assert shown.exit_code == 0, shown.output
-    assert "--set loss_options.alpha=0." in shown.output
+    command = (
+        "search --data digits --loss ls --over alpha=0.05,0.1 --trials 1 --set epochs=1 --set model_options.width=8"
+    )
+    arguments = [*command.split(), "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "--set loss_options.alpha=0." in result.output
     longer = CliRunner().invoke(app, [*arguments, "--trials", "2"])
     assert longer.exit_code == 0, longer.output
     other = CliRunner().invoke(app, [*arguments, "--metric", "ece"])
     assert (other.exit_code, "--overwrite" in other.output) == (1, True)
-    wrong = CliRunner().invoke(app, [*arguments, "--overwrite", "--metric", "speed"])
-    assert wrong.exit_code == 1
-    assert "'speed'" in wrong.output
+    invalid = CliRunner().invoke(app, [*arguments, "--overwrite", "--metric", "speed"])
+    assert invalid.exit_code == 1
+    assert "'speed'" in invalid.output

@@ -16,8 +16,8 @@ from fedlas.experiments.smoothing_curve import BETAS, SmoothingCurve, alpha_of
 @pytest.mark.parametrize(("mode", "psi"), [("positive", 1), ("negative", -1)])
 def test_alpha_equals_its_formula_in_both_modes(beta, mode, psi):
     nci = torch.tensor([-3.0, -0.5, 0.0, 0.25, 2.0])
-    seen, alpha_i = alpha_of(nci, alpha=0.1, beta=beta, mode=mode)
-    assert torch.equal(seen, nci)
+    returned_nci, alpha_i = alpha_of(nci, alpha=0.1, beta=beta, mode=mode)
+    assert torch.equal(returned_nci, nci)
     assert alpha_i.tolist() == pytest.approx([0.1 * 2 / (1 + math.exp(-beta * psi * x)) for x in nci.tolist()])
 
 

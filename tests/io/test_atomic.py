@@ -42,10 +42,10 @@ def test_file_is_fsynced_before_it_is_renamed(tmp_path, monkeypatch):
 
 def test_hard_link_left_by_a_killed_write_is_removed(tmp_path):
     """Regression: a kill between two renames left a second name of the file forever."""
-    path, before = tmp_path / "x", tmp_path / "before"
+    path, backup = tmp_path / "x", tmp_path / "before"
     path.write_bytes(b"old")
-    before.hardlink_to(path)
-    write_atomic(path, b"new", backup=before)
+    backup.hardlink_to(path)
+    write_atomic(path, b"new", backup=backup)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"x": b"new", "before": b"old"}
 
 
@@ -59,12 +59,12 @@ def test_atomic_write_preserves_symlinks_pipes_and_permissions(tmp_path):
     assert (tmp_path / "real").read_bytes() == b"new"
     assert (tmp_path / "real").stat().st_mode & 0o777 == 0o600
     os.mkfifo(tmp_path / "pipe")
-    got = []
-    reader = threading.Thread(target=lambda: got.append((tmp_path / "pipe").read_bytes()))
+    received = []
+    reader = threading.Thread(target=lambda: received.append((tmp_path / "pipe").read_bytes()))
     reader.start()
     write_atomic(tmp_path / "pipe", b"through")
     reader.join(10)
-    assert got == [b"through"]
+    assert received == [b"through"]
     assert (tmp_path / "pipe").is_fifo()
     with pytest.raises(IsADirectoryError):
         write_atomic(tmp_path, b"x")

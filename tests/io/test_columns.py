@@ -17,24 +17,24 @@ from fedlas.io.columns import LABEL_NAMES, UNDECLARED
 from fedlas.predictions import Predictions, TopLabelPredictions
 
 NAMES = ("cat", "dog", "eel")
-make = np.random.default_rng(0)
-LOGITS = make.normal(size=(12, 3)).round(3)
+rng = np.random.default_rng(0)
+LOGITS = rng.normal(size=(12, 3)).round(3)
 PROBS = np.exp(LOGITS) / np.exp(LOGITS).sum(1, keepdims=True)
 LABELS = np.array([0, 1, 2, 2] * 3)
-WORDS = [NAMES[label] for label in LABELS]
+NAMED_LABELS = [NAMES[label] for label in LABELS]
 ONE_HOT = {"one-hot": np.int64, "bool one-hot": np.bool_, "f4 one-hot": np.float32, "f8 one-hot": np.float64}
 
 
-def write_table(path: Path, columns: dict, mark: str = ",") -> Path:
-    """Write a table of text, packed if the name says so."""
+def write_table(path: Path, columns: dict, delimiter: str = ",") -> Path:
+    """Write a text table, compressed if the suffix is .gz."""
     rows = zip(*(map(str, column) for column in columns.values()), strict=True)
-    text = "\n".join(mark.join(row) for row in [tuple(columns), *rows]) + "\n"
+    text = "\n".join(delimiter.join(row) for row in [tuple(columns), *rows]) + "\n"
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
     return path
 
 
 def write_columns(path: Path, columns: dict) -> Path:
-    """Write columns to a file of text, JSON or parquet, by its ending."""
+    """Write columns to a text, JSON or parquet file, as its suffix says."""
     lists = {name: list(column) for name, column in columns.items()}
     if path.suffix == ".json":
         path.write_text(json.dumps(lists))
@@ -46,21 +46,23 @@ def write_columns(path: Path, columns: dict) -> Path:
     return path
 
 
-def family(prefix: str, values: np.ndarray = PROBS, names: tuple = NAMES) -> dict:
-    return {f"{prefix}{name}": values[:, place] for place, name in enumerate(names)}
+def class_columns(prefix: str, values: np.ndarray = PROBS, names: tuple = NAMES) -> dict:
+    return {f"{prefix}{name}": values[:, position] for position, name in enumerate(names)}
 
 
-def assert_predictions(found: Predictions, *, logits: bool = False) -> None:
-    assert torch.allclose(found.logits if logits else found.probs, torch.from_numpy(LOGITS if logits else PROBS))
-    assert (found.given_logits is not None) is logits
-    assert found.labels.tolist() == LABELS.tolist()
+def assert_predictions(predictions: Predictions, *, logits: bool = False) -> None:
+    assert torch.allclose(
+        predictions.logits if logits else predictions.probs, torch.from_numpy(LOGITS if logits else PROBS)
+    )
+    assert (predictions.given_logits is not None) is logits
+    assert predictions.labels.tolist() == LABELS.tolist()
 
 
 @pytest.mark.parametrize("name", [*sorted(LABEL_NAMES), "Label", "Y", "Y_True"])
 def test_label_columns_of_other_tools_are_recognised(tmp_path, name):
-    found = read_predictions(write_table(tmp_path / "p.csv", family("prob_") | {name: WORDS}))
-    assert_predictions(found)
-    assert f"labels from {name}" in str(found.columns)
+    predictions = read_predictions(write_table(tmp_path / "p.csv", class_columns("prob_") | {name: NAMED_LABELS}))
+    assert_predictions(predictions)
+    assert f"labels from {name}" in str(predictions.columns)
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "json"])
@@ -70,35 +72,39 @@ def test_label_columns_of_other_tools_are_recognised(tmp_path, name):
 def test_class_columns_of_other_tools_are_recognised(tmp_path, prefix, kind):
     logits = prefix == "logits_"
     columns = (
-        {"unknown": range(12)} | family(prefix, LOGITS if logits else PROBS) | {"y_true": WORDS, "note": WORDS[::-1]}
+        {"unknown": range(12)}
+        | class_columns(prefix, LOGITS if logits else PROBS)
+        | {"y_true": NAMED_LABELS, "note": NAMED_LABELS[::-1]}
     )
     path = write_columns(tmp_path / f"p.{kind}", columns)
-    found = read_predictions(path)
-    assert_predictions(found, logits=logits)
-    assert found.class_names == NAMES
-    assert found.columns.unread == ["unknown"]
-    assert dict(found.metadata) == {"note": tuple(WORDS[::-1])}
+    predictions = read_predictions(path)
+    assert_predictions(predictions, logits=logits)
+    assert predictions.class_names == NAMES
+    assert predictions.columns.unread == ["unknown"]
+    assert dict(predictions.metadata) == {"note": tuple(NAMED_LABELS[::-1])}
 
 
 def test_numeric_class_columns_are_recognised(tmp_path):
-    path = write_table(tmp_path / "p.csv", {"": range(12)} | family("", names=("0", "1", "2")) | {"target": LABELS})
+    path = write_table(
+        tmp_path / "p.csv", {"": range(12)} | class_columns("", names=("0", "1", "2")) | {"target": LABELS}
+    )
     assert_predictions(read_predictions(path))
     path = write_table(
-        tmp_path / "q.csv", {"p_value": LABELS[::-1]} | family("p_", names=("1", "2", "3")) | {"y": LABELS + 1}
+        tmp_path / "q.csv", {"p_value": LABELS[::-1]} | class_columns("p_", names=("1", "2", "3")) | {"y": LABELS + 1}
     )
-    found = read_predictions(path)
-    assert_predictions(found)
-    assert found.columns.metadata == ("p_value",)
-    path = write_table(tmp_path / "r.csv", {"p_value": LABELS, "p_adjusted": LABELS, "y": WORDS})
+    predictions = read_predictions(path)
+    assert_predictions(predictions)
+    assert predictions.columns.metadata == ("p_value",)
+    path = write_table(tmp_path / "r.csv", {"p_value": LABELS, "p_adjusted": LABELS, "y": NAMED_LABELS})
     with pytest.raises(ValueError, match=r"r\.csv.*--prob-columns.*p_value"):
         read_predictions(path)
 
 
 def test_class_without_samples_is_read(tmp_path):
-    columns = family("") | {"truth": ["cat", "eel"] * 6}
-    found = read_predictions(write_table(tmp_path / "p.csv", columns))
-    assert found.class_names == NAMES
-    assert found.labels.tolist() == [0, 2] * 6
+    columns = class_columns("") | {"truth": ["cat", "eel"] * 6}
+    predictions = read_predictions(write_table(tmp_path / "p.csv", columns))
+    assert predictions.class_names == NAMES
+    assert predictions.labels.tolist() == [0, 2] * 6
 
 
 @pytest.mark.parametrize("key", ["predictions", "Probs", "softmax", "outputs", "probabilities", "y_score", "y_pred"])
@@ -113,12 +119,12 @@ def test_arrays_of_other_tools_are_recognised(tmp_path, key):
     if key.casefold() not in UNDECLARED:
         with pytest.raises(ValueError, match=rf"q\.npz.*--logits.*{key}.*--prob-columns"):
             read_predictions(tmp_path / "q.npz", logits=True)
-    chosen = {} if key.casefold() in UNDECLARED else {"prob_columns": key}
-    assert_predictions(read_predictions(tmp_path / "q.npz", logits=True, **chosen), logits=True)
+    options = {} if key.casefold() in UNDECLARED else {"prob_columns": key}
+    assert_predictions(read_predictions(tmp_path / "q.npz", logits=True, **options), logits=True)
 
 
 def test_class_columns_of_probabilities_are_not_read_as_logits(tmp_path):
-    path = write_table(tmp_path / "p.csv", family("prob_") | {"label": WORDS})
+    path = write_table(tmp_path / "p.csv", class_columns("prob_") | {"label": NAMED_LABELS})
     with pytest.raises(ValueError, match=r"p\.csv.*--logits.*prob_cat.*--prob-columns"):
         read_predictions(path, logits=True)
 
@@ -140,21 +146,28 @@ def test_scalars_and_settings_next_to_arrays_are_ignored(tmp_path):
     "predicted", ["pred", "Prediction", "predicted", "y_pred", "pred_label", "correct", "hit", "is_correct"]
 )
 def test_top_label_columns_of_other_tools_are_recognised(tmp_path, confidence, predicted):
-    said = PROBS.argmax(1)
-    known = predicted in {"correct", "hit", "is_correct"}
-    columns = {confidence: PROBS.max(1), predicted: (said == LABELS) if known else said}
-    found = read_predictions(write_table(tmp_path / "p.csv", columns | ({} if known else {"target": LABELS})))
-    assert isinstance(found, TopLabelPredictions)
-    assert torch.allclose(found.confidence, torch.from_numpy(PROBS.max(1)))
-    assert found.correct.tolist() == (said == LABELS).tolist()
+    predicted_classes = PROBS.argmax(1)
+    is_correctness = predicted in {"correct", "hit", "is_correct"}
+    columns = {
+        confidence: PROBS.max(1),
+        predicted: (predicted_classes == LABELS) if is_correctness else predicted_classes,
+    }
+    predictions = read_predictions(
+        write_table(tmp_path / "p.csv", columns | ({} if is_correctness else {"target": LABELS}))
+    )
+    assert isinstance(predictions, TopLabelPredictions)
+    assert torch.allclose(predictions.confidence, torch.from_numpy(PROBS.max(1)))
+    assert predictions.correct.tolist() == (predicted_classes == LABELS).tolist()
 
 
 def test_ambiguous_columns_raise_an_error_with_candidates_and_option(tmp_path):
-    two_labels = write_table(tmp_path / "a.csv", family("prob_") | {"target": WORDS, "gt": WORDS})
+    two_labels = write_table(tmp_path / "a.csv", class_columns("prob_") | {"target": NAMED_LABELS, "gt": NAMED_LABELS})
     with pytest.raises(ValueError, match=r"a\.csv.*target, gt.*--label-column"):
         read_predictions(two_labels)
     assert_predictions(read_predictions(two_labels, label_column="gt"))
-    two_tables = write_table(tmp_path / "b.csv", family("probs_") | family("logits_", LOGITS) | {"y": WORDS})
+    two_tables = write_table(
+        tmp_path / "b.csv", class_columns("probs_") | class_columns("logits_", LOGITS) | {"y": NAMED_LABELS}
+    )
     with pytest.raises(ValueError, match=r"b\.csv.*logits_cat.*probs_cat.*--prob-columns"):
         read_predictions(two_tables)
     assert_predictions(read_predictions(two_tables, prob_columns="probs_*"))
@@ -165,7 +178,7 @@ def test_ambiguous_columns_raise_an_error_with_candidates_and_option(tmp_path):
 
 
 def test_options_select_columns_of_any_name(tmp_path):
-    columns = family("s.", names=("1", "2", "3")) | {
+    columns = class_columns("s.", names=("1", "2", "3")) | {
         "species": LABELS + 1,
         "sure": PROBS.max(1),
         "said": LABELS,
@@ -173,44 +186,44 @@ def test_options_select_columns_of_any_name(tmp_path):
     }
     path = write_table(tmp_path / "p.csv", columns)
     assert_predictions(read_predictions(path, prob_columns="s.*", label_column="species"))
-    found = read_predictions(path, confidence_column="sure", prediction_column="said", label_column="species")
-    assert isinstance(found, TopLabelPredictions)
-    assert not found.correct.any()
+    predictions = read_predictions(path, confidence_column="sure", prediction_column="said", label_column="species")
+    assert isinstance(predictions, TopLabelPredictions)
+    assert not predictions.correct.any()
     assert read_predictions(path, confidence_column="sure", correct_column="ok").correct.all()
     with pytest.raises(ValueError, match=r"--label-column.*'truth'.*species"):
         read_predictions(path, label_column="truth", prob_columns="s.*")
 
 
 def test_error_about_a_last_class_without_samples_names_the_option(tmp_path):
-    path = write_table(tmp_path / "p.csv", {"note": WORDS} | family("") | {"label": ["cat", "dog"] * 6})
-    with pytest.raises(ValueError, match=r"p\.csv.*line 2.*eel.*--prob-columns") as raised:
+    path = write_table(tmp_path / "p.csv", {"note": NAMED_LABELS} | class_columns("") | {"label": ["cat", "dog"] * 6})
+    with pytest.raises(ValueError, match=r"p\.csv.*line 2.*eel.*--prob-columns") as error:
         read_predictions(path)
-    assert "note" not in str(raised.value)
+    assert "note" not in str(error.value)
     assert read_predictions(path, prob_columns="cat, dog,eel").class_names == NAMES
 
 
 def test_error_about_an_unknown_label_column_names_the_option(tmp_path):
     with pytest.raises(ValueError, match=r"p\.csv.*--label-column.*art"):
-        read_predictions(write_table(tmp_path / "p.csv", family("") | {"art": WORDS}))
-    columns = {"confidence": PROBS.max(1), "prediction": WORDS, "wahrheit": WORDS}
+        read_predictions(write_table(tmp_path / "p.csv", class_columns("") | {"art": NAMED_LABELS}))
+    columns = {"confidence": PROBS.max(1), "prediction": NAMED_LABELS, "wahrheit": NAMED_LABELS}
     with pytest.raises(ValueError, match=r"q\.csv.*wahrheit.*--label-column"):
         read_predictions(write_table(tmp_path / "q.csv", columns))
 
 
 def test_missing_columns_raise_an_error_that_lists_the_columns(tmp_path):
-    path = write_table(tmp_path / "p.csv", family("prob_") | {"species": WORDS})
-    found = read_predictions(path)
+    path = write_table(tmp_path / "p.csv", class_columns("prob_") | {"species": NAMED_LABELS})
+    predictions = read_predictions(path)
     with pytest.raises(ValueError, match=r"p\.csv.*species.*--label-column"):
-        require_labels(found, path)
-    nothing = write_table(tmp_path / "q.csv", {"age": LABELS, "weight": LABELS, "label": WORDS})
+        require_labels(predictions, path)
+    unrelated = write_table(tmp_path / "q.csv", {"age": LABELS, "weight": LABELS, "label": NAMED_LABELS})
     with pytest.raises(ValueError, match=r"q\.csv.*--prob-columns.*age, weight"):
-        read_predictions(nothing)
+        read_predictions(unrelated)
 
 
-@pytest.mark.parametrize("ending", [".tsv", ".txt", ".csv.gz", ".tsv.gz"])
-def test_tables_with_other_suffixes_are_read(tmp_path, ending):
-    mark = {".tsv": "\t", ".txt": " ", ".tsv.gz": "\t"}.get(ending, ",")
-    path = write_table(tmp_path / f"p{ending}", family("prob_") | {"label": WORDS}, mark)
+@pytest.mark.parametrize("suffix", [".tsv", ".txt", ".csv.gz", ".tsv.gz"])
+def test_tables_with_other_suffixes_are_read(tmp_path, suffix):
+    delimiter = {".tsv": "\t", ".txt": " ", ".tsv.gz": "\t"}.get(suffix, ",")
+    path = write_table(tmp_path / f"p{suffix}", class_columns("prob_") | {"label": NAMED_LABELS}, delimiter)
     assert_predictions(read_predictions(path, progress=lambda *_: None))
 
 
@@ -225,8 +238,8 @@ def test_a_compressed_file_with_an_extreme_ratio_raises(tmp_path):
 
 def test_compressed_jsonl_is_read(tmp_path):
     lines = [
-        json.dumps({"probabilities": dict(zip(NAMES, row, strict=True)), "y_true": word})
-        for row, word in zip(PROBS.tolist(), WORDS, strict=True)
+        json.dumps({"probabilities": dict(zip(NAMES, row, strict=True)), "y_true": label})
+        for row, label in zip(PROBS.tolist(), NAMED_LABELS, strict=True)
     ]
     (tmp_path / "p.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
     assert_predictions(read_predictions(tmp_path / "p.jsonl.gz"))
@@ -253,21 +266,21 @@ def test_arrays_and_labels_in_separate_files_are_read(tmp_path):
 
 
 def test_class_names_alone_are_found_by_labels_from_another_file(tmp_path):
-    path = write_table(tmp_path / "p.csv", {"size": range(12)} | family(""))
-    (tmp_path / "y.txt").write_text("\n".join(WORDS))
-    for labels in (tmp_path / "y.txt", np.array(WORDS)):
-        found = read_predictions(path, labels=labels)
-        assert_predictions(found)
-        assert found.columns.unread == ["size"]
+    path = write_table(tmp_path / "p.csv", {"size": range(12)} | class_columns(""))
+    (tmp_path / "y.txt").write_text("\n".join(NAMED_LABELS))
+    for labels in (tmp_path / "y.txt", np.array(NAMED_LABELS)):
+        predictions = read_predictions(path, labels=labels)
+        assert_predictions(predictions)
+        assert predictions.columns.unread == ["size"]
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(arrow.table(family("")), tmp_path / "p.parquet")
+    parquet.write_table(arrow.table(class_columns("")), tmp_path / "p.parquet")
     assert_predictions(read_predictions(tmp_path / "p.parquet", labels=tmp_path / "y.txt"))
 
 
-@pytest.mark.parametrize("labels", [LABELS, WORDS, [f"{label:.3e}" for label in LABELS]])
+@pytest.mark.parametrize("labels", [LABELS, NAMED_LABELS, [f"{label:.3e}" for label in LABELS]])
 @pytest.mark.parametrize("header", ["", "0\n", "species\n", ",0\n"])
 def test_header_of_a_label_file_is_detected_by_its_line_count(tmp_path, labels, header):
-    path = write_table(tmp_path / "p.csv", family("prob_"))
+    path = write_table(tmp_path / "p.csv", class_columns("prob_"))
     rows = [f"{row},{label}" if "," in header else str(label) for row, label in enumerate(labels)]
     (tmp_path / "y.csv").write_text(header + "\n".join(rows))
     assert_predictions(read_predictions(path, labels=tmp_path / "y.csv"))
@@ -277,14 +290,14 @@ def test_header_of_a_label_file_is_detected_by_its_line_count(tmp_path, labels, 
 
 
 def test_errors_about_labels_from_another_file_name_that_file(tmp_path):
-    path = write_table(tmp_path / "p.csv", family("prob_"))
-    for word, said in (("9", "9"), ("cow", "cow")):
-        (tmp_path / "y.txt").write_text("\n".join([*(NAMES[0:1] if word == "cow" else "0") * 11, word]))
-        with pytest.raises(ValueError, match=rf"y\.txt.*row 11.*{said}") as raised:
+    path = write_table(tmp_path / "p.csv", class_columns("prob_"))
+    for label, message in (("9", "9"), ("cow", "cow")):
+        (tmp_path / "y.txt").write_text("\n".join([*(NAMES[0:1] if label == "cow" else "0") * 11, label]))
+        with pytest.raises(ValueError, match=rf"y\.txt.*row 11.*{message}") as error:
             read_predictions(path, labels=tmp_path / "y.txt")
-        assert str(raised.value).index("y.txt") < str(raised.value).index("p.csv")
+        assert str(error.value).index("y.txt") < str(error.value).index("p.csv")
     np.save(tmp_path / "probs.npy", PROBS)
-    (tmp_path / "y.txt").write_text("\n".join(WORDS))
+    (tmp_path / "y.txt").write_text("\n".join(NAMED_LABELS))
     with pytest.raises(ValueError, match=r"^\S*y\.txt.*class_names"):
         read_predictions(tmp_path / "probs.npy", labels=tmp_path / "y.txt")
     (tmp_path / "x.csv").write_text("1,1\n0,0\n")
@@ -298,15 +311,15 @@ def test_errors_about_labels_from_another_file_name_that_file(tmp_path):
 @pytest.mark.parametrize("kind", ["csv", "parquet", "json"])
 @pytest.mark.parametrize("names", [("0", "1"), ("1",), ("cat", "dog"), ("True", "False")])
 def test_boolean_labels_are_read(tmp_path, kind, names):
-    columns = family("prob_", np.array([[0.7, 0.3], [0.2, 0.8]]), names) | {"label": [False, True]}
+    columns = class_columns("prob_", np.array([[0.7, 0.3], [0.2, 0.8]]), names) | {"label": [False, True]}
     path = write_columns(tmp_path / f"p.{kind}", columns)
     assert read_predictions(path).labels.tolist() == ([1, 0] if names[0] == "True" else [0, 1])
 
 
 def test_labels_in_scientific_notation_are_read(tmp_path):
-    labels = [f"{label + 1:.3e}" if place % 2 else f"{label + 1}e+00" for place, label in enumerate(LABELS)]
+    labels = [f"{label + 1:.3e}" if row % 2 else f"{label + 1}e+00" for row, label in enumerate(LABELS)]
     assert_predictions(
-        read_predictions(write_table(tmp_path / "p.csv", family("prob_", names=("1", "2", "3")) | {"y": labels}))
+        read_predictions(write_table(tmp_path / "p.csv", class_columns("prob_", names=("1", "2", "3")) | {"y": labels}))
     )
     columns = {"conf": PROBS.max(1), "pred": LABELS, "y": [f"{label:.18e}" for label in LABELS]}
     assert read_predictions(write_table(tmp_path / "q.csv", columns)).correct.all()
@@ -319,8 +332,8 @@ def test_top_k_columns_of_timm_are_not_read_as_class_columns(tmp_path):
     path = write_table(tmp_path / "timm.csv", columns | {"label": LABELS})
     with pytest.raises(ValueError, match=r"index_0.*--confidence-column.*prob_0.*--prediction-column.*index_0"):
         read_predictions(path)
-    found = read_predictions(path, confidence_column="prob_0", prediction_column="index_0")
-    assert found.correct.tolist() == (PROBS.argmax(1) == LABELS).tolist()
+    predictions = read_predictions(path, confidence_column="prob_0", prediction_column="index_0")
+    assert predictions.correct.tolist() == (PROBS.argmax(1) == LABELS).tolist()
 
 
 def test_a_confidence_without_a_prediction_raises(tmp_path):
@@ -332,9 +345,9 @@ def test_a_confidence_without_a_prediction_raises(tmp_path):
 def test_class_numbers_are_sorted_numerically(tmp_path):
     """Classes are in the order of numbers, also those of ImageNet-21k."""
     columns = {"conf": [0.5, 0.6, 0.7], "pred": [21_840, 5_000, 3], "y": [21_840, 12, 3]}
-    found = read_predictions(write_table(tmp_path / "p.csv", columns))
-    assert found.correct.tolist() == [True, False, True]
-    assert found.class_names == ("3", "12", "5000", "21840")
+    predictions = read_predictions(write_table(tmp_path / "p.csv", columns))
+    assert predictions.correct.tolist() == [True, False, True]
+    assert predictions.class_names == ("3", "12", "5000", "21840")
 
 
 def test_an_array_that_claims_more_than_its_file_holds_raises_without_allocation(tmp_path):
@@ -345,45 +358,49 @@ def test_an_array_that_claims_more_than_its_file_holds_raises_without_allocation
         read_predictions(tmp_path / "p.npy")
 
 
-@pytest.mark.parametrize("place", [0, 3])
-def test_csv_without_a_header_is_read(tmp_path, place):
+@pytest.mark.parametrize("position", [0, 3])
+def test_csv_without_a_header_is_read(tmp_path, position):
     columns = list(PROBS.T)
-    columns.insert(place, LABELS)
+    columns.insert(position, LABELS)
     rows = zip(*(map(str, column) for column in columns), strict=True)
     (tmp_path / "p.csv").write_text("\n".join(map(",".join, rows)))
-    assert_predictions(read_predictions(tmp_path / "p.csv", header=False, label_column=str(place)))
+    assert_predictions(read_predictions(tmp_path / "p.csv", header=False, label_column=str(position)))
 
 
 def test_row_names_written_by_r_are_read(tmp_path):
     rows = [
-        f'"{i}" ' + " ".join(map(str, row)) + f' "{word}"'
-        for i, (row, word) in enumerate(zip(PROBS, WORDS, strict=True))
+        f'"{i}" ' + " ".join(map(str, row)) + f' "{label}"'
+        for i, (row, label) in enumerate(zip(PROBS, NAMED_LABELS, strict=True))
     ]
     (tmp_path / "p.txt").write_text("\n".join(['"cat" "dog" "eel" "obs"', *rows]))
     assert_predictions(read_predictions(tmp_path / "p.txt"))
-    (tmp_path / "q.csv").write_text("logit_a,logit_b,label\n1,2,1,\n")  # a comma too many is no name of a row
+    (tmp_path / "q.csv").write_text("logit_a,logit_b,label\n1,2,1,\n")  # an extra comma is not a row name
     with pytest.raises(ValueError, match=r"q\.csv.*line 2.*4.*3"):
         read_predictions(tmp_path / "q.csv")
 
 
 def test_a_long_label_among_many_does_not_fill_the_memory(tmp_path):
-    words = ["a", "b" * 50_000] + ["a"] * 2_000
-    columns = {"conf": [0.9] * 2_002, "hit": [1] * 2_002, "comment": words}
+    comments = ["a", "b" * 50_000] + ["a"] * 2_000
+    columns = {"conf": [0.9] * 2_002, "hit": [1] * 2_002, "comment": comments}
     path = write_table(tmp_path / "p.csv", columns)
     tracemalloc.start()
     read_predictions(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 20e6  # 400 MB in fixed widths
+    assert peak < 20e6  # a fixed-width string array would take 400 MB
 
 
 @pytest.mark.parametrize("kind", ["u1", "u2", "u4", "u8", "f4", "?", "column", *ONE_HOT])
 def test_labels_of_every_dtype_are_accepted(kind):
     labels = LABELS if kind != "?" else LABELS % 2
-    given = {"column": labels[:, None]} | {name: np.eye(3, dtype=dtype)[labels] for name, dtype in ONE_HOT.items()}
-    found = Predictions.from_probs(PROBS, given[kind] if kind in given else labels.astype(kind))
-    assert found.labels.dtype == torch.int64
-    assert found.labels.tolist() == labels.tolist()
+    two_dimensional = {"column": labels[:, None]} | {
+        name: np.eye(3, dtype=dtype)[labels] for name, dtype in ONE_HOT.items()
+    }
+    predictions = Predictions.from_probs(
+        PROBS, two_dimensional[kind] if kind in two_dimensional else labels.astype(kind)
+    )
+    assert predictions.labels.dtype == torch.int64
+    assert predictions.labels.tolist() == labels.tolist()
 
 
 def test_a_row_that_is_not_one_hot_raises_an_error_that_names_it():
@@ -403,21 +420,21 @@ def test_soft_labels_stay_soft_and_one_hot_labels_have_a_column_for_each_class()
 
 
 def test_models_with_one_hot_and_integer_labels_can_be_compared(tmp_path):
-    write_table(tmp_path / "a.csv", family("prob_") | family("label_", np.eye(3)[LABELS]))
-    write_table(tmp_path / "b.csv", family("prob_") | {"label": WORDS})
+    write_table(tmp_path / "a.csv", class_columns("prob_") | class_columns("label_", np.eye(3)[LABELS]))
+    write_table(tmp_path / "b.csv", class_columns("prob_") | {"label": NAMED_LABELS})
     command = ["compare", f"{tmp_path}/a.csv", f"{tmp_path}/b.csv", "--metrics", "accuracy", "--resamples", "50"]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
 
 
 def test_evaluate_has_column_options_and_prints_what_was_read(tmp_path):
     np.save(tmp_path / "scores.npy", LOGITS)
     np.save(tmp_path / "y.npy", LABELS)
     command = ["evaluate", f"{tmp_path}/scores.npy", "--labels", f"{tmp_path}/y.npy", "--logits", "--resamples", "20"]
-    done = CliRunner().invoke(app, [*command, "--posthoc", ""])
-    assert done.exit_code == 0, done.output
-    assert "labels from y.npy" in done.output
-    path = write_table(tmp_path / "p.csv", family("s", 2 * PROBS) | {"species": WORDS})
+    result = CliRunner().invoke(app, [*command, "--posthoc", ""])
+    assert result.exit_code == 0, result.output
+    assert "labels from y.npy" in result.output
+    path = write_table(tmp_path / "p.csv", class_columns("s", 2 * PROBS) | {"species": NAMED_LABELS})
     columns = ["--label-column", "species", "--prob-columns", "s*"]
     refused = CliRunner().invoke(app, ["evaluate", str(path), *columns])
     assert refused.exit_code == 1
@@ -430,21 +447,26 @@ def test_evaluate_has_column_options_and_prints_what_was_read(tmp_path):
 
 
 def test_compare_has_column_options(tmp_path):
-    paths = [write_table(tmp_path / f"{name}.csv", family("s") | {"species": WORDS}) for name in "ab"]
+    paths = [write_table(tmp_path / f"{name}.csv", class_columns("s") | {"species": NAMED_LABELS}) for name in "ab"]
     command = ["compare", *map(str, paths), "--metrics", "accuracy", "--resamples", "50", "--prob-columns", "s*"]
-    done = CliRunner().invoke(app, [*command, "--label-column", "species"])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, [*command, "--label-column", "species"])
+    assert result.exit_code == 0, result.output
 
 
 def test_error_about_a_label_column_missing_in_one_file_names_the_option(tmp_path):
-    paths = [write_table(tmp_path / f"{name}.csv", family("prob_") | {name: WORDS}) for name in ("species", "kind")]
+    paths = [
+        write_table(tmp_path / f"{name}.csv", class_columns("prob_") | {name: NAMED_LABELS})
+        for name in ("species", "kind")
+    ]
     command = ["compare", *map(str, paths), "--metrics", "accuracy", "--resamples", "50"]
     refused = CliRunner().invoke(app, [*command, "--label-column", "species"])
     assert refused.exit_code == 1
     assert "kind.csv" in refused.output
     assert "--labels" in refused.output
-    done = CliRunner().invoke(app, [*command, "--labels", str(write_table(tmp_path / "y.csv", {"label": WORDS}))])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(
+        app, [*command, "--labels", str(write_table(tmp_path / "y.csv", {"label": NAMED_LABELS}))]
+    )
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize(
@@ -452,7 +474,7 @@ def test_error_about_a_label_column_missing_in_one_file_names_the_option(tmp_pat
     [
         ("0.7,0.2,0.1,0", {}),
         ("0.7,0.2,0.1,0", {"label_column": "3"}),
-        ("0.25,0.25,0.5,2", {}),  # two columns of one name
+        ("0.25,0.25,0.5,2", {}),  # two columns with the same name
         ("0,7;0,2;0,1;0", {}),
     ],
 )
@@ -468,7 +490,7 @@ def test_error_about_a_missing_header_names_the_option(tmp_path, row, options):
 
 def test_labels_of_a_calibration_file_may_be_in_another_file(tmp_path):
     for name in ("test", "val"):
-        np.save(tmp_path / f"{name}.npy", LOGITS + (name == "val") * make.normal(size=LOGITS.shape))
+        np.save(tmp_path / f"{name}.npy", LOGITS + (name == "val") * rng.normal(size=LOGITS.shape))
         np.save(tmp_path / f"{name}_y.npy", LABELS)
     files = [f"{tmp_path}/test.npy", "--labels", f"{tmp_path}/test_y.npy", "--calibration", f"{tmp_path}/val.npy"]
     command = ["evaluate", *files, "--logits", "--resamples", "50", "--posthoc", "histogram_binning"]
@@ -476,8 +498,8 @@ def test_labels_of_a_calibration_file_may_be_in_another_file(tmp_path):
     assert refused.exit_code == 1
     assert "val.npy" in refused.output
     assert "--calibration-labels" in refused.output
-    done = CliRunner().invoke(app, [*command, "--calibration-labels", f"{tmp_path}/val_y.npy"])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, [*command, "--calibration-labels", f"{tmp_path}/val_y.npy"])
+    assert result.exit_code == 0, result.output
 
 
 def test_listed_columns_are_classes_in_the_order_of_the_list(tmp_path):
@@ -488,10 +510,10 @@ def test_listed_columns_are_classes_in_the_order_of_the_list(tmp_path):
 
 @pytest.mark.parametrize("listed", [["Prob_cat", "Prob_dog", "Prob_eel"], "Prob_cat, Prob_dog,Prob_eel"])
 def test_listed_columns_lose_the_prefix_of_class_columns(tmp_path, listed):
-    path = write_table(tmp_path / "p.csv", family("Prob_") | {"Prob_mean": LABELS, "label": WORDS})
-    found = read_predictions(path, prob_columns=listed)
-    assert_predictions(found)
-    assert found.class_names == NAMES
+    path = write_table(tmp_path / "p.csv", class_columns("Prob_") | {"Prob_mean": LABELS, "label": NAMED_LABELS})
+    predictions = read_predictions(path, prob_columns=listed)
+    assert_predictions(predictions)
+    assert predictions.class_names == NAMES
 
 
 def test_confidence_column_option_also_finds_the_prediction_column(tmp_path):
@@ -512,43 +534,50 @@ def test_correct_column_replaces_the_label_or_must_agree_with_it(tmp_path):
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "json"])
 def test_columns_without_a_role_that_group_the_samples_are_metadata(tmp_path, kind):
-    """They were dropped, so that a page had no slices by country; a Parquet file dropped floats and dates."""
-    columns = family("prob_") | {"label": WORDS, "country": ["no", "de", "no"] * 4, "year": [2019, 2020] * 6}
+    """Regression: they were dropped, so a page had no slices by country; Parquet files lost floats and dates."""
+    columns = class_columns("prob_") | {
+        "label": NAMED_LABELS,
+        "country": ["no", "de", "no"] * 4,
+        "year": [2019, 2020] * 6,
+    }
     days = [date(2020, 1, 1 + row % 3) for row in range(12)]
     if kind == "json":
         days = list(map(str, days))
     columns |= {"dose": [0.5, 0.5, 1.5] * 4, "day": days}
     columns |= {"note": [f"text {row}" for row in range(12)], "unit": ["kg"] * 12, "weight": np.arange(12) / 10}
-    found = read_predictions(write_columns(tmp_path / f"p.{kind}", columns))
+    predictions = read_predictions(write_columns(tmp_path / f"p.{kind}", columns))
     expected = {"country": ("no", "de", "no") * 4, "year": ("2019", "2020") * 6, "dose": ("0.5", "0.5", "1.5") * 4}
-    assert dict(found.metadata) == expected | {"day": ("2020-01-01", "2020-01-02", "2020-01-03") * 4}
-    assert found.columns.metadata == ("country", "year", "dose", "day")
-    assert found.columns.unread == ["note", "unit", "weight"]
-    assert "metadata from country, year, dose, day; not read: note, unit, weight" in str(found.columns)
+    assert dict(predictions.metadata) == expected | {"day": ("2020-01-01", "2020-01-02", "2020-01-03") * 4}
+    assert predictions.columns.metadata == ("country", "year", "dose", "day")
+    assert predictions.columns.unread == ["note", "unit", "weight"]
+    assert "metadata from country, year, dose, day; not read: note, unit, weight" in str(predictions.columns)
 
 
 def test_columns_that_repeat_label_or_prediction_are_no_metadata(tmp_path):
     """Regression: they became slices whose accuracy is 0 or 1."""
     correct = PROBS.argmax(1) == LABELS
-    outcome = {"correct": correct, "pred": PROBS.argmax(1), "confidence": [0.5, 0.7] * 6, "species": WORDS}
-    outcome |= {"number": LABELS, "passed": np.where(correct, "yes", "no"), "country": ["no", "de", "nan"] * 4}
-    columns = family("prob_") | {"label": WORDS} | outcome
-    found = read_predictions(write_table(tmp_path / "p.csv", columns))
-    assert dict(found.metadata) == {"country": ("no", "de", "nan") * 4}
-    assert found.columns.unread == list(outcome)[:-1]
+    extra_columns = {"correct": correct, "pred": PROBS.argmax(1), "confidence": [0.5, 0.7] * 6, "species": NAMED_LABELS}
+    extra_columns |= {"number": LABELS, "passed": np.where(correct, "yes", "no"), "country": ["no", "de", "nan"] * 4}
+    columns = class_columns("prob_") | {"label": NAMED_LABELS} | extra_columns
+    predictions = read_predictions(write_table(tmp_path / "p.csv", columns))
+    assert dict(predictions.metadata) == {"country": ("no", "de", "nan") * 4}
+    assert predictions.columns.unread == list(extra_columns)[:-1]
     frame = as_predictions({**columns, "size": np.array([1.5, np.nan] * 6)})
     assert dict(frame.metadata) == {"country": ("no", "de", "nan") * 4, "size": ("1.5", "") * 6}
 
 
-@pytest.mark.parametrize("words", [True, False])
-def test_predictions_that_contradict_the_scores_warn(tmp_path, words):
+@pytest.mark.parametrize("as_names", [True, False])
+def test_predictions_that_contradict_the_scores_warn(tmp_path, as_names):
     """The columns of the classes may be in another order than the class numbers."""
-    numbers = (PROBS.argmax(1) + (np.arange(12) < 2)) % 3
-    columns = family("prob_") | {"label": WORDS, "pred": [NAMES[k] for k in numbers] if words else numbers}
+    predicted_numbers = (PROBS.argmax(1) + (np.arange(12) < 2)) % 3
+    columns = class_columns("prob_") | {
+        "label": NAMED_LABELS,
+        "pred": [NAMES[k] for k in predicted_numbers] if as_names else predicted_numbers,
+    }
     path = write_table(tmp_path / "p.csv", columns)
     with pytest.warns(UserWarning, match="pred is not the most probable class in 2 of 12 rows"):
         assert_predictions(read_predictions(path))
-    for values in ([0.5] * 12, [99] * 12, ["?"] * 12):  # no classes
+    for values in ([0.5] * 12, [99] * 12, ["?"] * 12):  # values that are not classes
         assert_predictions(read_predictions(write_table(path, {**columns, "pred": values})))
 
 
@@ -556,8 +585,8 @@ def test_metadata_of_a_million_rows_is_small(tmp_path):
     site = np.array(["north", "south"], dtype=object)[np.arange(200_000) % 2]
     table = {"confidence": np.full(200_000, 0.5), "correct": np.ones(200_000, dtype=bool), "site": site}
     tracemalloc.start()
-    found = as_predictions(table)
-    kept = tracemalloc.get_traced_memory()[0]
+    predictions = as_predictions(table)
+    stored_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert found.metadata["site"][:2] == ("north", "south")
-    assert kept < 200_000 * 20
+    assert predictions.metadata["site"][:2] == ("north", "south")
+    assert stored_bytes < 200_000 * 20

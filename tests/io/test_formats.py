@@ -20,103 +20,105 @@ from fedlas.report.evaluation_result import evaluate_files
 NAMES = ("cat", 'd"o,g', "ω\nemu")
 
 
-def make_predictions(n: int = 7, **rest) -> Predictions:
-    make = torch.Generator().manual_seed(0)
-    logits, labels = torch.randn(n, 3, generator=make), torch.randint(3, (n,), generator=make)
-    known = {"class_names": NAMES, "ids": [f"s{i}" for i in range(n)], "paths": [f"img/{i}.png" for i in range(n)]}
-    return Predictions(logits, labels, index=torch.arange(n) + 5, features=torch.rand(n, 2), **(known | rest))
+def make_predictions(n: int = 7, **overrides) -> Predictions:
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(n, 3, generator=generator), torch.randint(3, (n,), generator=generator)
+    defaults = {"class_names": NAMES, "ids": [f"s{i}" for i in range(n)], "paths": [f"img/{i}.png" for i in range(n)]}
+    return Predictions(logits, labels, index=torch.arange(n) + 5, features=torch.rand(n, 2), **(defaults | overrides))
 
 
-def same(one: Predictions, other: Predictions) -> None:
-    assert torch.equal(one.logits.double(), other.logits.double())
-    assert one.labels.tolist() == other.labels.tolist()
-    assert one.index.tolist() == other.index.tolist()
-    assert torch.equal(one.features.double(), other.features.double())
-    assert (one.ids, one.paths) == (other.ids, other.paths)
+def assert_same(first: Predictions, second: Predictions) -> None:
+    assert torch.equal(first.logits.double(), second.logits.double())
+    assert first.labels.tolist() == second.labels.tolist()
+    assert first.index.tolist() == second.index.tolist()
+    assert torch.equal(first.features.double(), second.features.double())
+    assert (first.ids, first.paths) == (second.ids, second.paths)
 
 
-@pytest.mark.parametrize("ending", WRITERS)
-def test_written_predictions_round_trip(tmp_path, ending):
-    given = make_predictions()
-    path = write_predictions(given, tmp_path / f"p{ending}")
-    found = read_predictions(path)
-    same(given, found)
-    assert found.class_names == NAMES
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_written_predictions_round_trip(tmp_path, suffix):
+    predictions = make_predictions()
+    path = write_predictions(predictions, tmp_path / f"p{suffix}")
+    loaded = read_predictions(path)
+    assert_same(predictions, loaded)
+    assert loaded.class_names == NAMES
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("ending", WRITERS)
-def test_metadata_round_trips(tmp_path, ending):
-    """Regression: only .safetensors kept it. A name that would make a column the labels is not written to tables."""
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_metadata_round_trips(tmp_path, suffix):
+    """Regression: only .safetensors kept it. Metadata whose name would be read as labels is not written to tables."""
     metadata = {"site": ("north, 1", "south") * 6, "year": ("2019", "2020", "") * 4}
     logits = torch.randn(12, 3)
     for labels in ([0, 1, 2] * 4, None):
-        made = Predictions(logits, labels, class_names=NAMES, metadata=metadata | {"y": ("a", "b") * 6})
-        found = read_predictions(write_predictions(made, tmp_path / f"p{ending}"))
-        assert {name: found.metadata[name] for name in metadata} == metadata
-        assert found.given_labels is None if labels is None else found.labels.tolist() == labels
+        predictions = Predictions(logits, labels, class_names=NAMES, metadata=metadata | {"y": ("a", "b") * 6})
+        loaded = read_predictions(write_predictions(predictions, tmp_path / f"p{suffix}"))
+        assert {name: loaded.metadata[name] for name in metadata} == metadata
+        assert loaded.given_labels is None if labels is None else loaded.labels.tolist() == labels
 
 
-@pytest.mark.parametrize("ending", WRITERS)
-def test_probs_option_writes_probabilities(tmp_path, ending):
-    given = make_predictions().probs
-    found = read_predictions(write_predictions(Predictions(given.log(), [0] * 7), tmp_path / f"p{ending}", probs=True))
-    assert found.given_probs is not None
-    assert torch.allclose(found.probs.double(), given.double(), atol=1e-7)
-    assert found.class_names in (None, ("0", "1", "2"))
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_probs_option_writes_probabilities(tmp_path, suffix):
+    probs = make_predictions().probs
+    loaded = read_predictions(write_predictions(Predictions(probs.log(), [0] * 7), tmp_path / f"p{suffix}", probs=True))
+    assert loaded.given_probs is not None
+    assert torch.allclose(loaded.probs.double(), probs.double(), atol=1e-7)
+    assert loaded.class_names in (None, ("0", "1", "2"))
 
 
-@pytest.mark.parametrize("ending", [ending for ending in WRITERS if ending != ".jsonl"])
-def test_soft_labels_and_missing_labels_round_trip(tmp_path, ending):
+@pytest.mark.parametrize("suffix", [suffix for suffix in WRITERS if suffix != ".jsonl"])
+def test_soft_labels_and_missing_labels_round_trip(tmp_path, suffix):
     soft = make_predictions().probs
-    found = read_predictions(
-        write_predictions(Predictions(make_predictions().logits, soft, class_names=NAMES), tmp_path / f"p{ending}")
+    loaded = read_predictions(
+        write_predictions(Predictions(make_predictions().logits, soft, class_names=NAMES), tmp_path / f"p{suffix}")
     )
-    assert torch.allclose(found.labels.double(), soft.double())
-    found = read_predictions(write_predictions(Predictions(make_predictions().logits), tmp_path / f"q{ending}"))
-    assert found.given_labels is None
+    assert torch.allclose(loaded.labels.double(), soft.double())
+    loaded = read_predictions(write_predictions(Predictions(make_predictions().logits), tmp_path / f"q{suffix}"))
+    assert loaded.given_labels is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("ending", WRITERS)
-def test_every_dtype_round_trips(tmp_path, dtype, ending):
-    given = Predictions(make_predictions().logits.to(dtype), [0] * 7)
-    found = read_predictions(write_predictions(given, tmp_path / f"p{ending}"))
-    assert torch.equal(given.logits.double(), found.logits.double())
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_every_dtype_round_trips(tmp_path, dtype, suffix):
+    predictions = Predictions(make_predictions().logits.to(dtype), [0] * 7)
+    loaded = read_predictions(write_predictions(predictions, tmp_path / f"p{suffix}"))
+    assert torch.equal(predictions.logits.double(), loaded.logits.double())
 
 
 def test_json_columns_and_records_are_read(tmp_path):
-    given = make_predictions()
-    columns = {"logits": given.logits.tolist(), "labels": given.labels.tolist(), "class_names": list(NAMES)}
+    predictions = make_predictions()
+    columns = {"logits": predictions.logits.tolist(), "labels": predictions.labels.tolist(), "class_names": list(NAMES)}
     (tmp_path / "c.json").write_text(json.dumps(columns | {"split": "test"}))
-    found = read_predictions(tmp_path / "c.json")
-    assert torch.equal(found.logits, given.logits.double())
-    assert (found.class_names, found.split) == (NAMES, "test")
+    loaded = read_predictions(tmp_path / "c.json")
+    assert torch.equal(loaded.logits, predictions.logits.double())
+    assert (loaded.class_names, loaded.split) == (NAMES, "test")
     records = [
         {"probs": dict(zip("ab", row, strict=True)), "label": "b", "id": i}
         for i, row in enumerate([[0.25, 0.75], [1, 0]])
     ]
     (tmp_path / "r.json").write_text(json.dumps(records))
-    found = read_predictions(tmp_path / "r.json")
-    assert found.probs.tolist() == [[0.25, 0.75], [1, 0]]
-    assert (found.labels.tolist(), found.class_names, found.ids) == ([1, 1], ("a", "b"), ("0", "1"))
+    loaded = read_predictions(tmp_path / "r.json")
+    assert loaded.probs.tolist() == [[0.25, 0.75], [1, 0]]
+    assert (loaded.labels.tolist(), loaded.class_names, loaded.ids) == ([1, 1], ("a", "b"), ("0", "1"))
 
 
 def test_jsonl_is_read(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text('\ufeff{"logits": [1, 2.5], "label": 1}\n\n{"logits": [0, 0], "label": 0}\r\n', encoding="utf-8")
-    found = read_predictions(path, "val")
-    assert (found.logits.tolist(), found.labels.tolist(), found.split) == ([[1, 2.5], [0, 0]], [1, 0], "val")
+    loaded = read_predictions(path, "val")
+    assert (loaded.logits.tolist(), loaded.labels.tolist(), loaded.split) == ([[1, 2.5], [0, 0]], [1, 0], "val")
     path.write_text('{"confidence": 0.9, "prediction": "a", "label": "b"}\n')
     assert isinstance(read_predictions(path), TopLabelPredictions)
 
 
 def test_torch_files_are_read(tmp_path):
-    given = make_predictions()
-    torch.save({"logits": given.logits, "labels": given.labels, "class_names": list(NAMES)}, tmp_path / "p.pt")
-    found = read_predictions(tmp_path / "p.pt")
-    assert torch.equal(found.logits, given.logits)
-    assert found.class_names == NAMES
+    predictions = make_predictions()
+    torch.save(
+        {"logits": predictions.logits, "labels": predictions.labels, "class_names": list(NAMES)}, tmp_path / "p.pt"
+    )
+    loaded = read_predictions(tmp_path / "p.pt")
+    assert torch.equal(loaded.logits, predictions.logits)
+    assert loaded.class_names == NAMES
 
 
 class Payload:
@@ -135,9 +137,9 @@ def test_errors_never_advise_to_unpickle(tmp_path, content):
 
 
 @pytest.mark.parametrize("n", [3, 300])
-@pytest.mark.parametrize(("name", "way"), [("labels", r"astype\(str\)"), ("class_names", "astype")])
-def test_an_array_of_python_objects_raises_a_specific_error(tmp_path, name, way, n):
-    """Many words take fewer bytes as a pickle than pointers would: the file was said to be damaged."""
+@pytest.mark.parametrize(("name", "remedy"), [("labels", r"astype\(str\)"), ("class_names", "astype")])
+def test_an_array_of_python_objects_raises_a_specific_error(tmp_path, name, remedy, n):
+    """Regression: repeated strings take fewer bytes pickled than as pointers, so the file was reported as damaged."""
     arrays = {
         "probs": np.tile([[0.5, 0.3, 0.2]], (n, 1)),
         "labels": np.array(["cat", "dog", "eel"] * (n // 3)),
@@ -146,7 +148,7 @@ def test_an_array_of_python_objects_raises_a_specific_error(tmp_path, name, way,
     np.savez(tmp_path / "good.npz", **arrays)
     assert read_predictions(tmp_path / "good.npz").labels[:3].tolist() == [0, 1, 2]
     np.savez(tmp_path / "p.npz", **(arrays | {name: arrays[name].astype(object)}))
-    with pytest.raises(ValueError, match=rf"p\.npz.*{name}.*Python objects.*{way}") as error:
+    with pytest.raises(ValueError, match=rf"p\.npz.*{name}.*Python objects.*{remedy}") as error:
         read_predictions(tmp_path / "p.npz")
     assert "pickle" not in str(error.value)
 
@@ -202,15 +204,15 @@ def test_unreadable_files_raise_an_error_that_names_them(tmp_path, name, text, m
     with pytest.raises(ValueError, match=message) as error:
         read_predictions(tmp_path / name)
     assert name in str(error.value)
-    assert error.value.__cause__ is not error.value  # who follows causes comes to an end
+    assert error.value.__cause__ is not error.value  # the chain of causes is finite
 
 
 def test_folders_missing_files_and_other_encodings_raise(tmp_path):
     with pytest.raises(IsADirectoryError, match=r"\.safetensors.*\.csv"):
         read_predictions(tmp_path)
-    for ending in READERS:
+    for suffix in READERS:
         with pytest.raises(FileNotFoundError, match="nowhere"):
-            read_predictions(tmp_path / f"nowhere{ending}")
+            read_predictions(tmp_path / f"nowhere{suffix}")
     (tmp_path / "p.csv").write_bytes("prob_été,prob_b,label\n0.5,0.5,été\n".encode("latin-1"))
     with pytest.raises(ValueError, match=r"p\.csv.*UTF-8"):
         read_predictions(tmp_path / "p.csv")
@@ -236,18 +238,18 @@ def test_unwritable_formats_raise(tmp_path):
     with pytest.raises(ValueError, match=r"p\.npz.*\btop\b.*\.safetensors"):
         write_predictions(read_predictions(tmp_path / "top.csv"), tmp_path / "p.npz")
     assert [file.name for file in tmp_path.iterdir()] == ["top.csv"]
-    again = read_predictions(write_predictions(read_predictions(tmp_path / "top.csv"), tmp_path / "p.safetensors"))
-    assert isinstance(again, TopLabelPredictions)
-    assert (again.class_names, again.prediction.tolist(), again.labels.tolist()) == (("a", "b"), [0], [1])
+    loaded = read_predictions(write_predictions(read_predictions(tmp_path / "top.csv"), tmp_path / "p.safetensors"))
+    assert isinstance(loaded, TopLabelPredictions)
+    assert (loaded.class_names, loaded.prediction.tolist(), loaded.labels.tolist()) == (("a", "b"), [0], [1])
 
 
 def test_ids_and_paths_are_indexed_with_their_samples():
-    given = make_predictions()
-    for rows, left in [(slice(2, 4), (2, 3)), (slice(None, None, -3), (6, 3, 0))]:
-        assert given[rows].ids == tuple(f"s{i}" for i in left)
+    predictions = make_predictions()
+    for rows, remaining in [(slice(2, 4), (2, 3)), (slice(None, None, -3), (6, 3, 0))]:
+        assert predictions[rows].ids == tuple(f"s{i}" for i in remaining)
     mask = torch.tensor([i in {1, 5} for i in range(7)])
-    assert given[mask].paths == ("img/1.png", "img/5.png")
-    assert given[[6, 0]].ids == ("s6", "s0")
+    assert predictions[mask].paths == ("img/1.png", "img/5.png")
+    assert predictions[[6, 0]].ids == ("s6", "s0")
     with pytest.raises(ValueError, match=r"ids.*2.*7"):
         make_predictions(ids=["a", "b"])
 
@@ -259,11 +261,11 @@ def test_split_option_is_used_if_the_file_has_none(tmp_path):
     assert read_predictions(tmp_path / "q.safetensors", "test").split == "test"
 
 
-@pytest.mark.parametrize("ending", [".csv", ".jsonl"])
-def test_reading_reports_progress(tmp_path, ending):
-    path, calls = write_predictions(Predictions(torch.randn(9_000, 2), [0] * 9_000), tmp_path / f"p{ending}"), []
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_reading_reports_progress(tmp_path, suffix):
+    path, calls = write_predictions(Predictions(torch.randn(9_000, 2), [0] * 9_000), tmp_path / f"p{suffix}"), []
     read_predictions(path, progress=lambda *call: calls.append(call))
-    assert {step for step, _ in calls} == {f"reading p{ending}"}
+    assert {step for step, _ in calls} == {f"reading p{suffix}"}
     fractions = [fraction for _, fraction in calls]
     assert len(fractions) >= 5
     assert fractions == sorted(fractions)
@@ -272,12 +274,12 @@ def test_reading_reports_progress(tmp_path, ending):
 
 
 def test_columns_of_a_csv_are_not_copied(tmp_path):
-    """The columns of the classes are one table already, whatever stands between them in the file."""
+    """Class columns are a view of one table, whatever columns stand between them in the file."""
     (tmp_path / "p.csv").write_text("logit_a,label,feature_x,logit_b\n1,a,7,2\n3,b,8,4\n")
-    found = read_predictions(tmp_path / "p.csv")
-    assert found.logits.tolist() == [[1, 2], [3, 4]]
-    assert found.features.tolist() == [[7], [8]]
-    assert found.logits.stride() == (3, 1)  # rows of three numbers, of which the feature is the third
+    loaded = read_predictions(tmp_path / "p.csv")
+    assert loaded.logits.tolist() == [[1, 2], [3, 4]]
+    assert loaded.features.tolist() == [[7], [8]]
+    assert loaded.logits.stride() == (3, 1)  # rows of three numbers, of which the feature is the third
 
 
 def test_a_truncated_archive_raises(tmp_path):
@@ -294,30 +296,30 @@ def test_parquet_column_names_may_contain_dots(tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = {"prob_a": [0.5, 0.25], "label": ["a", "a.b"], "prob_a.b": [0.25, 0.5], "prob_a.b.c": [0.25, 0.25]}
     parquet.write_table(arrow.table(rows), tmp_path / "p.parquet")
-    found = read_predictions(tmp_path / "p.parquet")
-    assert found.probs.tolist() == [[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]
-    assert (found.labels.tolist(), found.class_names) == ([0, 1], ("a", "a.b", "a.b.c"))
+    loaded = read_predictions(tmp_path / "p.parquet")
+    assert loaded.probs.tolist() == [[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]
+    assert (loaded.labels.tolist(), loaded.class_names) == ([0, 1], ("a", "a.b", "a.b.c"))
     parquet.write_table(arrow.table({name: rows[name] for name in rows if name != "label"}), tmp_path / "q.parquet")
     assert read_predictions(tmp_path / "q.parquet").given_labels is None
 
 
-@pytest.mark.parametrize("ending", [".csv", ".parquet", ".json", ".jsonl"])
-def test_labels_of_any_type_are_matched_to_class_names(tmp_path, ending):
+@pytest.mark.parametrize("suffix", [".csv", ".parquet", ".json", ".jsonl"])
+def test_labels_of_any_type_are_matched_to_class_names(tmp_path, suffix):
     """Regression: unsorted class columns gave an accuracy of 0.52 in parquet and 1.00 in csv."""
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = {"prob_1": [0.9, 0.1, 0.0], "prob_0": [0.1, 0.7, 0.3], "prob_10": [0.0, 0.2, 0.7], "label": [1, 0, 10]}
-    path = tmp_path / f"p{ending}"
+    path = tmp_path / f"p{suffix}"
     records = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
-    if ending == ".parquet":
+    if suffix == ".parquet":
         parquet.write_table(arrow.table(rows), path)
-    elif ending == ".csv":
+    elif suffix == ".csv":
         path.write_text("\n".join(",".join(map(str, row)) for row in [rows, *zip(*rows.values(), strict=True)]))
     else:
         lines = "\n".join(map(json.dumps, records))
-        path.write_text(lines if ending == ".jsonl" else json.dumps(rows))
-    found = read_predictions(path)
-    assert found.labels.tolist() == [0, 1, 2]
-    assert found.correct.all()
+        path.write_text(lines if suffix == ".jsonl" else json.dumps(rows))
+    loaded = read_predictions(path)
+    assert loaded.labels.tolist() == [0, 1, 2]
+    assert loaded.correct.all()
 
 
 def test_an_ambiguous_class_number_raises(tmp_path):
@@ -329,19 +331,23 @@ def test_an_ambiguous_class_number_raises(tmp_path):
 
 
 def test_class_names_that_are_positions_of_others_round_trip(tmp_path):
-    given = Predictions(make_predictions().logits, make_predictions().labels, class_names=("2", "0", "1"))
-    for ending in WRITERS:
+    predictions = Predictions(make_predictions().logits, make_predictions().labels, class_names=("2", "0", "1"))
+    for suffix in WRITERS:
         assert (
-            read_predictions(write_predictions(given, tmp_path / f"p{ending}")).labels.tolist() == given.labels.tolist()
+            read_predictions(write_predictions(predictions, tmp_path / f"p{suffix}")).labels.tolist()
+            == predictions.labels.tolist()
         )
 
 
-@pytest.mark.parametrize("ending", [".csv", ".parquet", ".jsonl"])
-def test_class_names_that_collide_in_a_table_raise(tmp_path, ending):
+@pytest.mark.parametrize("suffix", [".csv", ".parquet", ".jsonl"])
+def test_class_names_that_collide_in_a_table_raise(tmp_path, suffix):
     with pytest.raises(ValueError, match="name"):
-        write_predictions(make_predictions(class_names=[" a", "a", "b"]), tmp_path / f"p{ending}")
-    given = make_predictions(class_names=[" a", "c", "b "])
-    assert read_predictions(write_predictions(given, tmp_path / f"p{ending}")).labels.tolist() == given.labels.tolist()
+        write_predictions(make_predictions(class_names=[" a", "a", "b"]), tmp_path / f"p{suffix}")
+    predictions = make_predictions(class_names=[" a", "c", "b "])
+    assert (
+        read_predictions(write_predictions(predictions, tmp_path / f"p{suffix}")).labels.tolist()
+        == predictions.labels.tolist()
+    )
 
 
 def test_integers_of_another_dtype_are_the_same_class(tmp_path):
@@ -356,18 +362,18 @@ def test_integers_of_another_dtype_are_the_same_class(tmp_path):
 
 def test_unnamed_classes_of_top_label_files_are_not_counted(tmp_path):
     (tmp_path / "p.csv").write_text("confidence,prediction,label\n0.9,a,b\n0.02,b,b\n")
-    found = read_predictions(tmp_path / "p.csv")
-    assert found.num_classes == 2
-    assert evaluate(found, intervals=False).classes == 2
+    loaded = read_predictions(tmp_path / "p.csv")
+    assert loaded.num_classes == 2
+    assert evaluate(loaded, intervals=False).classes == 2
 
 
 @pytest.mark.parametrize("comma", [",", "."])
 def test_semicolons_and_decimal_commas_are_read(tmp_path, comma):
     text = "prob_a;prob_b;label;id\n0.25;0.75;b;x,y\n1;0;a;z\n".replace(".", comma)
     (tmp_path / "p.csv").write_text("\ufeff" + text.replace("\n", "\r\n"), encoding="utf-8")
-    found = read_predictions(tmp_path / "p.csv")
-    assert (found.probs.tolist(), found.labels.tolist()) == ([[0.25, 0.75], [1, 0]], [1, 0])
-    assert found.ids == ("x,y", "z")
+    loaded = read_predictions(tmp_path / "p.csv")
+    assert (loaded.probs.tolist(), loaded.labels.tolist()) == ([[0.25, 0.75], [1, 0]], [1, 0])
+    assert loaded.ids == ("x,y", "z")
 
 
 def test_errors_about_many_columns_list_only_some(tmp_path):
@@ -394,24 +400,24 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("what", LINES)
-def test_errors_about_a_csv_name_the_line_as_an_editor_counts(tmp_path, what):
-    """Some counted rows from 0, some rows from 1, some lines; blank lines and cells of two lines moved all of them."""
-    row, message = LINES[what]
+@pytest.mark.parametrize("damage", LINES)
+def test_errors_about_a_csv_name_the_line_as_an_editor_counts(tmp_path, damage):
+    """Regression: some errors counted rows, some lines; blank lines and multi-line cells shifted the numbers."""
+    row, message = LINES[damage]
     (tmp_path / "p.csv").write_text(f'prob_a,prob_b,"label",index\n0.5,0.5,"a\n",0\n\n0.5,0.5,b,1\n{row}\n')
     with pytest.raises(ValueError, match=message):
         read_predictions(tmp_path / "p.csv")
 
 
 def test_errors_about_records_name_the_line_too(tmp_path):
-    good = '{"probs": [0.5, 0.5], "label": 0}\n\n'
-    for bad, message in {
+    valid_line = '{"probs": [0.5, 0.5], "label": 0}\n\n'
+    for invalid_line, message in {
         '{"probs": [0.5, 0.9], "label": 0}': "probs.*line 3.*distribution",
         '{"probs": [0.5, 0.5], "label": 7}': "labels.*line 3.*7",
         '{"probs": [0.5], "label": 0}': "line 3.*probs.*2 numbers",
         "7": "line 3.*int",
     }.items():
-        (tmp_path / "p.jsonl").write_text(good + bad)
+        (tmp_path / "p.jsonl").write_text(valid_line + invalid_line)
         with pytest.raises(ValueError, match=message):
             read_predictions(tmp_path / "p.jsonl")
 
@@ -444,16 +450,20 @@ def test_class_names_that_differ_only_in_case_warn(tmp_path, text):
 
 def test_duplicate_class_names_in_older_files_are_numbered_with_a_warning(tmp_path):
     """Regression: such files could be written but not read."""
-    made, names = make_predictions(class_names=["a", "b", "c"]), ["a", "a", "a (2)"]
-    np.savez(tmp_path / "p.npz", logits=made.logits.numpy(), labels=made.labels.numpy(), class_names=names)
-    words = {"format": json.dumps(FORMAT), "class_names": json.dumps(names)}
-    save_file({"logits": made.logits, "labels": made.labels}, tmp_path / "p.safetensors", metadata=words)
-    for ending in (".npz", ".safetensors"):
+    predictions, names = make_predictions(class_names=["a", "b", "c"]), ["a", "a", "a (2)"]
+    np.savez(
+        tmp_path / "p.npz", logits=predictions.logits.numpy(), labels=predictions.labels.numpy(), class_names=names
+    )
+    metadata = {"format": json.dumps(FORMAT), "class_names": json.dumps(names)}
+    save_file(
+        {"logits": predictions.logits, "labels": predictions.labels}, tmp_path / "p.safetensors", metadata=metadata
+    )
+    for suffix in (".npz", ".safetensors"):
         with pytest.warns(UserWarning, match=r"'a'.*'a \(3\)'"):
-            found = read_predictions(tmp_path / f"p{ending}")
-        assert found.class_names == ("a", "a (3)", "a (2)")
-        assert found.labels.tolist() == made.labels.tolist()
-        assert read_predictions(write_predictions(found, tmp_path / f"q{ending}")).class_names == found.class_names
+            loaded = read_predictions(tmp_path / f"p{suffix}")
+        assert loaded.class_names == ("a", "a (3)", "a (2)")
+        assert loaded.labels.tolist() == predictions.labels.tolist()
+        assert read_predictions(write_predictions(loaded, tmp_path / f"q{suffix}")).class_names == loaded.class_names
 
 
 def test_duplicate_class_names_raise_if_labels_are_names(tmp_path):
@@ -464,17 +474,17 @@ def test_duplicate_class_names_raise_if_labels_are_names(tmp_path):
 
 def test_many_duplicate_class_names_are_read_fast(tmp_path):
     np.savez(tmp_path / "p.npz", logits=np.zeros((2, 5000)), labels=[0, 4999], class_names=["a"] * 5000)
-    with pytest.warns(UserWarning, match=r"'a'.*'a \(2\)'") as caught:
+    with pytest.warns(UserWarning, match=r"'a'.*'a \(2\)'") as caught_warnings:
         assert read_predictions(tmp_path / "p.npz").class_names[-1] == "a (5000)"
-    assert len(caught) == 1
+    assert len(caught_warnings) == 1
 
 
-@pytest.mark.parametrize(("word", "row"), [("+-3", 3), ("9" * 25, 3), ("9" * 5000, 3)])
+@pytest.mark.parametrize(("cell", "row"), [("+-3", 3), ("9" * 25, 3), ("9" * 5000, 3)])
 @pytest.mark.parametrize("column", ["index", "label"])
-def test_label_that_is_not_an_integer_raises_with_its_line(tmp_path, column, word, row):
+def test_label_that_is_not_an_integer_raises_with_its_line(tmp_path, column, cell, row):
     """Regression: the error came from int() and did not name the line."""
     other = "label" if column == "index" else "index"
-    (tmp_path / "p.csv").write_text(f"prob_a,prob_b,{column},{other}\n0.5,0.5,1,0\n0.5,0.5,{word},1\n")
+    (tmp_path / "p.csv").write_text(f"prob_a,prob_b,{column},{other}\n0.5,0.5,1,0\n0.5,0.5,{cell},1\n")
     with pytest.raises(ValueError, match=rf"p\.csv.*line {row}.*{column}"):
         read_predictions(tmp_path / "p.csv")
 
@@ -500,7 +510,7 @@ def test_percentages_are_detected(tmp_path):
     (tmp_path / "top.csv").write_text("confidence,prediction,label\n90,a,a\n20,b,a\n")
     with pytest.raises(ValueError, match=r"percentages.*100"):
         read_predictions(tmp_path / "top.csv")
-    Predictions(100 * torch.eye(30), torch.arange(30))  # certain, and no percentages
+    Predictions(100 * torch.eye(30), torch.arange(30))  # confident logits are not percentages
 
 
 def test_labels_and_soft_labels_together_raise(tmp_path):
@@ -511,7 +521,7 @@ def test_labels_and_soft_labels_together_raise(tmp_path):
 
 
 def test_confidences_below_one_over_classes_warn(tmp_path):
-    """The probability of class 1 in the place of the larger one turned over-confidence into under-confidence."""
+    """The probability of class 1 is not the confidence; read as one, it turns over- into under-confidence."""
     rows = [f"{0.03 + 0.04 * i:.2f},{int(i > 12)},{i % 2}\n" for i in range(24)]
     (tmp_path / "p.csv").write_text(f"confidence,prediction,label\n{''.join(rows)}")
     with pytest.warns(UserWarning, match=r"0\.5.*prob_1"):
@@ -520,14 +530,14 @@ def test_confidences_below_one_over_classes_warn(tmp_path):
 
 def test_a_file_without_labels_raises_an_error_that_names_it(tmp_path):
     for name in ("a", "b"):
-        truth = "species" if name == "b" else "label"
-        (tmp_path / f"{name}.csv").write_text(f"prob_x,prob_y,{truth}\n0.9,0.1,x\n0.2,0.8,y\n")
+        label_column = "species" if name == "b" else "label"
+        (tmp_path / f"{name}.csv").write_text(f"prob_x,prob_y,{label_column}\n0.9,0.1,x\n0.2,0.8,y\n")
     with pytest.raises(ValueError, match=r"b\.csv.*species.*--label-column"):
         evaluate_files([tmp_path / "a.csv", tmp_path / "b.csv"])
 
 
 @pytest.mark.parametrize(
-    ("labels", "facts"),
+    ("labels", "message"),
     [
         (("cat", "EEL", "DOG", "eel"), "line 3.*'EEL'.*cat, dog, eel.*'eel'"),
         (("EEL", "DOG"), "line 2.*'EEL'.*cat, dog, eel.*'eel'"),
@@ -535,16 +545,16 @@ def test_a_file_without_labels_raises_an_error_that_names_it(tmp_path):
         (("zebu", "ape"), "line 2.*'zebu'.*cat, dog, eel$"),
     ],
 )
-def test_unknown_label_raises_with_a_suggestion(tmp_path, labels, facts):
-    """The line was that of the word that comes first in the alphabet, and the classes were not listed."""
+def test_unknown_label_raises_with_a_suggestion(tmp_path, labels, message):
+    """Regression: the error named the line of the alphabetically first label and did not list the classes."""
     lines = "".join(f"0.5,0.3,0.2,{label}\n" for label in labels)
     (tmp_path / "upper.csv").write_text(f"prob_cat,prob_dog,prob_eel,label\n{lines}")
-    with pytest.raises(ValueError, match=rf"upper\.csv.*{facts}"):
+    with pytest.raises(ValueError, match=rf"upper\.csv.*{message}"):
         read_predictions(tmp_path / "upper.csv")
 
 
 @pytest.mark.parametrize(
-    ("labels", "facts"),
+    ("labels", "message"),
     [
         (["cat", "dog"], "class_names"),
         (["1", "dog"], "row 1.*label.*'dog'"),
@@ -552,10 +562,10 @@ def test_unknown_label_raises_with_a_suggestion(tmp_path, labels, facts):
         ([0.5, 0.25], r"row 0.*label.*'0\.5'"),
     ],
 )
-def test_named_labels_without_class_names_raise(tmp_path, labels, facts):
-    """A class name or a whole number was expected, and cat is a class name."""
+def test_named_labels_without_class_names_raise(tmp_path, labels, message):
+    """Without class names, labels must be class numbers."""
     np.savez(tmp_path / "p.npz", probs=np.full((2, 2), 0.5), labels=np.array(labels))
-    with pytest.raises(ValueError, match=rf"p\.npz.*{facts}"):
+    with pytest.raises(ValueError, match=rf"p\.npz.*{message}"):
         read_predictions(tmp_path / "p.npz")
     np.savez(tmp_path / "q.npz", probs=np.full((2, 2), 0.5), labels=np.array(["1", "0"]))
     assert read_predictions(tmp_path / "q.npz").labels.tolist() == [1, 0]
