@@ -87,6 +87,8 @@ def test_checks_can_be_switched_off():
     pytest.importorskip("beartype")
     code = "import conftest, fedlas.catalog; print(hasattr(fedlas.catalog.nearest, '__wrapped__'))"
     environment = {**os.environ, "FEDLAS_SHAPE_CHECKS": "0"}
-    here = Path(__file__).parent  # the place of `python -c` is first on the path
-    run = subprocess.run([sys.executable, "-c", code], env=environment, cwd=here, stdout=subprocess.PIPE, check=True)
+    tests_folder = Path(__file__).parent  # the place of `python -c` is first on the path
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=tests_folder, stdout=subprocess.PIPE, check=True
+    )
     assert run.stdout.decode().strip() == "False"

@@ -69,17 +69,15 @@ def test_mixed_precision_with_a_scaler(name):
 @pytest.mark.parametrize("name", LOSSES)
 def test_accumulated_parts_equal_the_whole_batch(name):
     """Parts are weighted by their size. theta = 0 fixes mu and sigma, which otherwise differ between parts."""
-    (reference_net, reference_loss), (net, other) = net_and_loss(name, theta=0.0), net_and_loss(name, theta=0.0)
+    (reference_net, reference_loss), (net, loss) = net_and_loss(name, theta=0.0), net_and_loss(name, theta=0.0)
     x, labels, _ = digit_batches.batches(0)[0]
     logits, features = reference_net(x)
     reference_loss(logits, labels, features).backward()
     for rows in torch.arange(len(x)).split([5, 30, 15]):
         logits, features = net(x[rows])
-        (other(logits, labels[rows], features) * len(rows) / len(x)).backward()
-    parameters, reference_parameters = (
-        [*net.parameters(), *other.parameters()],
-        [*reference_net.parameters(), *reference_loss.parameters()],
-    )
+        (loss(logits, labels[rows], features) * len(rows) / len(x)).backward()
+    parameters = [*net.parameters(), *loss.parameters()]
+    reference_parameters = [*reference_net.parameters(), *reference_loss.parameters()]
     for parameter, expected in zip(parameters, reference_parameters, strict=True):
         torch.testing.assert_close(parameter.grad, expected.grad)
         assert expected.grad.abs().sum() > 0

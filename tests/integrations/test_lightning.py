@@ -259,7 +259,7 @@ def test_updates_between_epochs_are_in_the_checkpoint_of_the_epoch(loss, options
     end_epoch_inputs = []
     end_epoch = type(module.loss).end_epoch
 
-    def watched(self: Any, validation: Any = None) -> None:
+    def recording_end_epoch(self: Any, validation: Any = None) -> None:
         end_epoch_inputs.append(validation)
         end_epoch(self, validation)
 

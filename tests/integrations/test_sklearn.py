@@ -40,9 +40,7 @@ def sampled(classes: int = 3, n: int = 240):
     return random.normal(size=(n, 4)) + 1.2 * np.eye(classes, 4)[labels], labels
 
 
-@pytest.mark.filterwarnings(
-    "ignore:the best temperature of these"
-)  # some data of these checks determine no temperature
+@pytest.mark.filterwarnings("ignore:the best temperature of these")  # some checks use data without a best temperature
 @pytest.mark.parametrize(
     "response_method", ["predict_proba", pytest.param("decision_function", marks=pytest.mark.campaign)]
 )

@@ -108,7 +108,7 @@ def test_a_trained_run_and_the_tracker_write_the_same_file(run, tmp_path):
 
 
 def offline_records(folder):
-    """Return the records that an offline wandb run wrote, read with the reader of wandb; empty until the run has ended."""
+    """Return the records that an offline wandb run wrote; empty until the run has ended."""
     from wandb.proto.wandb_internal_pb2 import Record
     from wandb.sdk.internal.datastore import DataStore
 
