@@ -101,11 +101,8 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         attributes = dict(attrs)
-        fetches = tag in {"script", "img", "iframe", "source"} or attributes.get("rel") in {
-            "stylesheet",
-            "preload",
-            "icon",
-        }
+        resources = {"stylesheet", "preload", "icon"}
+        fetches = tag in {"script", "img", "iframe", "source"} or attributes.get("rel") in resources
         if fetches and (attributes.get("src") or attributes.get("href")):
             self.fetched.append(attributes.get("src") or attributes["href"])
         if tag == "p":

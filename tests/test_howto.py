@@ -18,11 +18,8 @@ PAGES = {
 }
 CONTRACTS = ["data/test_data_contract.py", "posthoc/test_contract_calibrators.py"]
 CONTRACTS += [f"contract/test_contract_{what}.py" for what in ("documents", "errors", "labels", "numbers", "state")]
-EXPENSIVE_TESTS = (
-    "both_ways_to_a_batch",
-    "refused_batch",
-    "index_of_the_data_set",
-)  # expensive imports: compiler, data loaders
+# Expensive imports: compiler, data loaders
+EXPENSIVE_TESTS = ("both_ways_to_a_batch", "refused_batch", "index_of_the_data_set")
 
 
 def python_of(page: str) -> list[str]:

@@ -13,7 +13,7 @@ from waiting import no_waiting
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # Inductor explains a choice of its own, and uses what torch has deprecated.
+    # Inductor warns about its own choices and uses deprecated functions of torch.
     pytest.mark.filterwarnings(
         "ignore:\\nOnline softmax is disabled", "ignore:.*torch.jit:DeprecationWarning", "ignore:TensorFloat32"
     ),
@@ -84,7 +84,7 @@ def test_inductor_and_graph_capture_equal_eager(name: str) -> None:
     with torch.cuda.graph(graph):
         value = step()
     graph.replay()
-    for _ in range(3):  # two steps before the capture, which runs nothing itself, and one replay
+    for _ in range(3):  # two steps before the capture, which computes nothing, and one replay
         eager_batch = batch(0)
         expected = eager(**eager_batch)
         expected.backward()

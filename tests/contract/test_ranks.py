@@ -49,7 +49,7 @@ def step_data(step: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forward_of(net: nn.Module, loss: nn.Module, mode: str) -> Callable[..., Tensor]:
-    """Join network and loss in one of the ways that people do it."""
+    """Combine network and loss in one of the common ways."""
     if mode in (MODEL_ONLY, COMPILED):
         loss_function = torch.compile(loss, fullgraph=True, backend="aot_eager") if mode == COMPILED else loss
         wrapped = DistributedDataParallel(fedlas.WithFeatures(net))

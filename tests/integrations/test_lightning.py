@@ -101,7 +101,7 @@ def logged(folder: Path, column: str) -> list[float]:
         return [float(row[column]) for row in csv.DictReader(file) if row.get(column)]
 
 
-def numbers(logits: Tensor, labels: Tensor) -> dict[str, float]:
+def expected_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
     probs = logits.softmax(1)
     return {
         "accuracy": metrics.accuracy(probs, labels),
@@ -140,7 +140,7 @@ def test_logged_metrics_equal_fedlas_metrics(finished):
     module, trainer, folder, _ = finished
     logits, labels = (torch.cat(parts) for parts in zip(*module.outputs, strict=True))
     assert len(labels) == digit_batches.VALIDATION
-    for name, value in numbers(logits, labels).items():
+    for name, value in expected_metrics(logits, labels).items():
         assert float(trainer.callback_metrics[f"val_{name}"]) == pytest.approx(value, rel=1e-6, abs=1e-8), name
         assert len(logged(folder, f"val_{name}")) == EPOCHS  # and none of the sanity check
 
@@ -215,9 +215,9 @@ class MultipleLoaders(Steps):
         return self.validation_step(batch, number, dataloader_idx)
 
 
-def of_loader(module: Any, index: int) -> dict[str, float]:
+def metrics_of_loader(module: Any, index: int) -> dict[str, float]:
     parts = [(logits, labels) for loader, logits, labels in module.outputs if loader == index]
-    return numbers(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return expected_metrics(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset`")
@@ -234,9 +234,9 @@ def test_each_of_several_loaders_has_its_own_numbers(loss, tmp_path, monkeypatch
     trainer = build_trainer(tmp_path, calibration_callback(), enable_checkpointing=False, max_epochs=1)
     trainer.fit(module, train, [validation, shifted, DataLoader(Stream(), 150)])
     assert "val_ece" not in trainer.callback_metrics
-    assert of_loader(module, 0)["ece"] != pytest.approx(of_loader(module, 1)["ece"], rel=1e-3)
+    assert metrics_of_loader(module, 0)["ece"] != pytest.approx(metrics_of_loader(module, 1)["ece"], rel=1e-3)
     for number in range(3):
-        for name, value in of_loader(module, number).items():
+        for name, value in metrics_of_loader(module, number).items():
             result = trainer.callback_metrics[f"val_{name}/dataloader_idx_{number}"]
             assert float(result) == pytest.approx(value, rel=1e-5, abs=1e-7), (name, number)
     if loss == "adafocal":  # it uses the first loader
@@ -246,9 +246,9 @@ def test_each_of_several_loaders_has_its_own_numbers(loss, tmp_path, monkeypatch
     test_results = trainer.test(module, [validation, shifted], verbose=False)
     for number in range(2):
         test_metrics = {name for name in test_results[number] if name.startswith("test_")}
-        assert test_metrics == {f"test_{name}/dataloader_idx_{number}" for name in of_loader(module, number)}
+        assert test_metrics == {f"test_{name}/dataloader_idx_{number}" for name in metrics_of_loader(module, number)}
         assert test_results[number][f"test_ece/dataloader_idx_{number}"] == pytest.approx(
-            of_loader(module, number)["ece"]
+            metrics_of_loader(module, number)["ece"]
         )
 
 
@@ -334,7 +334,7 @@ def test_two_processes_log_the_numbers_of_all_samples(tmp_path):
     reference.load_state_dict(module.state_dict())
     x, labels = digit_batches.validation()
     logits = reference.net(x).logits.detach()
-    for name, value in numbers(logits, labels).items():
+    for name, value in expected_metrics(logits, labels).items():
         assert float(trainer.callback_metrics[f"val_{name}"]) == pytest.approx(value, rel=1e-5, abs=1e-7), name
     assert {"train_alpha", "train_flip_rate"} <= trainer.callback_metrics.keys()
     assert not torch.equal(module.loss.smoothing.bcg.fc_in.weight, gate)
