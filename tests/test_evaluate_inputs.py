@@ -28,7 +28,7 @@ class PredictionOutput(NamedTuple):
 
 
 def input_forms(tmp_path) -> dict[str, Any]:
-    """List calls of `evaluate` that all give the same predictions."""
+    """Return arguments of `evaluate` that all describe the same predictions."""
     pd, pa = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
     np.save(tmp_path / "p.npy", PROBS.numpy())
     np.save(tmp_path / "y.npy", TRUTH.numpy())
@@ -68,7 +68,7 @@ def test_evaluate_accepts_every_form_of_predictions(tmp_path):
 
 
 class Frame:
-    """A DataFrame as polars has it: columns are a list of names, and a column gives an array."""
+    """A DataFrame like that of polars: `columns` is a list of names, and a column converts to an array."""
 
     def __init__(self, columns: dict) -> None:
         self._columns, self.columns = columns, list(columns)
@@ -328,7 +328,7 @@ def test_an_ood_array_of_probabilities_beside_calibrated_predictions_raises():
     with pytest.raises(ValueError, match=r"svhn.*sum to one.*Predictions\.from_probs"):
         evaluate(test, ood={"svhn": PROBS}, **QUICK)
     assert evaluate(test, ood={"svhn": Predictions.from_probs(PROBS)}, **QUICK).before.detection is not None
-    with pytest.warns(UserWarning, match="sums to 1"):  # the caller says that arrays hold logits
+    with pytest.warns(UserWarning, match="sums to 1"):  # because of logits=True
         evaluate(PROBS.log(), TRUTH, logits=True, ood={"svhn": PROBS}, **QUICK)
 
 

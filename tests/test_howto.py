@@ -1,4 +1,4 @@
-"""The how-to pages: the file that a page shows, put into its package, passes the contract tests of that package."""
+"""The example file of each how-to page passes the contract tests of its package."""
 
 import os
 import re

@@ -201,7 +201,7 @@ def catalogue_entries(modules: Modules) -> dict[str, dict[str, str]]:
 
 
 def no_cycles(modules: Modules) -> list[str]:
-    """Imports inside functions count: they hide a cycle. `fedlas/__init__.py` is imported by nobody and left out."""
+    """Imports inside functions count, because they hide a cycle. No module imports `fedlas/__init__.py`."""
     edges = {
         name: {i.target for i in imports(name, modules) if i.target in modules} for name in modules if name != ROOT
     }

@@ -1,4 +1,4 @@
-"""Every loss compiles as one graph, once, and computes what it computes uncompiled."""
+"""Every loss compiles once, as one graph, and equals the uncompiled loss."""
 
 from collections.abc import Iterator
 from functools import cache

@@ -13,7 +13,7 @@ import fedlas
 
 pytestmark = pytest.mark.campaign  # it runs pytest on the contract
 HERE = Path(__file__).parent
-# A file of ten lines, as somebody would write it
+# A minimal loss file
 NEW = '''
 """Evenness: L = mean_i CE_i + beta Σ_k p_ik^2. Source: made up for a test."""
 from fedlas.losses.base import AbstractLoss
@@ -104,7 +104,7 @@ class Rounds(AbstractCareless):
         return batch.confidence() * batch.features.abs().sum(1).to(batch.logits.dtype)
 
 class Forgets(AbstractCareless):
-    """Keeps its state where nobody saves it."""
+    """Keeps its state outside of the state dict."""
     name = "careless_forgets"
     steps = 0.0
     def penalty(self, batch):
@@ -122,7 +122,7 @@ class Replaces(AbstractCareless):
         return batch.confidence()
 
 class Peeks(AbstractCareless):
-    """Learns from what it is evaluated on."""
+    """Updates its state in evaluation mode."""
     name = "careless_peeks"
     def __init__(self, **common):
         super().__init__(**common)
@@ -137,7 +137,7 @@ class Mumbles(AbstractCareless):
     citation = "somebody"
 
 class Stumbles(AbstractCareless):
-    """Cannot even be built; the other losses are collected and tested all the same."""
+    """Cannot be built; the other losses are still collected and tested."""
     name = "careless_stumbles"
     def __init__(self, **common):
         raise RuntimeError

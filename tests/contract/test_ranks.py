@@ -69,7 +69,7 @@ def train(name: str, mode: str, rank: int = 0, world: int = 1) -> dict[str, Any]
     """Train a few steps on this rank's part of every batch; return values, gradients and final state."""
     torch.manual_seed(0)
     net, loss = network(), build(name, "sum" if mode == SUM else "mean")
-    if rank and mode == MODEL_ONLY:  # a script that seeds every rank differently gives every rank another gate
+    if rank and mode == MODEL_ONLY:  # different seeds give each rank another gate
         for parameter in loss.parameters():
             nn.init.normal_(parameter)
     forward = forward_of(net, loss, mode if world > 1 else "one process")

@@ -1,4 +1,4 @@
-"""Files are downloaded once, completely and verified; errors say what to do."""
+"""Files are downloaded once, completely and verified; errors name a remedy."""
 
 import gzip
 import hashlib
@@ -27,7 +27,7 @@ CONTENT = bytes(range(256)) * 2000
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Serve bytes, with ranges if enabled; close the connection early where `break_after` says so."""
+    """Serve bytes, with ranges if enabled; close the connection after the numbers of bytes in `break_after`."""
 
     def do_GET(self):
         server = self.server
@@ -73,7 +73,7 @@ def source(server, path="/a.bin", md5=None):
 
 
 def source_with_checksums(content, *urls, md5=None):
-    """Describe a file with both checksums, without which plain HTTP gives a warning."""
+    """Return a source with both checksums, because plain HTTP without SHA-256 warns."""
     return Source(urls, md5 or hashlib.md5(content).hexdigest(), hashlib.sha256(content).hexdigest())
 
 

@@ -46,7 +46,7 @@ def test_resident_batches_do_not_synchronise():
     data = Resident(twins.split_of(CIFAR, 500), CIFAR, train=True, device="cuda")
     torch.cuda.synchronize()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
+        warnings.simplefilter("ignore")  # torch warns that this mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         data.set_epoch(3)

@@ -55,7 +55,7 @@ def pieces() -> list[tuple[Tensor, Tensor]]:
 
 
 def work(rank: int, folder: str) -> None:
-    """Feed two pieces to each process; what they compute is what one process computes of all four."""
+    """Update with two of the four chunks on each process, and save the synchronised results."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     collection = collect({name: build(name) for name in METRICS})
