@@ -18,7 +18,7 @@ def fail_silent_skip(report: Any) -> Any:
     skipped = report.skipped and not hasattr(report, "wasxfail")
     if os.environ.get("FEDLAS_WHOLE") == "1" and skipped:
         reason = str(report.longrepr)
-        if not any(word in reason for word in MAY_BE_MISSING):
+        if not any(resource in reason for resource in MAY_BE_MISSING):
             report.outcome = "failed"
             report.longrepr = f"only what needs a GPU, a browser or a mount may be skipped: {reason}"
     return report

@@ -63,30 +63,30 @@ def jaxtyped_in_eager(target: Any = None, *, typechecker: Any) -> Any:
     if torch.compiler.is_compiling():  # a nested function of a function that is being traced
         return target
     if inspect.isclass(target):
-        plain = target.__init__
+        unchecked = target.__init__
         jaxtyped(target, typechecker=typechecker)
-        if target.__init__ is not plain:  # only dataclasses are wrapped
+        if target.__init__ is not unchecked:  # only dataclasses are wrapped
             checked = target.__init__
-            target.__init__ = unless_compiling(plain, lambda: checked)
+            target.__init__ = unless_compiling(unchecked, lambda: checked)
         return target
     if "<locals>" in target.__qualname__ and not inner_budgets.setdefault(target.__code__, CallBudget()).consume():
         return target
     return unless_compiling(target, functools.partial(jaxtyped, target, typechecker=typechecker))
 
 
-def unless_compiling(plain: Callable[..., Any], check: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+def unless_compiling(unchecked: Callable[..., Any], check: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
     """Return a function that calls the checked version in eager mode; `check` creates it at the first call."""
     budget, checked = CallBudget(), functools.cache(check)
 
     def call_eagerly(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        return checked()(*args, **kwargs) if budget.consume() else plain(*args, **kwargs)
+        return checked()(*args, **kwargs) if budget.consume() else unchecked(*args, **kwargs)
 
-    @functools.wraps(plain)
+    @functools.wraps(unchecked)
     def choose(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         if torch.compiler.is_compiling():  # a constant for Dynamo, so it traces only the plain function
-            return plain(*args, **kwargs)
+            return unchecked(*args, **kwargs)
         return call_eagerly(*args, **kwargs)
 
     return choose

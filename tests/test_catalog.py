@@ -46,13 +46,13 @@ ENTRY = """
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An empty catalogue folder with only its base, importable as a package."""
-    home = tmp_path / "things"
-    home.mkdir()
-    (home / "__init__.py").touch()
-    (home / "base.py").write_text(textwrap.dedent(BASE))
+    package_folder = tmp_path / "things"
+    package_folder.mkdir()
+    (package_folder / "__init__.py").touch()
+    (package_folder / "base.py").write_text(textwrap.dedent(BASE))
     monkeypatch.syspath_prepend(tmp_path)
-    yield home
-    for name in [name for name in sys.modules if name.split(".")[0] == home.name]:
+    yield package_folder
+    for name in [name for name in sys.modules if name.split(".")[0] == package_folder.name]:
         del sys.modules[name]
 
 
@@ -143,7 +143,7 @@ def test_keywords_of_base_classes_are_listed_only_if_passed_on():
         def __init__(self, a, *, b=1): ...
 
     class Middle(Top):
-        def __init__(self, *, c=2, **rest): ...
+        def __init__(self, *, c=2, **kwargs): ...
 
     class Shut(Middle):
         def __init__(self, *, d=3): ...

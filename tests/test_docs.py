@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
 
-def loaded(script: str) -> ModuleType:
-    """Import a script, which may have no ending."""
+def load_script(script: str) -> ModuleType:
+    """Import a script, which may have no file extension."""
     name = Path(script).stem
     loader = SourceFileLoader(name, str(ROOT / "scripts" / script))
     spec = importlib.util.spec_from_loader(name, loader)
@@ -28,7 +28,7 @@ def loaded(script: str) -> ModuleType:
 
 
 def prose(text: str) -> str:
-    """The text without its code, which may hold anything that looks like a link or a heading."""
+    """Return the text without code, which may contain something like a link or a heading."""
     text = re.sub(r"^( *)```.*?^\1```", "", text, flags=re.MULTILINE | re.DOTALL)
     return re.sub(r"`[^`\n]*`", lambda code: code[0].replace("[", "").replace("]", ""), text)
 
@@ -40,17 +40,17 @@ def test_docs_contain_no_latex_math(document):
     assert not re.findall(r"(?<![\w$])\$[^$\n`]*[\\_^{][^$\n`]*\$", re.sub(r"`[^`\n]*`", "", text))
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.campaign)])
-def test_generated_parts_are_up_to_date(whole):
+@pytest.mark.parametrize("all_pages", [False, pytest.param(True, marks=pytest.mark.campaign)])
+def test_generated_parts_are_up_to_date(all_pages):
     """The pages with all tables of the ledger take most of the time."""
-    script, comparison = loaded("pages"), Path("docs") / "paper_comparison.md"
-    if not whole:
+    script, comparison = load_script("pages"), Path("docs") / "paper_comparison.md"
+    if not all_pages:
         script.reproduction_page = lambda _: (ROOT / "docs" / "reproduce.md").read_text(encoding="utf-8")
         script.FINDINGS, script.PARTLY = {}, [path for path in script.PARTLY if Path(path) != comparison]
-    made = script.pages()
-    assert {path.relative_to(ROOT).as_posix() for path in made} >= {"README.md", "docs/losses.md", "docs/reproduce.md"}
-    assert (ROOT / comparison in made) == whole
-    for path, text in made.items():
+    pages = script.pages()
+    assert {path.relative_to(ROOT).as_posix() for path in pages} >= {"README.md", "docs/losses.md", "docs/reproduce.md"}
+    assert (ROOT / comparison in pages) == all_pages
+    for path, text in pages.items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is out of date; run scripts/pages"
 
 
@@ -68,29 +68,29 @@ def test_losses_page_lists_every_loss():
 def test_the_slurm_script_starts_ray_on_every_node(nodes, tmp_path):
     text = (ROOT / "docs" / "cluster.md").read_text()
     (script,) = [code for code in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "#SBATCH" in code]
-    said = "\n".join(f'{name}() {{ echo {name} "$@" >> said; }}' for name in ("srun", "fedlas"))
-    other = "source() { :; }\nsleep() { wait; }\nscontrol() { printf 'first\\nsecond\\n'; }\n"
-    surroundings = {"SLURM_JOB_NUM_NODES": str(nodes), "SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_NODELIST": "x"}
-    command = ["bash", "-euc", f"{said}\n{other}{script}"]
-    subprocess.run(command, cwd=tmp_path, env={"PATH": os.environ["PATH"], **surroundings}, check=True)
-    *started, last = (tmp_path / "said").read_text().splitlines()
-    asked = [int(number) for line in started for number in re.findall(r"--nodes=(\d+)", line)]
-    assert asked == ([1] if nodes == 1 else [1, nodes - 1])
+    logging_stubs = "\n".join(f'{name}() {{ echo {name} "$@" >> calls; }}' for name in ("srun", "fedlas"))
+    other_stubs = "source() { :; }\nsleep() { wait; }\nscontrol() { printf 'first\\nsecond\\n'; }\n"
+    environment = {"SLURM_JOB_NUM_NODES": str(nodes), "SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_NODELIST": "x"}
+    command = ["bash", "-euc", f"{logging_stubs}\n{other_stubs}{script}"]
+    subprocess.run(command, cwd=tmp_path, env={"PATH": os.environ["PATH"], **environment}, check=True)
+    *started, last = (tmp_path / "calls").read_text().splitlines()
+    node_counts = [int(number) for line in started for number in re.findall(r"--nodes=(\d+)", line)]
+    assert node_counts == ([1] if nodes == 1 else [1, nodes - 1])
     assert last.startswith("fedlas reproduce")
 
 
 def test_generated_parts_are_replaced_and_the_rest_is_unchanged():
-    filled = loaded("pages").filled
+    fill = load_script("pages").filled
     text = "a\n<!-- scripts/pages: x -->\nold\n<!-- end of x -->\nb\n<!-- scripts/pages: y -->\n<!-- end of y -->\n"
-    once = filled(text, {"x": "new", "y": "more"})
-    assert re.sub(r"<!--.*?-->|\s", "", once) == "anewbmore"
-    assert filled(once, {"x": "new", "y": "more"}) == once
+    replaced = fill(text, {"x": "new", "y": "more"})
+    assert re.sub(r"<!--.*?-->|\s", "", replaced) == "anewbmore"
+    assert fill(replaced, {"x": "new", "y": "more"}) == replaced
     with pytest.raises(KeyError):
-        filled(text, {"x": "new"})
+        fill(text, {"x": "new"})
 
 
 class Page(HTMLParser):
-    """What a built page fetches, and its paragraphs, without the code in them."""
+    """The URLs that a built page loads, and its paragraphs without code."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -100,10 +100,11 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        given = dict(attrs)
-        fetches = tag in {"script", "img", "iframe", "source"} or given.get("rel") in {"stylesheet", "preload", "icon"}
-        if fetches and (given.get("src") or given.get("href")):
-            self.fetched.append(given.get("src") or given["href"])
+        attributes = dict(attrs)
+        resources = {"stylesheet", "preload", "icon"}
+        fetches = tag in {"script", "img", "iframe", "source"} or attributes.get("rel") in resources
+        if fetches and (attributes.get("src") or attributes.get("href")):
+            self.fetched.append(attributes.get("src") or attributes["href"])
         if tag == "p":
             self.paragraphs.append("")
         self.inside += [tag] if tag in {"p", "code"} else []
@@ -117,11 +118,11 @@ class Page(HTMLParser):
             self.paragraphs[-1] += data
 
 
-def built(house: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Build the site. With --quiet, mkdocs would not count its warnings, and --strict would mean nothing."""
+def build_site(root: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Build the site. With --quiet, mkdocs would not count warnings, so --strict would have no effect."""
     return subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
-        cwd=house,
+        cwd=root,
         env={"PATH": "/usr/bin:/bin", "NO_MKDOCS_2_WARNING": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -133,14 +134,14 @@ def built(house: Path, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    said = built(ROOT, folder)
-    assert said.returncode == 0, said.stdout
-    assert "WARNING" not in said.stdout
+    build = build_site(ROOT, folder)
+    assert build.returncode == 0, build.stdout
+    assert "WARNING" not in build.stdout
     return folder
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "exit_code"),
     [
         ("[a](other.md#gone)", 1),
         pytest.param("[a](other.md#there)", 0, marks=pytest.mark.campaign),
@@ -149,7 +150,7 @@ def site(tmp_path_factory) -> Path:
         pytest.param("[a](../scripts/docs_site.py)", 0, marks=pytest.mark.campaign),
     ],
 )
-def test_broken_link_fails_the_docs_build(tmp_path, text, wanted):
+def test_broken_link_fails_the_docs_build(tmp_path, text, exit_code):
     for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md"):
         (tmp_path / name).write_text(
             (ROOT / name).read_text(encoding="utf-8") if name == "mkdocs.yml" else "# A page\n"
@@ -159,8 +160,8 @@ def test_broken_link_fails_the_docs_build(tmp_path, text, wanted):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text(f"# Start\n\n{text}\n")
     (tmp_path / "docs" / "other.md").write_text("# Other\n\n## There\n")
-    said = built(tmp_path, tmp_path / "site")
-    assert said.returncode == wanted, said.stdout
+    build = build_site(tmp_path, tmp_path / "site")
+    assert build.returncode == exit_code, build.stdout
 
 
 def test_every_docs_page_is_built_and_in_the_menu(site):
@@ -178,13 +179,13 @@ def test_api_reference_contains_every_public_name(site):
     assert {"fedlas", "fedlas.losses", "fedlas.metrics", "fedlas.posthoc", "fedlas.ood"} <= set(packages)
     for package, path in packages.items():
         built_page = (site / "reference" / path.with_suffix(".html").name).read_text(encoding="utf-8")
-        names = loaded("docs_site.py").public_names(package)
+        names = load_script("docs_site.py").public_names(package)
         assert [name for name in names if f'id="{package}.{name}"' not in built_page] == [], package
 
 
 def test_manually_documented_name_is_not_repeated_in_the_reference():
     text = "::: fedlas.ood.auroc\n\n<!-- api: fedlas.ood -->\n"
-    assert loaded("docs_site.py").with_api(text).count("::: fedlas.ood.auroc\n") == 1
+    assert load_script("docs_site.py").with_api(text).count("::: fedlas.ood.auroc\n") == 1
 
 
 def test_docs_site_has_no_external_resources(site):
@@ -199,17 +200,17 @@ def test_docs_site_has_no_external_resources(site):
 def test_docs_site_renders_all_lists_and_tables(site):
     """mkdocs needs four spaces of indentation where GitHub accepts two, and otherwise shows lists as text."""
     for path in site.rglob("*.html"):
-        typed = [
+        unrendered = [
             p
             for p in Page(path.read_text(encoding="utf-8")).paragraphs
             if re.search(r"^\s*([-*|]|\d\.) ", p, re.MULTILINE)
         ]
-        assert typed == [], path
+        assert unrendered == [], path
     assert Page("<p>Text:\n- one\n- <code>two</code></p>").paragraphs == ["Text:\n- one\n- "]
 
 
 def test_menu_follows_the_index_and_includes_every_page():
-    site = loaded("docs_site.py")
+    site = load_script("docs_site.py")
     index = "# T\n[z](z.md)\n## Use\n- [b](b.md#x), [r](../README.md)\n## How\n- [c](howto/c.md)\n"
     nav = site.ordered(["a.md", "b.md", "howto/c.md", "howto/d.md", "index.md", "readme.md", "z.md"], index)
     assert nav == [
@@ -221,7 +222,7 @@ def test_menu_follows_the_index_and_includes_every_page():
 
 
 def test_links_out_of_docs_are_relinked_or_become_text():
-    relinked = loaded("docs_site.py").relinked
+    relinked = load_script("docs_site.py").relinked
     assert relinked("[r](../../README.md#use) [s](../../src/x.py)", "howto/a.md") == "[r](../readme.md#use) s"
     assert relinked("[m](docs/metrics.md#files) ![p](docs/demo/p.png)", "readme.md") == (
         "[m](metrics.md#files) ![p](demo/p.png)"

@@ -27,15 +27,17 @@ class PredictionOutput(NamedTuple):
     metrics: Any
 
 
-def ways_to_give(tmp_path) -> dict[str, Any]:
-    """List calls of `evaluate` that all give the same predictions."""
+def input_forms(tmp_path) -> dict[str, Any]:
+    """Return arguments of `evaluate` that all describe the same predictions."""
     pd, pa = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
     np.save(tmp_path / "p.npy", PROBS.numpy())
     np.save(tmp_path / "y.npy", TRUTH.numpy())
     frame = pd.DataFrame(PROBS.numpy()).assign(y_true=TRUTH.numpy())
     lists = pd.DataFrame({"probs": list(PROBS.numpy()), "label": TRUTH.numpy()})
     logits = PROBS.log()
-    single, several = (PredictionOutput(one, TRUTH.numpy(), {}) for one in (logits.numpy(), (logits.numpy(), 0)))
+    array_output, tuple_output = (
+        PredictionOutput(output, TRUTH.numpy(), {}) for output in (logits.numpy(), (logits.numpy(), 0))
+    )
     return {
         "arrays": ((PROBS.numpy(), TRUTH.numpy()), {}),
         "lists": ((PROBS.tolist(), TRUTH.tolist()), {}),
@@ -46,8 +48,8 @@ def ways_to_give(tmp_path) -> dict[str, Any]:
         "frame of lists": ((lists,), {}),
         "frame with labels beside": ((frame.drop(columns="y_true"), frame["y_true"]), {}),
         "frame with an option": ((frame.rename(columns={"y_true": "species"}),), {"label_column": "species"}),
-        "PredictionOutput": ((single,), {}),
-        "tuple of outputs": ((several,), {}),
+        "PredictionOutput": ((array_output,), {}),
+        "tuple of outputs": ((tuple_output,), {}),
         "names of labels": ((PROBS.tolist(), np.array(["cat", "dog"])[TRUTH]), {"class_names": ["cat", "dog"]}),
         "normalized": ((2 * PROBS, TRUTH), {"normalize": True}),
         "Arrow": (
@@ -58,15 +60,15 @@ def ways_to_give(tmp_path) -> dict[str, Any]:
 
 
 def test_evaluate_accepts_every_form_of_predictions(tmp_path):
-    wanted = evaluate(Predictions.from_probs(PROBS, TRUTH), **QUICK)
-    for name, (given, options) in ways_to_give(tmp_path).items():
-        found = evaluate(*given, **options, **QUICK)
-        assert found["ece"] == pytest.approx(float(wanted["ece"]), abs=1e-6), name
-        assert (found.n, found.classes) == (40, 2), name
+    expected = evaluate(Predictions.from_probs(PROBS, TRUTH), **QUICK)
+    for name, (arguments, options) in input_forms(tmp_path).items():
+        report = evaluate(*arguments, **options, **QUICK)
+        assert report["ece"] == pytest.approx(float(expected["ece"]), abs=1e-6), name
+        assert (report.n, report.classes) == (40, 2), name
 
 
 class Frame:
-    """A DataFrame as polars has it: columns are a list of names, and a column gives an array."""
+    """A DataFrame like that of polars: `columns` is a list of names, and a column converts to an array."""
 
     def __init__(self, columns: dict) -> None:
         self._columns, self.columns = columns, list(columns)
@@ -87,24 +89,24 @@ def test_evaluate_accepts_other_data_frames():
 def test_columns_of_a_frame_are_class_names():
     pd = pytest.importorskip("pandas")
     frame = pd.DataFrame(PROBS.numpy(), columns=["cat", "dog"])
-    for made in (Predictions.from_probs(frame, TRUTH), Predictions(np.log(frame), TRUTH)):
-        assert made.class_names == ("cat", "dog")
+    for predictions in (Predictions.from_probs(frame, TRUTH), Predictions(np.log(frame), TRUTH)):
+        assert predictions.class_names == ("cat", "dog")
     assert Predictions.from_probs(frame, class_names=["a", "b"]).class_names == ("a", "b")
     assert Predictions.from_probs(pd.DataFrame(PROBS.numpy())).class_names is None
     polars = Frame({name: frame[name].to_numpy() for name in frame})
-    for given in (frame, polars):
+    for table in (frame, polars):
         for labels in (TRUTH.numpy(), np.array(["cat", "dog"])[TRUTH]):
-            found = as_predictions(given, labels)
-            assert (found.class_names, found.labels.tolist()) == (("cat", "dog"), TRUTH.tolist())
+            parsed = as_predictions(table, labels)
+            assert (parsed.class_names, parsed.labels.tolist()) == (("cat", "dog"), TRUTH.tolist())
 
 
 def test_labels_with_another_index_than_the_frame_raise():
     """Regression: they were paired by position."""
     pd = pytest.importorskip("pandas")
     frame, labels = pd.DataFrame(PROBS.numpy(), columns=["cat", "dog"]), pd.Series(TRUTH.numpy())
-    for given in (labels.sample(frac=1, random_state=0), labels.set_axis(range(1, 41))):
+    for misaligned in (labels.sample(frac=1, random_state=0), labels.set_axis(range(1, 41))):
         with pytest.raises(ValueError, match=r"labels\.loc\[frame\.index\]"):
-            evaluate(frame, given, **QUICK)
+            evaluate(frame, misaligned, **QUICK)
     expected = evaluate(frame, labels, **QUICK).to_dict()
     shuffled = labels.sample(frac=1, random_state=0)
     assert evaluate(frame, shuffled.loc[frame.index], **QUICK).to_dict() == expected
@@ -138,9 +140,9 @@ def test_invalid_inputs_raise_with_the_argument_to_use():
         evaluate(PROBS, TRUTH, label_column="y")
     with pytest.raises(ValueError, match="posthoc="):
         evaluate(PROBS, TRUTH, calibration=(PROBS, TRUTH))
-    for given in ((PROBS, TRUTH), PROBS):
+    for calibration in ((PROBS, TRUTH), PROBS):
         with pytest.raises(TypeError, match=r"Predictions\.from_probs\(probs, labels\)"):
-            evaluate(PROBS, TRUTH, calibration=given, posthoc="temperature")
+            evaluate(PROBS, TRUTH, calibration=calibration, posthoc="temperature")
     with pytest.raises(TypeError, match="predictions are None; give an array"):
         evaluate(None, TRUTH)
     with pytest.raises(ValueError, match="sums to") as error:
@@ -189,9 +191,9 @@ def test_labels_of_an_array_may_be_a_file(tmp_path):
 
 def test_unknown_keyword_raises(tmp_path):
     (tmp_path / "p.csv").write_text("prob_a,prob_b,label\n" + "0.9,0.1,a\n" * 5)
-    for word in ("bin", "label_colum", "calibrate_on"):
-        with pytest.raises(TypeError, match=repr(word)):
-            evaluate(tmp_path / "p.csv", **{word: "label"})
+    for keyword in ("bin", "label_colum", "calibrate_on"):
+        with pytest.raises(TypeError, match=repr(keyword)):
+            evaluate(tmp_path / "p.csv", **{keyword: "label"})
     for function in (evaluate, compare):
         with pytest.raises(TypeError, match="unknown keyword 'resample'; did you mean 'resamples'"):
             function(PROBS, TRUTH, resample=10)
@@ -199,11 +201,11 @@ def test_unknown_keyword_raises(tmp_path):
 
 def test_calibration_data_may_be_a_file_with_its_own_label_column(tmp_path):
     (tmp_path / "p.csv").write_text("prob_a,prob_b,label\n" + "0.9,0.1,a\n0.8,0.2,b\n" * 20)
-    (tmp_path / "q.csv").write_text("prob_a,prob_b,truth_of_mine\n" + "0.9,0.1,a\n" * 5)
+    (tmp_path / "q.csv").write_text("prob_a,prob_b,my_truth\n" + "0.9,0.1,a\n" * 5)
     (tmp_path / "val.csv").write_text("prob_a,prob_b,label\n" + "0.7,0.3,a\n0.6,0.4,b\n" * 20)
-    found = evaluate(tmp_path / "p.csv", posthoc="temperature", calibration=tmp_path / "val.csv", intervals=False)
-    assert "temperature" in found.after
-    with pytest.raises(ValueError, match=r"q\.csv.*truth_of_mine.*label_column"):
+    report = evaluate(tmp_path / "p.csv", posthoc="temperature", calibration=tmp_path / "val.csv", intervals=False)
+    assert "temperature" in report.after
+    with pytest.raises(ValueError, match=r"q\.csv.*my_truth.*label_column"):
         evaluate(tmp_path / "q.csv")
 
 
@@ -215,8 +217,10 @@ def test_folds_without_a_temperature_do_not_fail_cross_fitting():
     probs = np.exp(2 * logits - 2 * logits.max(1, keepdims=True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = evaluate((probs / probs.sum(1, keepdims=True)).round(3), labels, posthoc="temperature", intervals=False)
-    assert "temperature" in found.after
+        report = evaluate(
+            (probs / probs.sum(1, keepdims=True)).round(3), labels, posthoc="temperature", intervals=False
+        )
+    assert "temperature" in report.after
 
 
 @pytest.mark.parametrize("seed", [10**23, -1])
@@ -235,10 +239,10 @@ def test_inapplicable_options_raise():
 
 
 def test_string_labels_without_class_names_raise():
-    words = np.array(["cat", "dog"])[TRUTH]
+    names = np.array(["cat", "dog"])[TRUTH]
     with pytest.raises(TypeError, match=r"labels.*class_names"):
-        evaluate(PROBS, words, **QUICK)
-    evaluate({"probs": PROBS, "labels": words, "class_names": ["cat", "dog"]}, **QUICK)
+        evaluate(PROBS, names, **QUICK)
+    evaluate({"probs": PROBS, "labels": names, "class_names": ["cat", "dog"]}, **QUICK)
 
 
 def test_calibration_file_is_read_with_the_same_column_options(tmp_path):
@@ -246,30 +250,33 @@ def test_calibration_file_is_read_with_the_same_column_options(tmp_path):
     for name in ("test", "val"):
         (tmp_path / f"{name}.csv").write_text(f"prob_0,prob_1,species\n{rows}")
     with pytest.warns(UserWarning, match="same|very"):
-        found = evaluate(
+        report = evaluate(
             tmp_path / "test.csv",
             calibration=tmp_path / "val.csv",
             posthoc="temperature",
             label_column="species",
             **QUICK,
         )
-    assert "temperature" in found.after
+    assert "temperature" in report.after
 
 
 def test_data_frames_may_have_any_index():
     pd = pytest.importorskip("pandas")
     rows = range(7, 7 + len(TRUTH))
     texts = pd.Series([f"{number:.1f}" for number in PROBS[:, 1].tolist()], index=rows, dtype=object)
-    scores = {name: PROBS[:, place].double() for place, name in enumerate(("cat", "dog"))}
-    found = evaluate({"note": texts, **scores, "y": np.array(["cat", "dog"])[TRUTH]}, **QUICK)
-    assert found.classes == 2
+    scores = {name: PROBS[:, column].double() for column, name in enumerate(("cat", "dog"))}
+    report = evaluate({"note": texts, **scores, "y": np.array(["cat", "dog"])[TRUTH]}, **QUICK)
+    assert report.classes == 2
 
 
 def test_calibration_data_accepts_every_form_of_predictions():
-    other = {"probs": PROBS.roll(1, 0).numpy(), "labels": TRUTH.roll(1).numpy()}
-    given = Predictions.from_probs(torch.from_numpy(other["probs"]), torch.from_numpy(other["labels"]))
-    found = [evaluate(PROBS, TRUTH, posthoc="temperature", calibration=one, **QUICK) for one in (other, given)]
-    assert float(found[0].after["temperature"]["nll"]) == float(found[1].after["temperature"]["nll"])
+    mapping = {"probs": PROBS.roll(1, 0).numpy(), "labels": TRUTH.roll(1).numpy()}
+    predictions = Predictions.from_probs(torch.from_numpy(mapping["probs"]), torch.from_numpy(mapping["labels"]))
+    reports = [
+        evaluate(PROBS, TRUTH, posthoc="temperature", calibration=calibration, **QUICK)
+        for calibration in (mapping, predictions)
+    ]
+    assert float(reports[0].after["temperature"]["nll"]) == float(reports[1].after["temperature"]["nll"])
 
 
 @pytest.mark.parametrize("kind", ["logits", "probs"])
@@ -277,17 +284,17 @@ def test_an_ood_array_holds_what_the_predictions_were_built_from(kind):
     """An array of probabilities beside predictions of probabilities was read as logits."""
     build = Predictions if kind == "logits" else Predictions.from_probs
     logits = 2 * torch.randn(80, 3)
-    given, svhn = (logits if kind == "logits" else logits.softmax(1)).split(40)
-    test = build(given, torch.arange(40) % 3)
+    scores, svhn = (logits if kind == "logits" else logits.softmax(1)).split(40)
+    test = build(scores, torch.arange(40) % 3)
     report = evaluate(test, ood={"svhn": svhn}, **QUICK)
     assert report.to_dict() == evaluate(test, ood={"svhn": build(svhn)}, **QUICK).to_dict()
 
 
 def test_ood_arrays_are_normalized_with_the_predictions():
     svhn = PROBS.roll(1, 1)
-    found = evaluate(2 * PROBS, TRUTH, ood={"svhn": 4 * svhn}, normalize=True, **QUICK)
+    report = evaluate(2 * PROBS, TRUTH, ood={"svhn": 4 * svhn}, normalize=True, **QUICK)
     expected = evaluate(PROBS, TRUTH, ood={"svhn": svhn}, **QUICK)
-    for name, separation in found.before.detection["svhn"].items():
+    for name, separation in report.before.detection["svhn"].items():
         assert float(separation.auroc) == pytest.approx(float(expected.before.detection["svhn"][name].auroc))
 
 
@@ -308,11 +315,11 @@ def test_ood_tables_are_read_like_the_evaluated_table(tmp_path):
     evaluated = table.assign(species=np.array(["cat", "dog"])[TRUTH])
     expected = evaluate(evaluated, ood={"svhn": svhn.to_numpy()}, label_column="species", **QUICK).to_dict()
     for data in (svhn, svhn.assign(name="x"), dict(svhn), tmp_path / "svhn.csv", Predictions.from_probs(svhn)):
-        found = evaluate(evaluated, ood={"svhn": data}, label_column="species", **QUICK)
-        assert found.to_dict() == expected
+        report = evaluate(evaluated, ood={"svhn": data}, label_column="species", **QUICK)
+        assert report.to_dict() == expected
     bare = svhn.rename(columns=lambda name: name.removeprefix("prob_"))
-    found = evaluate(bare.iloc[::-1], np.array(["cat", "dog"])[TRUTH], ood={"svhn": bare}, **QUICK)
-    assert found.to_dict() == expected
+    report = evaluate(bare.iloc[::-1], np.array(["cat", "dog"])[TRUTH], ood={"svhn": bare}, **QUICK)
+    assert report.to_dict() == expected
 
 
 def test_an_ood_array_of_probabilities_beside_calibrated_predictions_raises():
@@ -321,7 +328,7 @@ def test_an_ood_array_of_probabilities_beside_calibrated_predictions_raises():
     with pytest.raises(ValueError, match=r"svhn.*sum to one.*Predictions\.from_probs"):
         evaluate(test, ood={"svhn": PROBS}, **QUICK)
     assert evaluate(test, ood={"svhn": Predictions.from_probs(PROBS)}, **QUICK).before.detection is not None
-    with pytest.warns(UserWarning, match="sums to 1"):  # the caller says that arrays hold logits
+    with pytest.warns(UserWarning, match="sums to 1"):  # because of logits=True
         evaluate(PROBS.log(), TRUTH, logits=True, ood={"svhn": PROBS}, **QUICK)
 
 

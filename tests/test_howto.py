@@ -1,4 +1,4 @@
-"""The how-to pages: the file that a page shows, put into its package, passes the contract tests of that package."""
+"""The example file of each how-to page passes the contract tests of its package."""
 
 import os
 import re
@@ -18,7 +18,8 @@ PAGES = {
 }
 CONTRACTS = ["data/test_data_contract.py", "posthoc/test_contract_calibrators.py"]
 CONTRACTS += [f"contract/test_contract_{what}.py" for what in ("documents", "errors", "labels", "numbers", "state")]
-DEAR = ("both_ways_to_a_batch", "refused_batch", "index_of_the_data_set")  # expensive imports: compiler, data loaders
+# Expensive imports: compiler, data loaders
+EXPENSIVE_TESTS = ("both_ways_to_a_batch", "refused_batch", "index_of_the_data_set")
 
 
 def python_of(page: str) -> list[str]:
@@ -38,14 +39,14 @@ def test_howto_examples_pass_the_contract_tests(tmp_path):
     for file, page in PAGES.items():
         (tmp_path / file).parent.mkdir()
         (tmp_path / file).write_text(python_of(page)[0], encoding="utf-8")
-    (twin,) = (code for code in python_of("add_a_data_set.md") if "def kmnist(" in code)
+    (synthetic_data_code,) = (code for code in python_of("add_a_data_set.md") if "def kmnist(" in code)
     (tmp_path / "twins").mkdir()
-    (tmp_path / "twins" / "kmnist.py").write_text(twin, encoding="utf-8")
+    (tmp_path / "twins" / "kmnist.py").write_text(synthetic_data_code, encoding="utf-8")
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
-    found = subprocess.run(
+    result = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-n0", "-p", "added_entries", "-p", "no:cacheprovider"),
-            *("-k", f"({' or '.join(Path(file).stem for file in PAGES)}) and not {' and not '.join(DEAR)}"),
+            *("-k", f"({' or '.join(Path(file).stem for file in PAGES)}) and not {' and not '.join(EXPENSIVE_TESTS)}"),
             *(f"tests/{file}" for file in CONTRACTS),
         ],
         cwd=ROOT,
@@ -54,7 +55,7 @@ def test_howto_examples_pass_the_contract_tests(tmp_path):
         text=True,
         check=False,
     )
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-1000:]
-    passed = re.search(r"(\d+) passed", found.stdout)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
+    passed = re.search(r"(\d+) passed", result.stdout)
     assert passed is not None
     assert int(passed[1]) > 60, "most contract tests were not selected"

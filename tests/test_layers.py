@@ -1,6 +1,6 @@
 """Architecture rules, checked on the source: import directions, names of files and classes, no lists kept by hand.
 
-A rule is a function from `{module name: source}` to a list of complaints. Each rule is applied to the package, to a
+A rule is a function from `{module name: source}` to a list of violations. Each rule is applied to the package, to a
 small made-up package that follows all rules, and to one that breaks the rule. Relative imports, star imports and
 `print` are left to ruff.
 """
@@ -77,18 +77,18 @@ def nodes(source: str) -> tuple[ast.AST, ...]:
 
 def imports(name: str, modules: Modules) -> list[Import]:
     """All imports of the package in one module, including those in functions and for the type checker."""
-    found = []
+    result = []
     for node in nodes(modules[name]):
         targets: list[str] = []
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            inside = [f"{node.module}.{alias.name}" for alias in node.names]
-            targets = [path if path in modules else node.module for path in inside]
+            paths = [f"{node.module}.{alias.name}" for alias in node.names]
+            targets = [path if path in modules else node.module for path in paths]
         elif isinstance(node, ast.Call) and identifier(node.func) in {"import_module", "__import__"}:
             targets = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-        found += [Import(target, getattr(node, "lineno", 0)) for target in targets if within(target, ROOT)]
-    return found
+        result += [Import(target, getattr(node, "lineno", 0)) for target in targets if within(target, ROOT)]
+    return result
 
 
 def identifier(node: ast.AST) -> str:
@@ -124,70 +124,70 @@ def no_import_of_an_enclosing_package(modules: Modules) -> list[str]:
 
 
 def imports_follow_the_table(modules: Modules) -> list[str]:
-    complaints = []
+    violations = []
     for name in modules:
-        here = package(name)
-        if here in {"", "cli", "__main__"}:
+        importer = package(name)
+        if importer in {"", "cli", "__main__"}:
             continue
-        if here not in ALLOWED:
-            complaints.append(f"{name}: {here} is missing in ALLOWED and in CONTRIBUTING.md")
+        if importer not in ALLOWED:
+            violations.append(f"{name}: {importer} is missing in ALLOWED and in CONTRIBUTING.md")
             continue
-        allowed = [f"{ROOT}.{row}" for row in ALLOWED[here] | {here, "errors"}]
-        complaints += [
-            f"{name}:{i.line} imports {i.target}; {here} may import {sorted(ALLOWED[here])}"
+        allowed = [f"{ROOT}.{row}" for row in ALLOWED[importer] | {importer, "errors"}]
+        violations += [
+            f"{name}:{i.line} imports {i.target}; {importer} may import {sorted(ALLOWED[importer])}"
             for i in imports(name, modules)
             if i.target != ROOT and not any(within(i.target, row) for row in allowed)
         ]
-    return complaints
+    return violations
 
 
 def catalogue_entries_import_their_base_and_no_sibling(modules: Modules) -> list[str]:
     """The base may have several files, but imports no entry."""
     entries = catalogue_entries(modules)
-    complaints = []
+    violations = []
     for name in modules:
-        here = package(name)
-        if here not in CATALOGUES or name.count(".") < 2:
+        catalogue = package(name)
+        if catalogue not in CATALOGUES or name.count(".") < 2:
             continue
-        base, leaf = f"{ROOT}.{here}.base", ".".join(name.split(".")[:3])
+        base, leaf = f"{ROOT}.{catalogue}.base", ".".join(name.split(".")[:3])
         for i in imports(name, modules):
-            sibling = within(i.target, f"{ROOT}.{here}") and i.target.count(".") > 1 and not within(i.target, base)
+            sibling = within(i.target, f"{ROOT}.{catalogue}") and i.target.count(".") > 1 and not within(i.target, base)
             if leaf == base:
-                sibling = sibling and i.target in entries[here].values()
+                sibling = sibling and i.target in entries[catalogue].values()
             if sibling and not within(i.target, leaf):
-                complaints.append(f"{name}:{i.line} imports its sibling {i.target}; share code through {base}")
-    return complaints
+                violations.append(f"{name}:{i.line} imports its sibling {i.target}; share code through {base}")
+    return violations
 
 
 def file_names_say_what_is_inside(modules: Modules) -> list[str]:
     return [
-        f"{name}: {word!r} says nothing"
+        f"{name}: {part!r} says nothing"
         for name in modules
-        for word in name.split(".")
-        if word.strip("_") in EMPTY_NAMES
+        for part in name.split(".")
+        if part.strip("_") in EMPTY_NAMES
     ]
 
 
 def no_list_is_kept_by_hand(modules: Modules) -> list[str]:
     """Three entries of one catalogue in one literal are a list that will lack the next entry."""
     entries = catalogue_entries(modules)
-    complaints = []
+    violations = []
     for name, source in modules.items():
         for node in nodes(source):
             if not isinstance(node, ast.List | ast.Tuple | ast.Set | ast.Dict):
                 continue
-            words = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-            words |= {identifier(n) for n in ast.walk(node)}
+            candidates = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+            candidates |= {identifier(n) for n in ast.walk(node)}
             for catalogue, modules_of in entries.items():
-                listed = sorted(word for word in words if modules_of.get(word, name) != name)
+                listed = sorted(candidate for candidate in candidates if modules_of.get(candidate, name) != name)
                 if len(listed) >= 3:
-                    complaints.append(f"{name}:{node.lineno} lists {catalogue} by hand: {', '.join(listed)}")
-    return complaints
+                    violations.append(f"{name}:{node.lineno} lists {catalogue} by hand: {', '.join(listed)}")
+    return violations
 
 
 def catalogue_entries(modules: Modules) -> dict[str, dict[str, str]]:
     """For each catalogue, the module of every entry, by the name and by the class of the entry."""
-    found: dict[str, dict[str, str]] = defaultdict(dict)
+    result: dict[str, dict[str, str]] = defaultdict(dict)
     for module, source in modules.items():
         for cls in classes(source) if package(module) in CATALOGUES else ():
             for line in cls.body:
@@ -196,12 +196,12 @@ def catalogue_entries(modules: Modules) -> dict[str, dict[str, str]]:
                         ast.Assign(targets=[ast.Name(id="name")], value=ast.Constant(value=str(entry)))
                         | ast.AnnAssign(target=ast.Name(id="name"), value=ast.Constant(value=str(entry)))
                     ):
-                        found[package(module)] |= {entry: module, cls.name: module}
-    return found
+                        result[package(module)] |= {entry: module, cls.name: module}
+    return result
 
 
 def no_cycles(modules: Modules) -> list[str]:
-    """Imports inside functions count: they hide a cycle. `fedlas/__init__.py` is imported by nobody and left out."""
+    """Imports inside functions count, because they hide a cycle. No module imports `fedlas/__init__.py`."""
     edges = {
         name: {i.target for i in imports(name, modules) if i.target in modules} for name in modules if name != ROOT
     }
@@ -214,26 +214,26 @@ def no_cycles(modules: Modules) -> list[str]:
 
 
 def reachable(start: str, edges: Mapping[str, set[str]]) -> set[str]:
-    seen: set[str] = set()
+    visited: set[str] = set()
     waiting = [start]
     while waiting:
         name = waiting.pop()
-        if name not in seen:
-            seen.add(name)
+        if name not in visited:
+            visited.add(name)
             waiting += edges.get(name, set())
-    return seen
+    return visited
 
 
 def abstract_classes_are_called_abstract(modules: Modules) -> list[str]:
-    complaints = []
+    violations = []
     for name, source in modules.items():
         for cls in classes(source):
             methods = [m for m in cls.body if isinstance(m, ast.FunctionDef | ast.AsyncFunctionDef)]
             abstract = "ABC" in map(identifier, cls.bases)
             abstract |= any("abstract" in identifier(d) for method in methods for d in method.decorator_list)
             if abstract and not cls.name.startswith("Abstract"):
-                complaints.append(f"{name}:{cls.lineno} {cls.name} is abstract; call it Abstract{cls.name}")
-    return complaints
+                violations.append(f"{name}:{cls.lineno} {cls.name} is abstract; call it Abstract{cls.name}")
+    return violations
 
 
 def concrete_classes_are_never_subclassed(modules: Modules) -> list[str]:
@@ -262,11 +262,11 @@ def concrete_classes_are_never_subclassed(modules: Modules) -> list[str]:
 @cache
 def modules_in(folder: Path) -> dict[str, str]:
     """The source of every module of the package, by its dotted name."""
-    found = {}
+    sources = {}
     for file in sorted(folder.rglob("*.py")):
         path = (ROOT, *file.relative_to(folder).with_suffix("").parts)
-        found[".".join(path).removesuffix(".__init__")] = file.read_text(encoding="utf-8")
-    return found
+        sources[".".join(path).removesuffix(".__init__")] = file.read_text(encoding="utf-8")
+    return sources
 
 
 # A package that follows all rules.
@@ -284,7 +284,7 @@ GOOD = {
     "fedlas.training.loop": "import fedlas.training.step\ndef fit(): ...",
 }
 
-# For every rule: modules that break it when they are added, and a part of the complaint.
+# For every rule: modules that break it when they are added, and a part of the violation.
 BREAKING: list[tuple[Callable[[Modules], list[str]], dict[str, str], str]] = [
     (no_import_of_an_enclosing_package, {"fedlas.cli": "import fedlas"}, "fedlas.cli:1"),
     (imports_follow_the_table, {"fedlas.losses.base": "from fedlas.metrics import calibration"}, "losses may import"),
@@ -319,12 +319,12 @@ def test_package_follows_the_architecture_rule(rule):
     assert not rule(modules)
 
 
-@pytest.mark.parametrize(("rule", "modules", "named"), BREAKING)
-def test_broken_architecture_rule_is_reported(rule, modules, named):
+@pytest.mark.parametrize(("rule", "modules", "expected"), BREAKING)
+def test_broken_architecture_rule_is_reported(rule, modules, expected):
     assert rule(GOOD) == []
-    assert any(named in complaint for complaint in rule(GOOD | modules))
+    assert any(expected in violation for violation in rule(GOOD | modules))
 
 
 def test_allowed_imports_have_no_cycle():
-    packages = {here: {row.split(".")[0] for row in rows} for here, rows in ALLOWED.items()}
-    assert not [here for here, rows in packages.items() for row in rows if here in reachable(row, packages)]
+    packages = {name: {row.split(".")[0] for row in rows} for name, rows in ALLOWED.items()}
+    assert not [name for name, rows in packages.items() for row in rows if name in reachable(row, packages)]

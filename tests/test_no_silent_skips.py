@@ -24,13 +24,13 @@ MODULE = 'import pytest\npytest.importorskip("a_package_that_is_not_there")\n'
 
 
 @pytest.mark.parametrize(
-    ("whole", "reason", "outcome"),
+    ("env_value", "reason", "expected"),
     [("1", "could not import 'x'", "failed"), ("1", "needs a CUDA device", "skipped"), ("0", "no x", "skipped")],
 )
-def test_a_skip_fails_unless_a_gpu_or_a_browser_is_missing(monkeypatch, whole, reason, outcome):
-    monkeypatch.setenv("FEDLAS_WHOLE", whole)
+def test_a_skip_fails_unless_a_gpu_or_a_browser_is_missing(monkeypatch, env_value, reason, expected):
+    monkeypatch.setenv("FEDLAS_WHOLE", env_value)
     report = fail_silent_skip(SimpleNamespace(skipped=True, outcome="skipped", longrepr=reason))
-    assert report.outcome == outcome
+    assert report.outcome == expected
     assert reason in report.longrepr
     expected_failure = SimpleNamespace(skipped=True, outcome="skipped", longrepr="x", wasxfail="reason")
     assert fail_silent_skip(expected_failure).outcome == "skipped"
@@ -38,7 +38,7 @@ def test_a_skip_fails_unless_a_gpu_or_a_browser_is_missing(monkeypatch, whole, r
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(
-    ("whole", "source", "expected"),
+    ("env_value", "source", "expected"),
     [
         ("1", SKIPPED, "1 failed, 1 skipped"),
         ("0", SKIPPED, "2 skipped"),
@@ -46,15 +46,15 @@ def test_a_skip_fails_unless_a_gpu_or_a_browser_is_missing(monkeypatch, whole, r
         ("0", MODULE, "1 skipped"),
     ],
 )
-def test_the_plugin_sees_skipped_tests_and_modules(tmp_path, whole, source, expected):
+def test_the_plugin_sees_skipped_tests_and_modules(tmp_path, env_value, source, expected):
     (tmp_path / "test_made_up.py").write_text(source)
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no_silent_skips", "-p", "no:cacheprovider", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path, "FEDLAS_WHOLE": whole, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env={**os.environ, "PYTHONPATH": path, "FEDLAS_WHOLE": env_value, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         cwd=tmp_path,
         check=False,
     )
-    assert expected in done.stdout, done.stdout
+    assert expected in completed.stdout, completed.stdout

@@ -17,7 +17,7 @@ def cells_of(notebook: Path) -> list[dict]:
 
 @pytest.fixture
 def run_notebook(monkeypatch, tmp_path):
-    """Run all cells in one module; what a notebook shows at the end of a cell is computed and not shown."""
+    """Run all cells in one module; expressions at the end of a cell are evaluated but not displayed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -51,18 +51,18 @@ def test_the_notebook_for_predictions_runs_from_top_to_bottom(run_notebook):
 @pytest.mark.campaign
 def test_the_notebook_for_training_runs_from_top_to_bottom(run_notebook, capsys):
     module = run_notebook("calibration.ipynb")
-    ce, ours = module.reports["ce"], module.reports["fedlas_ls"]
-    assert min(ce["accuracy"], ours["accuracy"]) > 0.8
-    assert ce["signed_ece"].interval.low > 0, "the model is not over-confident: train on fewer images"
-    assert ce.after["temperature"]["nll"] < ce["nll"]
+    ce_report, fedlas_report = module.reports["ce"], module.reports["fedlas_ls"]
+    assert min(ce_report["accuracy"], fedlas_report["accuracy"]) > 0.8
+    assert ce_report["signed_ece"].interval.low > 0, "the model is not over-confident: train on fewer images"
+    assert ce_report.after["temperature"]["nll"] < ce_report["nll"]
     assert (module.folder / "reliability.png").read_bytes().startswith(b"\x89PNG")
     assert "<!doctype html>" in module.page.read_text(encoding="utf-8")
-    said = capsys.readouterr().out
-    assert "over-confident" in said
+    stdout = capsys.readouterr().out
+    assert "over-confident" in stdout
 
 
-@pytest.mark.parametrize("word", ["http://", "https://", "!pip", "%"])
-def test_notebook_uses_no_network_and_no_magic_commands(word):
+@pytest.mark.parametrize("text", ["http://", "https://", "!pip", "%"])
+def test_notebook_uses_no_network_and_no_magic_commands(text):
     cells = [cell for notebook in NOTEBOOKS for cell in cells_of(notebook)]
     lines = [line for cell in cells if cell["cell_type"] == "code" for line in cell["source"]]
-    assert not any(line.startswith(word) if word in "!pip%" else word in line for line in lines)
+    assert not any(line.startswith(text) if text in "!pip%" else text in line for line in lines)

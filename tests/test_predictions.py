@@ -22,23 +22,23 @@ LABELS = torch.tensor([0, 1])
 
 
 def test_properties_are_derived_from_logits_and_labels():
-    known = Predictions(LOGITS, LABELS, split="test", class_names=["cat", "dog", "emu"])
-    assert (len(known), known.num_classes, known.split) == (2, 3, "test")
-    assert torch.equal(known.probs, LOGITS.softmax(1))
-    assert known.prediction.tolist() == [0, 2]
-    assert known.correct.tolist() == [True, False]
-    assert torch.equal(known.confidence, LOGITS.softmax(1).amax(1))
-    assert repr(known) == "Predictions(split='test', n=2, classes=3, float32)"
+    predictions = Predictions(LOGITS, LABELS, split="test", class_names=["cat", "dog", "emu"])
+    assert (len(predictions), predictions.num_classes, predictions.split) == (2, 3, "test")
+    assert torch.equal(predictions.probs, LOGITS.softmax(1))
+    assert predictions.prediction.tolist() == [0, 2]
+    assert predictions.correct.tolist() == [True, False]
+    assert torch.equal(predictions.confidence, LOGITS.softmax(1).amax(1))
+    assert repr(predictions) == "Predictions(split='test', n=2, classes=3, float32)"
     with pytest.raises(AttributeError):
-        known.logits = LOGITS
+        predictions.logits = LOGITS
 
 
 @pytest.mark.parametrize("make", [lambda x: x, lambda x: x.numpy(), lambda x: x.tolist()])
 def test_tensors_arrays_and_lists_are_accepted(make):
-    known = Predictions(logits=make(LOGITS), labels=make(LABELS), index=make(torch.tensor([5, 3])))
-    assert known.logits.tolist() == LOGITS.tolist()
-    assert known.labels.dtype == torch.int64
-    assert known.index.tolist() == [5, 3]
+    predictions = Predictions(logits=make(LOGITS), labels=make(LABELS), index=make(torch.tensor([5, 3])))
+    assert predictions.logits.tolist() == LOGITS.tolist()
+    assert predictions.labels.dtype == torch.int64
+    assert predictions.index.tolist() == [5, 3]
 
 
 def test_read_only_arrays_and_tensors_with_gradient_are_accepted():
@@ -49,22 +49,22 @@ def test_read_only_arrays_and_tensors_with_gradient_are_accepted():
 
 
 def test_half_precision_is_softened_in_float32():
-    known = Predictions(LOGITS.bfloat16(), LABELS)
-    assert known.logits.dtype == torch.bfloat16
-    assert known.probs.dtype == torch.float32
+    predictions = Predictions(LOGITS.bfloat16(), LABELS)
+    assert predictions.logits.dtype == torch.bfloat16
+    assert predictions.probs.dtype == torch.float32
 
 
 def test_a_one_logit_head_is_binary():
     for logits in (torch.tensor([-1.0, 2.0]), torch.tensor([[-1.0], [2.0]])):
-        known = Predictions(logits, torch.tensor([0, 1]))
-        assert known.num_classes == 2
-        assert torch.allclose(known.probs[:, 1], torch.tensor([-1.0, 2.0]).sigmoid())
+        predictions = Predictions(logits, torch.tensor([0, 1]))
+        assert predictions.num_classes == 2
+        assert torch.allclose(predictions.probs[:, 1], torch.tensor([-1.0, 2.0]).sigmoid())
 
 
 def test_soft_labels_give_fractional_correctness():
     soft = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.0, 1.0]])
-    known = Predictions(LOGITS, soft)
-    assert known.correct.tolist() == [0.5, 1.0]
+    predictions = Predictions(LOGITS, soft)
+    assert predictions.correct.tolist() == [0.5, 1.0]
 
 
 def test_equal_probabilities_predict_the_first_class():
@@ -72,12 +72,12 @@ def test_equal_probabilities_predict_the_first_class():
 
 
 def test_given_probabilities_are_not_recomputed():
-    """softmax(log p) is not p; a confidence on the edge of a bin has to stay there."""
+    """softmax(log p) differs from p in the last digits, which matters for a confidence on the edge of a bin."""
     probs = torch.tensor([[0.2, 0.8], [1.0, 0.0], [2 / 3, 1 / 3]])
-    known = Predictions.from_probs(probs, torch.tensor([0, 0, 1]))
-    assert torch.equal(known.probs, probs)
-    assert torch.isfinite(known.logits).all()
-    assert torch.allclose(known.logits.softmax(1), probs, atol=1e-6)
+    predictions = Predictions.from_probs(probs, torch.tensor([0, 0, 1]))
+    assert torch.equal(predictions.probs, probs)
+    assert torch.isfinite(predictions.logits).all()
+    assert torch.allclose(predictions.logits.softmax(1), probs, atol=1e-6)
     vector = Predictions.from_probs([0.25, 0.5], [0, 1])
     assert vector.probs.tolist() == [[0.75, 0.25], [0.5, 0.5]]
 
@@ -147,15 +147,15 @@ def test_an_unknown_keyword_raises() -> None:
 
 @pytest.mark.parametrize("rows", [slice(1, 2), torch.tensor([1]), torch.tensor([False, True])])
 def test_samples_are_selected_by_slices_and_masks(rows):
-    every = Predictions(LOGITS, LABELS, features=LOGITS, index=[7, 8], class_names=list("abc"), split="val")
-    one = every[rows]
-    assert len(one) == 1
-    assert torch.equal(one.logits, LOGITS[1:])
-    assert torch.equal(one.labels, LABELS[1:])
-    assert torch.equal(one.features, LOGITS[1:])
-    assert one.index.tolist() == [8]
-    assert (one.split, one.class_names) == ("val", ("a", "b", "c"))
-    assert torch.equal(one.confidence, every.confidence[1:])
+    all_samples = Predictions(LOGITS, LABELS, features=LOGITS, index=[7, 8], class_names=list("abc"), split="val")
+    selected = all_samples[rows]
+    assert len(selected) == 1
+    assert torch.equal(selected.logits, LOGITS[1:])
+    assert torch.equal(selected.labels, LABELS[1:])
+    assert torch.equal(selected.features, LOGITS[1:])
+    assert selected.index.tolist() == [8]
+    assert (selected.split, selected.class_names) == ("val", ("a", "b", "c"))
+    assert torch.equal(selected.confidence, all_samples.confidence[1:])
     probs = Predictions.from_probs(LOGITS.softmax(1))[rows]
     assert torch.equal(probs.given_probs, LOGITS.softmax(1)[1:])
 
@@ -176,9 +176,9 @@ def test_selecting_no_samples_raises():
 
 
 def test_arrays_that_torch_cannot_share_are_copied():
-    plain = LOGITS.numpy()
-    for given in (plain[::-1][::-1], plain[::-1], plain.astype(">f4"), plain.astype(np.longdouble)):
-        assert np.allclose(as_tensor(given, "a").numpy(), np.asarray(given, dtype=np.float64))
+    array = LOGITS.numpy()
+    for view in (array[::-1][::-1], array[::-1], array.astype(">f4"), array.astype(np.longdouble)):
+        assert np.allclose(as_tensor(view, "a").numpy(), np.asarray(view, dtype=np.float64))
 
 
 def test_masked_and_ragged_arrays_raise():
@@ -206,11 +206,11 @@ def test_a_transposed_table_is_detected():
     """Regression: probabilities were taken for percentages, because 300 of them sum to about 100."""
     probs = torch.full((300, 3), 1 / 3)
     labels = torch.arange(300) % 3
-    for given in (labels, labels.numpy(), labels.tolist(), torch.eye(3)[labels]):
+    for labels_argument in (labels, labels.numpy(), labels.tolist(), torch.eye(3)[labels]):
         with pytest.raises(ValueError, match=r"^probs.*3.*300.*transposed"):
-            Predictions.from_probs(probs.T, given, class_names=["a", "b", "c"])
+            Predictions.from_probs(probs.T, labels_argument, class_names=["a", "b", "c"])
         with pytest.raises(ValueError, match=r"^labels.*300.*3.*transposed"):
-            Predictions(probs.log().T, given, class_names=["a", "b", "c"], index=torch.arange(300))
+            Predictions(probs.log().T, labels_argument, class_names=["a", "b", "c"], index=torch.arange(300))
     with pytest.raises(ValueError, match=r"^probs.*1.*300.*transposed"):
         Predictions.from_probs(probs[:, :1].T, labels)
     with pytest.raises(ValueError, match=r"^labels((?!transposed).)*299((?!transposed).)*300((?!transposed).)*$"):
@@ -245,10 +245,10 @@ def test_probabilities_passed_as_logits_warn(dtype):
 
 def test_logits_with_some_rows_that_are_distributions_do_not_warn():
     probs = torch.randn(50, 7, generator=torch.Generator().manual_seed(0)).softmax(1)
-    last = probs.clone()
-    last[-1] += 0.1
-    few = probs[: ENOUGH - 1]  # so few may be somebody's example
-    for logits in (last, few, 2 * probs, -probs, probs.log(), torch.zeros(50, 7)):
+    last_row_differs = probs.clone()
+    last_row_differs[-1] += 0.1
+    few_rows = probs[: ENOUGH - 1]  # too few rows for a warning
+    for logits in (last_row_differs, few_rows, 2 * probs, -probs, probs.log(), torch.zeros(50, 7)):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             Predictions(logits, torch.zeros(len(logits), dtype=torch.int64))
@@ -258,19 +258,19 @@ def test_logits_with_some_rows_that_are_distributions_do_not_warn():
 def test_a_probability_of_zero_has_a_logit_where_small_numbers_are_flushed(dtype):
     """Regression: the floor was subnormal, and its logarithm was minus infinity."""
     probs, soft = torch.tensor([[1.0, 0.0]], dtype=dtype), torch.tensor([[0.5, 0.5]], dtype=dtype)
-    plain = Predictions.from_probs(probs, [1])
+    unflushed = Predictions.from_probs(probs, [1])
     expected = [float(nll(probs, labels)) for labels in ([1], soft)]
-    torch.set_flush_denormal(True)  # on a processor that cannot, what follows holds all the same
+    torch.set_flush_denormal(True)  # without an effect on some processors
     try:
         flushed = Predictions.from_probs(probs, [1])
-        found = [nll(probs, labels) for labels in ([1], soft)]
+        losses = [nll(probs, labels) for labels in ([1], soft)]
     finally:
         torch.set_flush_denormal(False)
     assert torch.isfinite(flushed.logits).all()
-    assert torch.equal(flushed.logits, plain.logits)
-    assert plain.logits[0, 1] == pytest.approx(math.log(least_prob(dtype)))
-    assert [float(one) for one in found] == pytest.approx(expected)
-    assert [one.details["floored"] for one in found] == [1, 1]
+    assert torch.equal(flushed.logits, unflushed.logits)
+    assert unflushed.logits[0, 1] == pytest.approx(math.log(least_prob(dtype)))
+    assert [float(loss) for loss in losses] == pytest.approx(expected)
+    assert [loss.details["floored"] for loss in losses] == [1, 1]
 
 
 def test_duplicate_class_names_raise():
@@ -280,21 +280,21 @@ def test_duplicate_class_names_raise():
             make(LOGITS.softmax(1), LABELS, class_names=["a", "b", "a"])
 
 
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
-def test_an_error_about_a_row_can_be_copied_and_pickled(again):
+@pytest.mark.parametrize("copy_error", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_an_error_about_a_row_can_be_copied_and_pickled(copy_error):
     """Regression: such errors could not be sent between processes."""
     error = RowError("p.csv: ", 3, " has label 'x'")
-    found = again(error)
-    assert (type(found), str(found)) == (RowError, str(error))
-    assert str(found.at_line([2, 3, 4, 9])) == "p.csv: line 9 has label 'x'"
+    copied = copy_error(error)
+    assert (type(copied), str(copied)) == (RowError, str(error))
+    assert str(copied.at_line([2, 3, 4, 9])) == "p.csv: line 9 has label 'x'"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("decimals", [1, 2, 4, 6])
 @pytest.mark.filterwarnings("ignore:.*normalized")
 def test_rounding_to_decimals_is_detected(dtype, decimals):
-    make = torch.Generator().manual_seed(0)
-    probs = (4 * torch.randn(300, 5, generator=make, dtype=torch.float64)).softmax(1)
+    generator = torch.Generator().manual_seed(0)
+    probs = (4 * torch.randn(300, 5, generator=generator, dtype=torch.float64)).softmax(1)
     labels = probs.argmin(1)
     rounded = Predictions.from_probs(probs.round(decimals=decimals).to(dtype), labels)
     assert rounded.decimals == rounded[5:9].decimals == decimals
@@ -307,9 +307,9 @@ def test_rounding_to_decimals_is_detected(dtype, decimals):
 
 
 def test_unrounded_tables_have_no_decimals():
-    make = torch.Generator().manual_seed(0)
-    scores = torch.randn(300, 5, generator=make)
-    votes = torch.multinomial(torch.ones(300, 5), 7, replacement=True, generator=make)
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(300, 5, generator=generator)
+    votes = torch.multinomial(torch.ones(300, 5), 7, replacement=True, generator=generator)
     tables = {
         "softmax": scores.softmax(1),
         "saturated": (60 * scores).softmax(1),
@@ -317,8 +317,10 @@ def test_unrounded_tables_have_no_decimals():
         "certain": torch.eye(5).repeat(60, 1),
         "few": torch.tensor([[0.5, 0.5], [0.25, 0.75]]),
     }
-    found = {name: Predictions.from_probs(table, torch.zeros(len(table)).long()) for name, table in tables.items()}
-    assert {name: given.decimals for name, given in found.items()} == dict.fromkeys(tables)
+    predictions = {
+        name: Predictions.from_probs(table, torch.zeros(len(table)).long()) for name, table in tables.items()
+    }
+    assert {name: parsed.decimals for name, parsed in predictions.items()} == dict.fromkeys(tables)
 
 
 class Array:
@@ -335,20 +337,20 @@ class Array:
 
 
 def test_arrays_of_other_libraries_are_accepted():
-    made = as_predictions(Array(LOGITS.softmax(1)), Array(LABELS))
-    assert torch.equal(made.probs, LOGITS.softmax(1))
-    assert made.labels.tolist() == LABELS.tolist()
+    predictions = as_predictions(Array(LOGITS.softmax(1)), Array(LABELS))
+    assert torch.equal(predictions.probs, LOGITS.softmax(1))
+    assert predictions.labels.tolist() == LABELS.tolist()
 
 
 @pytest.mark.parametrize("kind", [Predictions, TopLabelPredictions])
 def test_metadata_columns_are_stored(kind, tmp_path):
     scores = LOGITS if kind is Predictions else [0.9, 0.5]
     metadata = {"site": ["a", "b"], "age": range(30, 32)}
-    made = kind(scores, LABELS, metadata=metadata)
-    assert made.metadata == {"site": ("a", "b"), "age": (30, 31)}
-    assert made[[1]].metadata == made[1:].metadata == {"site": ("b",), "age": (31,)}
-    back = read_predictions(write_predictions(made, tmp_path / "p.safetensors"))
-    assert back.metadata == made.metadata
+    predictions = kind(scores, LABELS, metadata=metadata)
+    assert predictions.metadata == {"site": ("a", "b"), "age": (30, 31)}
+    assert predictions[[1]].metadata == predictions[1:].metadata == {"site": ("b",), "age": (31,)}
+    loaded = read_predictions(write_predictions(predictions, tmp_path / "p.safetensors"))
+    assert loaded.metadata == predictions.metadata
     with pytest.raises(ValueError, match="site has 1 rows"):
         kind(scores, LABELS, metadata={"site": ["a"]})
     with pytest.raises(TypeError, match="metadata"):

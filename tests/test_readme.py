@@ -24,7 +24,7 @@ LONG = {  # seconds each: trainings, heavy packages, many figures
     "docs/train.md",
 }
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
-EXCUSE = re.compile(r"<!-- no test:(?P<reason>.*?)-->\s*\Z", re.DOTALL)
+NO_TEST_COMMENT = re.compile(r"<!-- no test:(?P<reason>.*?)-->\s*\Z", re.DOTALL)
 
 
 class Block(NamedTuple):
@@ -33,17 +33,17 @@ class Block(NamedTuple):
     language: str
     code: str
     line: int
-    excuse: str | None
+    skip_reason: str | None
 
 
 def blocks(text: str) -> list[Block]:
-    found = []
+    result = []
     for fence in FENCE.finditer(text):
         code = re.sub(f"^{fence['indent']}", "", fence["code"], flags=re.MULTILINE)
-        excuse = EXCUSE.search(text[: fence.start()])
+        skip_reason = NO_TEST_COMMENT.search(text[: fence.start()])
         line = text[: fence.start("code")].count("\n") + 1
-        found.append(Block(fence["language"], code, line, excuse and excuse["reason"].strip()))
-    return found
+        result.append(Block(fence["language"], code, line, skip_reason and skip_reason["reason"].strip()))
+    return result
 
 
 def run_python(document: str, text: str) -> None:
@@ -54,9 +54,9 @@ def run_python(document: str, text: str) -> None:
         for block in blocks(text):
             if block.language != "python":
                 continue
-            if block.excuse == "":
+            if block.skip_reason == "":
                 raise AssertionError(f"{document}:{block.line} is left out without a reason")
-            if block.excuse is None:
+            if block.skip_reason is None:
                 exec(compile("\n" * (block.line - 1) + block.code, document, "exec"), vars(module))
     finally:
         del sys.modules[module.__name__]
@@ -64,20 +64,20 @@ def run_python(document: str, text: str) -> None:
 
 def make_targets(text: str) -> set[str]:
     """The targets that the shell blocks of a document name."""
-    found: set[str] = set()
+    targets: set[str] = set()
     for block in blocks(text):
         if block.language in {"bash", "sh", "shell", "console"}:
             commands = re.sub(r"#.*", "", block.code)
-            for words in re.findall(r"(?:^|[\s;&|])make((?: +[\w=./-]+)+)", commands):
-                found |= {word for word in words.split() if re.fullmatch(r"[a-z][\w-]*", word)}
-    return found
+            for arguments in re.findall(r"(?:^|[\s;&|])make((?: +[\w=./-]+)+)", commands):
+                targets |= {argument for argument in arguments.split() if re.fullmatch(r"[a-z][\w-]*", argument)}
+    return targets
 
 
 def known_targets() -> set[str]:
     return set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
 
-def called(document: Path) -> str:
+def relative_path(document: Path) -> str:
     return document.relative_to(ROOT).as_posix()
 
 
@@ -87,22 +87,26 @@ def languages(document: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     "document",
-    [pytest.param(p, marks=pytest.mark.campaign if called(p) in LONG else ()) for p in RUN if "python" in languages(p)],
-    ids=called,
+    [
+        pytest.param(p, marks=pytest.mark.campaign if relative_path(p) in LONG else ())
+        for p in RUN
+        if "python" in languages(p)
+    ],
+    ids=relative_path,
 )
 def test_documented_python_runs(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_python(str(document), document.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=called)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=relative_path)
 def test_documented_make_targets_exist(document):
     assert make_targets(document.read_text(encoding="utf-8")) <= known_targets()
 
 
 def test_readme_and_pages_in_subfolders_of_the_docs_are_run():
     assert {ROOT / "README.md", ROOT / "docs" / "howto" / "sklearn.md"} <= set(RUN)
-    assert {called(document) for document in RUN} >= LONG
+    assert {relative_path(document) for document in RUN} >= LONG
 
 
 def test_failing_block_is_reported_with_its_line():
@@ -123,10 +127,10 @@ def test_only_python_without_a_no_test_comment_is_run():
     run_python("made_up.md", "```text\nraise\n```\n\n<!-- no test: needs a GPU -->\n```python\nraise ValueError\n```\n")
 
 
-@pytest.mark.parametrize("excuse", ["<!-- no test: -->", "<!-- no test:-->"])
-def test_no_test_comment_needs_a_reason(excuse):
+@pytest.mark.parametrize("skip_reason", ["<!-- no test: -->", "<!-- no test:-->"])
+def test_no_test_comment_needs_a_reason(skip_reason):
     with pytest.raises(AssertionError, match=r"made_up\.md:3"):
-        run_python("made_up.md", f"{excuse}\n```python\npass\n```\n")
+        run_python("made_up.md", f"{skip_reason}\n```python\npass\n```\n")
 
 
 def test_no_test_comment_covers_only_the_next_block():

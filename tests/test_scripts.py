@@ -27,7 +27,7 @@ def checkout(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"),
+    ("content", "message"),
     [
         (b"x" * 1_048_577, "1 MiB"),
         (b"-----BEGIN RSA " + b"PRIVATE KEY-----", "private key"),
@@ -35,12 +35,12 @@ def checkout(tmp_path):
         (b"x" * 1_048_576, ""),
     ],
 )
-def test_guard_rejects_large_files_and_private_keys(tmp_path, content, complaint):
+def test_guard_rejects_large_files_and_private_keys(tmp_path, content, message):
     file = tmp_path / "a file"
     file.write_bytes(content)
     result = run([ROOT / "scripts" / "guard", file])
-    assert result.returncode == bool(complaint)
-    assert complaint in result.stdout
+    assert result.returncode == bool(message)
+    assert message in result.stdout
 
 
 def test_check_rejects_unknown_options():
@@ -69,8 +69,8 @@ def test_constraints_file_contains_only_pinned_versions():
 
 
 def test_every_requirement_is_pinned_in_the_constraints_file():
-    wanted = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values(), BUILD["requires"]]
-    names = {re.match(r"[\w-]+", requirement)[0].lower() for group in wanted for requirement in group} - {"fedlas"}
+    groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values(), BUILD["requires"]]
+    names = {re.match(r"[\w-]+", requirement)[0].lower() for group in groups for requirement in group} - {"fedlas"}
     pins = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert names <= {pin.lower().replace("_", "-") for pin in pins}
 
@@ -83,12 +83,12 @@ def test_version_is_equal_everywhere():
 
 @pytest.fixture
 def machine(tmp_path):
-    """A folder with the Makefile and a Python that only writes down what it is asked; its version is a file."""
+    """A folder with the Makefile and a fake Python that only logs its arguments; a file sets whether it is too old."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     for file in ["pyproject.toml", "constraints.txt"]:
         (tmp_path / file).touch()
     (tmp_path / "python").write_text("""#!/bin/sh
-        echo "$@" >> asked
+        echo "$@" >> commands
         case "$1 $2" in
           -c*) exit "$(cat too_old)" ;;
           "-m pip") [ "$3" != show ] || exit "$(cat no_torch)" ;;
@@ -97,7 +97,7 @@ def machine(tmp_path):
         esac
     """)
     (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "browser").write_text("#!/bin/sh\necho browser >> asked\n")
+    (tmp_path / "scripts" / "browser").write_text("#!/bin/sh\necho browser >> commands\n")
     for file in ["python", "scripts/browser"]:
         (tmp_path / file).chmod(0o755)
     (tmp_path / "too_old").write_text("0")
@@ -111,58 +111,58 @@ def setup(machine):
 
 def test_repeated_setup_installs_nothing(machine):
     assert setup(machine).returncode == 0
-    asked = (machine / "asked").read_text()
-    first, second = re.findall("^-m pip install.*$", asked, re.MULTILINE)
+    commands = (machine / "commands").read_text()
+    first, second = re.findall("^-m pip install.*$", commands, re.MULTILINE)
     assert first.endswith("-c constraints.txt pip setuptools")
     assert second.endswith("-c constraints.txt --build-constraint constraints.txt --no-compile -e .[all,dev]")
-    assert re.search(r"-m compileall -qq -j 0 -x /tests/\|/site-packages/\S+ \.venv/lib\n$", asked)  # and no browser
+    assert re.search(r"-m compileall -qq -j 0 -x /tests/\|/site-packages/\S+ \.venv/lib\n$", commands)  # and no browser
     assert setup(machine).returncode == 0
-    assert (machine / "asked").read_text() == asked
+    assert (machine / "commands").read_text() == commands
 
 
 @pytest.mark.parametrize("torch_installed", [False, True])
 def test_the_demo_installs_its_own_extra_and_keeps_an_installed_torch(machine, torch_installed):
     (machine / "no_torch").write_text(str(int(not torch_installed)))
     run(["make", "demo", "PYTHON=./python"], cwd=machine)  # fails later: there is no command `fedlas`
-    (line,) = re.findall("^-m pip install.*demo]$", (machine / "asked").read_text(), re.MULTILINE)
+    (line,) = re.findall("^-m pip install.*demo]$", (machine / "commands").read_text(), re.MULTILINE)
     assert ("-c constraints.txt" in line) != torch_installed
 
 
 def test_the_demo_installs_nothing_after_the_full_setup(machine):
     assert setup(machine).returncode == 0
     run(["make", "demo", "PYTHON=./python"], cwd=machine)
-    assert "[demo]" not in (machine / "asked").read_text()
+    assert "[demo]" not in (machine / "commands").read_text()
 
 
 def test_browser_is_installed_only_by_make_test(machine):
-    (machine / "scripts" / "check").write_text("#!/bin/sh\necho check >> asked\n")
+    (machine / "scripts" / "check").write_text("#!/bin/sh\necho check >> commands\n")
     (machine / "scripts" / "check").chmod(0o755)
     assert run(["make", "test", "PYTHON=./python"], cwd=machine).returncode == 0
-    assert (machine / "asked").read_text().endswith("browser\ncheck\n")
+    assert (machine / "commands").read_text().endswith("browser\ncheck\n")
 
 
-@pytest.mark.parametrize("there", ["chromium", "apt-get", "nothing"])
-def test_browser_is_installed_if_root_and_apt_are_available(tmp_path, there):
+@pytest.mark.parametrize("available", ["chromium", "apt-get", "nothing"])
+def test_browser_is_installed_if_root_and_apt_are_available(tmp_path, available):
     for tool in ("bash", "env"):
         (tmp_path / tool).symlink_to(shutil.which(tool))
-    stand_ins = {"id": "echo 0", "apt-get": f'echo "$@" >> {tmp_path}/asked', "chromium": "true"}
-    for name in {"id", there} & stand_ins.keys():
+    stand_ins = {"id": "echo 0", "apt-get": f'echo "$@" >> {tmp_path}/commands', "chromium": "true"}
+    for name in {"id", available} & stand_ins.keys():
         (tmp_path / name).write_text(f"#!{shutil.which('bash')}\n{stand_ins[name]}\n")
         (tmp_path / name).chmod(0o755)
-    found = run([ROOT / "scripts" / "browser"], env={"PATH": str(tmp_path)})
-    assert found.returncode == 0
-    assert ("skipped" in found.stdout) == (there == "nothing")
-    assert (tmp_path / "asked").exists() == (there == "apt-get")
-    if there == "apt-get":
-        assert (tmp_path / "asked").read_text().split()[-1] == "chromium"
+    result = run([ROOT / "scripts" / "browser"], env={"PATH": str(tmp_path)})
+    assert result.returncode == 0
+    assert ("skipped" in result.stdout) == (available == "nothing")
+    assert (tmp_path / "commands").exists() == (available == "apt-get")
+    if available == "apt-get":
+        assert (tmp_path / "commands").read_text().split()[-1] == "chromium"
 
 
 def test_changed_requirement_is_installed_into_the_existing_environment(machine):
     setup(machine)
     (machine / ".venv" / ".ready").unlink()
-    (machine / "asked").unlink()
+    (machine / "commands").unlink()
     assert setup(machine).returncode == 0
-    assert (machine / "asked").read_text().startswith("-m pip install")
+    assert (machine / "commands").read_text().startswith("-m pip install")
 
 
 def test_old_python_fails_with_a_remedy(machine):

@@ -41,7 +41,7 @@ def sample(tmp_path, monkeypatch):
     name = "shape_checked_sample"
     (tmp_path / f"{name}.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("jaxtyping.jaxtyped", None)  # put back after the test
+    monkeypatch.setattr("jaxtyping.jaxtyped", None)  # restored after the test
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     shape_checks.install(name)
     yield importlib.import_module(name)
@@ -87,6 +87,8 @@ def test_checks_can_be_switched_off():
     pytest.importorskip("beartype")
     code = "import conftest, fedlas.catalog; print(hasattr(fedlas.catalog.nearest, '__wrapped__'))"
     environment = {**os.environ, "FEDLAS_SHAPE_CHECKS": "0"}
-    here = Path(__file__).parent  # the place of `python -c` is first on the path
-    run = subprocess.run([sys.executable, "-c", code], env=environment, cwd=here, stdout=subprocess.PIPE, check=True)
+    tests_folder = Path(__file__).parent  # the working directory of `python -c` is first on the path
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=tests_folder, stdout=subprocess.PIPE, check=True
+    )
     assert run.stdout.decode().strip() == "False"

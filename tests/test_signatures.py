@@ -18,7 +18,7 @@ SHARED = ("bins", "level", "resamples", "seed", "folds", "posthoc", "calibration
 
 
 def defaults(function: Any) -> dict[str, Any]:
-    return {name: one.default for name, one in inspect.signature(function).parameters.items()}
+    return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
 
 
 @pytest.mark.parametrize(
@@ -30,10 +30,12 @@ def defaults(function: Any) -> dict[str, Any]:
     ],
 )
 def test_commands_share_parameters_and_defaults_with_their_function(command, function):
-    given, expected = defaults(command.__wrapped__), defaults(function)
-    names = given.keys() - OF_COMMANDS - {"columns"}
-    assert names <= expected.keys()
-    assert {name: given[name] or None for name in names} == {name: expected[name] or None for name in names}
+    command_defaults, function_defaults = defaults(command.__wrapped__), defaults(function)
+    names = command_defaults.keys() - OF_COMMANDS - {"columns"}
+    assert names <= function_defaults.keys()
+    assert {name: command_defaults[name] or None for name in names} == {
+        name: function_defaults[name] or None for name in names
+    }
 
 
 def test_functions_share_defaults():
@@ -42,13 +44,13 @@ def test_functions_share_defaults():
         fedlas.evaluate, fedlas.evaluate_files, fedlas.calibrate, fedlas.compare, fedlas.Model, fedlas.save_figures,
         compare_models, compare_runs, report_page,
     )  # fmt: skip
-    found: dict[str, set[Any]] = {name: set() for name in SHARED}
+    values: dict[str, set[Any]] = {name: set() for name in SHARED}
     for function in functions:
         for name, value in defaults(function).items():
             if name in SHARED and not (function is fedlas.evaluate and name == "posthoc"):
-                found[name].add(value or None)
-    assert found.pop("bins") <= {15, None}  # a page takes the number of bins of the first report
-    assert found == {
+                values[name].add(value or None)
+    assert values.pop("bins") <= {15, None}  # a page takes the number of bins of the first report
+    assert values == {
         "level": {0.95}, "resamples": {None}, "seed": {None}, "folds": {5}, "posthoc": {"temperature"},
         "calibration": {None},
     }  # fmt: skip

@@ -95,13 +95,13 @@ def names_of_tests(path: str, text: str) -> Iterator[Use]:
 def checked() -> list[Use]:
     source = [path for path in ROOT.glob("src/**/*.*") if path.suffix in {".py", ".js", ".css", ".jinja", ".json"}]
     scripts = [path for path in ROOT.glob("scripts/**/*") if path.is_file() and path.suffix != ".pyc"]
-    others = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile")]
-    files = [*source, *ROOT.glob("docs/**/*.md"), *scripts, *others]
-    found = [Use(str(path.relative_to(ROOT)), 1, path.read_text(encoding="utf-8")) for path in files]
-    assert len(found) > 100
+    other_files = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile")]
+    files = [*source, *ROOT.glob("docs/**/*.md"), *scripts, *other_files]
+    uses = [Use(str(path.relative_to(ROOT)), 1, path.read_text(encoding="utf-8")) for path in files]
+    assert len(uses) > 100
     for path in ROOT.glob("tests/**/*.py"):
-        found += names_of_tests(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
-    return found
+        uses += names_of_tests(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
+    return uses
 
 
 @pytest.mark.parametrize("term", TERMS)

@@ -23,7 +23,7 @@ def no_waiting() -> Iterator[None]:
     """Raise if the host synchronises with the GPU."""
     torch.cuda.synchronize()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
+        warnings.simplefilter("ignore")  # torch warns that this mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield

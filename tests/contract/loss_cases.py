@@ -26,7 +26,7 @@ SIZE, CLASSES, WIDTH, SAMPLES = 6, 6, 7, 12
 REDUCTIONS = ["mean", "sum", "none"]
 WEIGHT = torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)
 MOST_COMBINATIONS = 8
-BUILT = 0  # a seed whose first parameters put samples of one batch on both sides of a gate
+BUILD_SEED = 0  # its first parameters put the samples of a batch on both sides of a gate
 TRAINED: dict[str, AbstractLoss] = {}
 
 
@@ -45,12 +45,12 @@ class Inputs(NamedTuple):
         return Inputs(*(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in self))
 
 
-class Outcome(NamedTuple):
+class LossResult(NamedTuple):
     """The value of a loss, and its gradients with respect to the logits and to its parameters."""
 
     value: Tensor
-    by_logits: Tensor
-    by_parameters: list[Tensor]
+    grad_logits: Tensor
+    grad_parameters: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Case:
         """Build the loss, always with the same initial parameters."""
         sizes = {"num_classes": CLASSES, "num_samples": SAMPLES, "epochs": 5}
         sizes = {name: size for name, size in sizes.items() if name in self.record.keywords}
-        seed(BUILT)
+        seed(BUILD_SEED)
         return fedlas.build_loss(self.record.name, **(sizes | dict(self.options) | common))
 
     def trained(self, **common: Any) -> AbstractLoss:
@@ -84,14 +84,14 @@ class Case:
 
     # The following properties are read during collection, where a loss that raises must not stop the other tests.
 
-    def has(self, fact: Callable[[AbstractLoss], Any]) -> bool:
-        """Return whether a condition holds for the loss as built."""
-        return bool(unless_broken(lambda: fact(self.build())))
+    def has(self, condition: Callable[[AbstractLoss], Any]) -> bool:
+        """Return whether a condition holds for the loss after it is built."""
+        return bool(unless_broken(lambda: condition(self.build())))
 
     @cached_property
-    def makeup(self) -> str:
+    def fingerprint(self) -> str:
         """The attributes and state of the loss as text: equal texts mean equal losses."""
-        return unless_broken(lambda: _makeup(self.build())) or str(self)
+        return unless_broken(lambda: _fingerprint(self.build())) or str(self)
 
     @cached_property
     def random(self) -> bool:
@@ -99,22 +99,22 @@ class Case:
         return bool(unless_broken(lambda: _draws_random_numbers(self.build())))
 
     @cached_property
-    def sees_other_labels(self) -> bool:
+    def depends_on_other_labels(self) -> bool:
         """Whether the loss of a sample depends on the labels of other samples."""
-        return bool(unless_broken(lambda: _sees_other_labels(self.trained(reduction="none").eval())))
+        return bool(unless_broken(lambda: _depends_on_other_labels(self.trained(reduction="none").eval())))
 
 
-def unless_broken(question: Callable[[], Any]) -> Any:
-    """Return the result of a question about a loss; None if the loss raises."""
+def unless_broken(function: Callable[[], Any]) -> Any:
+    """Return the result of a function of a loss; None if the loss raises."""
     try:
-        return question()
+        return function()
     except Exception:
         return None
 
 
-def _makeup(loss: AbstractLoss) -> str:
-    plain = [{k: v for k, v in vars(module).items() if not k.startswith("_")} for module in loss.modules()]
-    return f"{plain} {loss.state_dict()}"
+def _fingerprint(loss: AbstractLoss) -> str:
+    attributes = [{k: v for k, v in vars(module).items() if not k.startswith("_")} for module in loss.modules()]
+    return f"{attributes} {loss.state_dict()}"
 
 
 def _draws_random_numbers(loss: AbstractLoss) -> bool:
@@ -123,7 +123,7 @@ def _draws_random_numbers(loss: AbstractLoss) -> bool:
     return not torch.equal(torch.get_rng_state(), before)
 
 
-def _sees_other_labels(loss: AbstractLoss) -> bool:
+def _depends_on_other_labels(loss: AbstractLoss) -> bool:
     inputs = batch()
     labels = inputs.labels.clone()
     labels[0] = inputs.logits[0].argmin()
@@ -165,15 +165,15 @@ def cases_of(record: CatalogRecord[AbstractLoss]) -> list[Case]:
     """Return the loss with its defaults, and with each combination of its options or, if many, each option."""
     types = {name: choices(kind) for name, kind in keyword_types(record).items() if name not in Common.__annotations__}
     types = {name: values for name, values in types.items() if values}
-    plain = Case(record)
+    default_case = Case(record)
     if math.prod(len(values) for values in types.values()) <= MOST_COMBINATIONS:
-        together = [dict(zip(types, values, strict=True)) for values in itertools.product(*types.values())]
+        combinations = [dict(zip(types, values, strict=True)) for values in itertools.product(*types.values())]
     else:
-        together = [{name: value} for name, values in types.items() for value in values]
-    result = {plain.makeup: plain}
-    for options in together:
+        combinations = [{name: value} for name, values in types.items() for value in values]
+    result = {default_case.fingerprint: default_case}
+    for options in combinations:
         case = Case(record, options)
-        result.setdefault(case.makeup, case)
+        result.setdefault(case.fingerprint, case)
     return list(result.values())
 
 
@@ -187,14 +187,14 @@ def batch(
     seed: int = 1,
 ) -> Inputs:
     """Draw a batch, half of it classified correctly, with gaps between logits on both sides of the margins."""
-    draw = torch.Generator().manual_seed(seed)
-    logits = 5 * torch.randn(n, classes, *space, generator=draw, dtype=torch.float64)
-    features = torch.randn(n, WIDTH, *space, generator=draw, dtype=torch.float64)
-    labels = torch.randint(classes, (n, *space), generator=draw)
+    generator = torch.Generator().manual_seed(seed)
+    logits = 5 * torch.randn(n, classes, *space, generator=generator, dtype=torch.float64)
+    features = torch.randn(n, WIDTH, *space, generator=generator, dtype=torch.float64)
+    labels = torch.randint(classes, (n, *space), generator=generator)
     labels[::2] = logits.argmax(1)[::2]
     if soft:
-        labels = torch.randn(logits.shape, generator=draw, dtype=torch.float64).softmax(1)
-    index = torch.randperm(max(n, SAMPLES), generator=draw)[:n]
+        labels = torch.randn(logits.shape, generator=generator, dtype=torch.float64).softmax(1)
+    index = torch.randperm(max(n, SAMPLES), generator=generator)[:n]
     return Inputs(logits, labels, features, index).to(dtype)
 
 
@@ -204,15 +204,17 @@ def as_rows(inputs: Inputs) -> Inputs:
     return Inputs(*rows, torch.arange(len(rows[0])))
 
 
-def run(loss: AbstractLoss, inputs: Inputs, pull: Tensor | None = None, *, autocast: bool = False) -> Outcome:
-    """Call the loss and differentiate it; values without reduction are summed, weighted by `pull` if given."""
+def run(loss: AbstractLoss, inputs: Inputs, grad_output: Tensor | None = None, *, autocast: bool = False) -> LossResult:
+    """Call the loss and differentiate it; values without reduction are summed, weighted by `grad_output` if given."""
     seed(0)
     logits = inputs.logits.detach().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         value = loss(logits, *inputs[1:])
-    pulled = value if pull is None else value * pull
-    by_logits, *by_parameters = torch.autograd.grad(pulled.sum(), [logits, *loss.parameters()], materialize_grads=True)
-    return Outcome(value.detach(), by_logits, by_parameters)
+    weighted_value = value if grad_output is None else value * grad_output
+    grad_logits, *grad_parameters = torch.autograd.grad(
+        weighted_value.sum(), [logits, *loss.parameters()], materialize_grads=True
+    )
+    return LossResult(value.detach(), grad_logits, grad_parameters)
 
 
 def parts(loss: AbstractLoss, inputs: Inputs) -> tuple[dict[str, Tensor], Tensor]:
@@ -230,11 +232,11 @@ def train(loss: AbstractLoss, epochs: int = 2) -> AbstractLoss:
     """Train a loss like a training loop: two steps per epoch, and `end_epoch`."""
     loss.train()
     for step in range(2 * epochs):
-        once = torch.arange(SIZE) + step % 2 * SIZE  # each sample once in an epoch
-        outcome = run(loss, batch(seed=step + 10)._replace(index=once))
+        index = torch.arange(SIZE) + step % 2 * SIZE  # each sample once in an epoch
+        result = run(loss, batch(seed=step + 10)._replace(index=index))
         with torch.no_grad():
-            for parameter, slope in zip(loss.parameters(), outcome.by_parameters, strict=True):
-                parameter.sub_(0.1 * slope)
+            for parameter, gradient in zip(loss.parameters(), result.grad_parameters, strict=True):
+                parameter.sub_(0.1 * gradient)
         if step % 2:
             logits, labels, features, _ = batch(40, seed=step + 20)
             loss.end_epoch(fedlas.Predictions(logits, labels, features=features))
@@ -259,7 +261,7 @@ CASES = [case for record in fedlas.list_losses() for case in cases_of(record)]
 EXACT_CASES = [case for case in CASES if not case.random]
 
 
-def every(cases: list[Case], condition: Callable[[Case], bool] = lambda _: True) -> pytest.MarkDecorator:
+def parametrize_cases(cases: list[Case], condition: Callable[[Case], bool] = lambda _: True) -> pytest.MarkDecorator:
     """Run a test with all cases, or with those that meet a condition.
 
     Options that several losses share are tested with one of these losses; with the others in the campaigns.
@@ -273,6 +275,6 @@ def every(cases: list[Case], condition: Callable[[Case], bool] = lambda _: True)
     return pytest.mark.parametrize("case", params)
 
 
-every_loss = every(LOSSES)
-every_case = every(CASES)
-every_exact_case = every(EXACT_CASES)
+every_loss = parametrize_cases(LOSSES)
+every_case = parametrize_cases(CASES)
+every_exact_case = parametrize_cases(EXACT_CASES)

@@ -1,4 +1,4 @@
-"""Every loss compiles as one graph, once, and computes what it computes uncompiled."""
+"""Every loss compiles once, as one graph, and equals the uncompiled loss."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -17,7 +17,7 @@ NAMES = list(KEYWORDS)
 FAST = {"fedlas_ls", "crl"}  # a gate and a table of samples; all others are in the campaigns
 
 
-def thinned(values: list[str], fast: set[str]) -> list[Any]:
+def campaign_except(values: list[str], fast: set[str]) -> list[Any]:
     return [value if value in fast else pytest.param(value, marks=pytest.mark.campaign) for value in values]
 
 
@@ -53,31 +53,31 @@ def compiled(loss: torch.nn.Module) -> Any:
 
 @cache
 def trained(name: str) -> tuple[Any, Any]:
-    """Train a loss compiled and uncompiled for three steps, which are equal, and give both."""
+    """Train a loss compiled and uncompiled for three steps, assert that they are equal, and return both."""
     eager, traced = build(name), build(name)
     step = compiled(traced)
     for number in range(3):
-        ours, theirs = batch(number), batch(number)
-        ours["logits"].requires_grad_()
-        theirs["logits"].requires_grad_()
-        value, expected = step(**ours), eager(**theirs)
+        compiled_batch, eager_batch = batch(number), batch(number)
+        compiled_batch["logits"].requires_grad_()
+        eager_batch["logits"].requires_grad_()
+        value, expected = step(**compiled_batch), eager(**eager_batch)
         value.backward()
         expected.backward()
         torch.testing.assert_close(value, expected)
-        torch.testing.assert_close(ours["logits"].grad, theirs["logits"].grad)
+        torch.testing.assert_close(compiled_batch["logits"].grad, eager_batch["logits"].grad)
     return eager, traced
 
 
-@pytest.mark.parametrize("name", thinned(NAMES, FAST))
+@pytest.mark.parametrize("name", campaign_except(NAMES, FAST))
 def test_compiled_training_equals_eager(name: str) -> None:
     eager, traced = trained(name)
     for (key, state), expected_state in zip(traced.state_dict().items(), eager.state_dict().values(), strict=True):
         torch.testing.assert_close(state, expected_state, msg=lambda m, key=key: f"{key}: {m}")
-    for ours_p, theirs_p in zip(traced.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(ours_p.grad, theirs_p.grad)
+    for parameter, expected_parameter in zip(traced.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected_parameter.grad)
 
 
-@pytest.mark.parametrize("name", thinned(["fedlas_ls", "fedlas_mbls"], FAST))
+@pytest.mark.parametrize("name", campaign_except(["fedlas_ls", "fedlas_mbls"], FAST))
 def test_diagnostics_are_readable_after_a_compiled_step(name: str) -> None:
     eager, loss = trained(name)
     for kind in ("psi", "gamma", "alpha_i"):
@@ -86,7 +86,7 @@ def test_diagnostics_are_readable_after_a_compiled_step(name: str) -> None:
         assert getattr(loss, kind).isnan().nonzero().tolist() == [[2]], "only the ignored sample has none"
 
 
-@pytest.mark.parametrize("gate", thinned(["soft", "shuffled", "positive", "negative"], set()))
+@pytest.mark.parametrize("gate", campaign_except(["soft", "shuffled", "positive", "negative"], set()))
 def test_every_gate_compiles(gate: str) -> None:
     loss = build("fedlas_ls", gate=gate)
     assert compiled(loss)(**batch(0)).isfinite()
@@ -106,7 +106,9 @@ def test_checks_raise_inside_a_compiled_graph() -> None:
             step(**wrong_index)
 
 
-@pytest.mark.parametrize("name", thinned([name for name in NAMES if build(name).takes_soft_labels], {"fedlas_mbls"}))
+@pytest.mark.parametrize(
+    "name", campaign_except([name for name in NAMES if build(name).takes_soft_labels], {"fedlas_mbls"})
+)
 def test_soft_labels_can_be_compiled(name: str) -> None:
     data = batch(0)
     data["labels"] = torch.randn(ROWS, CLASSES).softmax(1)
@@ -123,7 +125,7 @@ def test_compiled_dual_focal_excludes_the_label(classes: int) -> None:
     torch.testing.assert_close(torch.compile(loss, fullgraph=True)(logits, labels), loss(logits, labels))
 
 
-@pytest.mark.parametrize("name", thinned(["ce", "fedlas_ls"], {"ce"}))
+@pytest.mark.parametrize("name", campaign_except(["ce", "fedlas_ls"], {"ce"}))
 def test_compiled_loss_of_an_out_of_range_label_is_not_zero(name: str) -> None:
     """Compiled code checks labels only on request, but the loss of an invalid label must not be zero."""
     data = batch(1)

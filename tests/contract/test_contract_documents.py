@@ -39,23 +39,23 @@ def candidates(keyword, kind):
 
 @every_loss
 def test_repr_shows_every_constructor_keyword(case):
-    hidden, usual = [], repr(case.build())
+    missing_keywords, default_repr = [], repr(case.build())
     for keyword, kind in keyword_types(case.record).items():
-        shown = set()
+        reprs = set()
         for value in candidates(keyword, kind):
             with contextlib.suppress(ValueError, TypeError):  # not every candidate is in range
-                shown.add(repr(case.build(**{keyword: value})))
-        if not shown - {usual}:
-            hidden.append(keyword)
-    assert not hidden
+                reprs.add(repr(case.build(**{keyword: value})))
+        if not reprs - {default_repr}:
+            missing_keywords.append(keyword)
+    assert not missing_keywords
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "shown"),
+    ("name", "options", "expected"),
     [
         ("focal", {"gamma": 2.5}, "Focal(gamma=2.5)"),
         ("ce", {"num_classes": 3, "reduction": "sum"}, "CE(num_classes=3, reduction='sum')"),
     ],
 )
-def test_repr_has_the_format_of_torch_layers(name, options, shown):
-    assert repr(fedlas.build_loss(name, **options)) == shown
+def test_repr_has_the_format_of_torch_layers(name, options, expected):
+    assert repr(fedlas.build_loss(name, **options)) == expected

@@ -13,7 +13,7 @@ import fedlas
 
 pytestmark = pytest.mark.campaign  # it runs pytest on the contract
 HERE = Path(__file__).parent
-# A file of ten lines, as somebody would write it
+# A minimal loss file
 NEW = '''
 """Evenness: L = mean_i CE_i + beta Σ_k p_ik^2. Source: made up for a test."""
 from fedlas.losses.base import AbstractLoss
@@ -25,8 +25,8 @@ class Evenness(AbstractLoss):
     def terms(self, batch):
         return {"classification": self.cross_entropy(batch), "evenness": 0.1 * (batch.log_probs.exp() ** 2).sum(1)}
 '''
-# What is wrong with a careless loss, and the test that must find it
-FOUND_BY = {
+# The faulty losses below, and the test that must fail for each
+DETECTED_BY = {
     "clips": "test_the_classification_term_of_huge_logits_is_their_difference",
     "overflows": "test_loss_of_huge_logits_is_finite",
     "leaks": "test_ignored_samples_equal_removed_samples",
@@ -49,8 +49,8 @@ from fedlas.losses.base import AbstractLoss
 class AbstractCareless(AbstractLoss):
     citation = "Nobody, On Haste, 2026."
     def terms(self, batch):
-        return {"classification": self.cross_entropy(batch), "more": self.more(batch)}
-    def more(self, batch):
+        return {"classification": self.cross_entropy(batch), "penalty": self.penalty(batch)}
+    def penalty(self, batch):
         return batch.confidence()
 
 class Clips(AbstractCareless):
@@ -62,19 +62,19 @@ class Clips(AbstractCareless):
 class Overflows(AbstractCareless):
     """Exponentials of raw logits."""
     name = "careless_overflows"
-    def more(self, batch):
+    def penalty(self, batch):
         return batch.logits.exp().sum(1).log()
 
 class Leaks(AbstractCareless):
     """A mean over ignored samples too."""
     name = "careless_leaks"
-    def more(self, batch):
+    def penalty(self, batch):
         return batch.confidence() - batch.confidence().mean()
 
 class Weighs(AbstractCareless):
     """A regulariser with class weights."""
     name = "careless_weighs"
-    def more(self, batch):
+    def penalty(self, batch):
         return 0.1 * self.cross_entropy(batch)
 
 class Averages(AbstractCareless):
@@ -87,27 +87,27 @@ class Averages(AbstractCareless):
 class Hardens(AbstractCareless):
     """Takes the largest share of a soft label for the label."""
     name = "careless_hardens"
-    def more(self, batch):
+    def penalty(self, batch):
         labels = batch.labels.argmax(1) if batch.soft else batch.labels
         return -batch.log_probs.gather(1, labels.unsqueeze(1)).squeeze(1)
 
 class Lies(AbstractCareless):
     """A value that is not what its gradient belongs to."""
     name = "careless_lies"
-    def more(self, batch):
+    def penalty(self, batch):
         return batch.confidence() + 0.01 * (batch.confidence() - torch.tensor(batch.confidence().tolist()))
 
 class Rounds(AbstractCareless):
     """Feature norms in the type of the network."""
     name = "careless_rounds"
-    def more(self, batch):
+    def penalty(self, batch):
         return batch.confidence() * batch.features.abs().sum(1).to(batch.logits.dtype)
 
 class Forgets(AbstractCareless):
-    """Keeps its state where nobody saves it."""
+    """Keeps its state outside of the state dict."""
     name = "careless_forgets"
     steps = 0.0
-    def more(self, batch):
+    def penalty(self, batch):
         self.steps += self.training
         return batch.confidence() * self.steps
 
@@ -117,18 +117,18 @@ class Replaces(AbstractCareless):
     def __init__(self, **common):
         super().__init__(**common)
         self.register_buffer("steps", torch.zeros((), dtype=torch.float64))
-    def more(self, batch):
+    def penalty(self, batch):
         self.steps = self.steps + self.training
         return batch.confidence()
 
 class Peeks(AbstractCareless):
-    """Learns from what it is evaluated on."""
+    """Updates its state in evaluation mode."""
     name = "careless_peeks"
     def __init__(self, **common):
         super().__init__(**common)
-        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
-    def more(self, batch):
-        self.seen += batch.valid.sum()
+        self.register_buffer("valid_samples", torch.zeros((), dtype=torch.float64))
+    def penalty(self, batch):
+        self.valid_samples += batch.valid.sum()
         return batch.confidence()
 
 class Mumbles(AbstractCareless):
@@ -137,7 +137,7 @@ class Mumbles(AbstractCareless):
     citation = "somebody"
 
 class Stumbles(AbstractCareless):
-    """Cannot even be built; the other losses are collected and tested all the same."""
+    """Cannot be built; the other losses are still collected and tested."""
     name = "careless_stumbles"
     def __init__(self, **common):
         raise RuntimeError
@@ -147,24 +147,24 @@ class Stumbles(AbstractCareless):
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     """Run the contract against a copy of the package with two more files in its folder of losses."""
-    home = tmp_path_factory.mktemp("copy")
-    shutil.copytree(Path(fedlas.__file__).parent, home / "fedlas", ignore=shutil.ignore_patterns("__pycache__"))
-    (home / "fedlas" / "losses" / "evenness.py").write_text(NEW)
-    (home / "fedlas" / "losses" / "careless.py").write_text(CARELESS)
+    package_root = tmp_path_factory.mktemp("copy")
+    shutil.copytree(Path(fedlas.__file__).parent, package_root / "fedlas", ignore=shutil.ignore_patterns("__pycache__"))
+    (package_root / "fedlas" / "losses" / "evenness.py").write_text(NEW)
+    (package_root / "fedlas" / "losses" / "careless.py").write_text(CARELESS)
     files = [str(file) for file in HERE.glob("test_contract_*.py") if file != Path(__file__)]
-    which = "dropped_in or " + " or ".join(f"({test} and careless_{name})" for name, test in FOUND_BY.items())
-    dropped = ("PYTEST_", "COV_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-    environment |= {"PYTHONPATH": str(home), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", *files, "-q", "-rA", "--tb=line", "-p", "no:cacheprovider", "-k", which]
+    select = "dropped_in or " + " or ".join(f"({test} and careless_{name})" for name, test in DETECTED_BY.items())
+    excluded_prefixes = ("PYTEST_", "COV_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(excluded_prefixes)}
+    environment |= {"PYTHONPATH": str(package_root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", *files, "-q", "-rA", "--tb=line", "-p", "no:cacheprovider", "-k", select]
     result = subprocess.run(
         command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     return result.stdout + result.stderr
 
 
-def names(report, outcome, loss):
-    return set(re.findall(rf"^{outcome} \S*::(\w+)\[{loss}\b", report, re.MULTILINE))
+def names(report, status, loss):
+    return set(re.findall(rf"^{status} \S*::(\w+)\[{loss}\b", report, re.MULTILINE))
 
 
 def test_a_new_loss_file_is_tested_by_the_whole_contract(report):
@@ -173,6 +173,6 @@ def test_a_new_loss_file_is_tested_by_the_whole_contract(report):
     assert len(names(report, "PASSED", "dropped_in")) > 40, report[-5000:]
 
 
-@pytest.mark.parametrize("name", FOUND_BY)
+@pytest.mark.parametrize("name", DETECTED_BY)
 def test_an_incorrect_loss_fails_the_contract(report, name):
-    assert names(report, "FAILED", f"careless_{name}") == {FOUND_BY[name]}, report[-5000:]
+    assert names(report, "FAILED", f"careless_{name}") == {DETECTED_BY[name]}, report[-5000:]

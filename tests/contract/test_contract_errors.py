@@ -1,4 +1,4 @@
-"""Contract of every loss: invalid input raises, and the message says what was wrong."""
+"""Contract of every loss: invalid input raises, and the message names the error."""
 
 import contextlib
 import inspect
@@ -15,10 +15,10 @@ from loss_cases import (
     assert_same,
     batch,
     choices,
-    every,
     every_loss,
     is_number,
     keyword_types,
+    parametrize_cases,
     run,
 )
 
@@ -28,15 +28,15 @@ from fedlas.losses.base.functional import class_weight
 
 @pytest.fixture
 def unchecked():
-    """Build as users do, without the type checker of the tests, which refuses a wrong word before the loss can."""
+    """Disable the type checker of the tests, which would reject an invalid option before the loss does."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-# Inputs: what is wrong, how it is made of a good batch, the facts that the message must state
+# Inputs: the error, a function that makes it from a valid batch, and a pattern of the message
 
-WRONG = {
+INVALID_INPUTS = {
     "label too large": (lambda x: x._replace(labels=x.labels.index_fill(0, torch.tensor(3), CLASSES)),
                         rf"label {CLASSES} .*\[3\].*{CLASSES} classes"),
     "label below zero": (lambda x: x._replace(labels=x.labels.index_fill(0, torch.tensor(0), -1)), r"label -1 .*\[0\]"),
@@ -68,7 +68,7 @@ WRONG = {
     "index on another device": (lambda x: x._replace(index=x.index.to("meta")), r"index.*meta.*logits.*cpu"),
     "logits on another device": (lambda x: x._replace(logits=x.logits.to("meta")), r"cpu.*logits.*meta"),
 }  # fmt: skip
-WRONG_AND_SOFT = {
+INVALID_SOFT_INPUTS = {
     "rows that do not sum to one": (lambda x: x._replace(labels=x.labels * 1.01), r"soft labels.*row 0.*1\.01"),
     "logits as labels": (lambda x: x._replace(labels=x.logits), r"soft labels.*row 0"),
     "a negative probability": (
@@ -81,29 +81,29 @@ WRONG_AND_SOFT = {
 }
 
 
-def inputs_without_a_clear_error(call, wrong, inputs):
-    """Return the wrong inputs that are accepted, or refused with a message that lacks the facts."""
-    answers = {}
-    for kind, (make, facts) in wrong.items():
+def inputs_without_a_clear_error(call, invalid_inputs, inputs):
+    """Return the invalid inputs that are accepted, or rejected with a message that does not match the pattern."""
+    unclear_messages = {}
+    for kind, (make, pattern) in invalid_inputs.items():
         try:
-            answer = f"accepted: {call(*make(inputs))}"
+            message = f"accepted: {call(*make(inputs))}"
         except ValueError as error:
-            answer = str(error)
-        if not re.search(facts, answer):
-            answers[kind] = answer
-    return answers
+            message = str(error)
+        if not re.search(pattern, message):
+            unclear_messages[kind] = message
+    return unclear_messages
 
 
 @every_loss
 def test_wrong_inputs_raise(case):
     loss = case.build()
-    assert not inputs_without_a_clear_error(loss, WRONG, batch())
-    assert not inputs_without_a_clear_error(loss.parts, WRONG, batch())
+    assert not inputs_without_a_clear_error(loss, INVALID_INPUTS, batch())
+    assert not inputs_without_a_clear_error(loss.parts, INVALID_INPUTS, batch())
     if case.cls.takes_soft_labels:
-        assert not inputs_without_a_clear_error(loss, WRONG_AND_SOFT, batch(soft=True))
+        assert not inputs_without_a_clear_error(loss, INVALID_SOFT_INPUTS, batch(soft=True))
 
 
-@every(LOSSES, lambda case: not case.cls.takes_maps)
+@parametrize_cases(LOSSES, lambda case: not case.cls.takes_maps)
 def test_unsupported_maps_raise(case):
     with pytest.raises(ValueError, match=rf"{case.record.name}.*maps.*\(6, 6, 2, 3\)"):
         case.build()(*batch(space=(2, 3)))
@@ -121,14 +121,14 @@ def test_a_wrong_label_in_a_map_raises(case):
         case.build()(*inputs)
 
 
-@every(LOSSES, lambda case: case.has(lambda loss: loss.needs_features))
+@parametrize_cases(LOSSES, lambda case: case.has(lambda loss: loss.needs_features))
 def test_missing_features_raise(case):
     logits, labels, _, index = batch()
     with pytest.raises(ValueError, match=rf"{case.record.name}.*features.*WithFeatures"):
         case.build()(logits, labels, index=index)
 
 
-@every(LOSSES, lambda case: case.has(lambda loss: loss.needs_index))
+@parametrize_cases(LOSSES, lambda case: case.has(lambda loss: loss.needs_index))
 def test_a_missing_index_raises(case):
     logits, labels, features, _ = batch()
     with pytest.raises(ValueError, match=rf"{case.record.name}.*index="):
@@ -140,31 +140,31 @@ def test_crl_requires_num_samples():
         fedlas.build_loss("crl", num_classes=3)
 
 
-@every(LOSSES, lambda case: case.has(lambda loss: loss.needs_index))
+@parametrize_cases(LOSSES, lambda case: case.has(lambda loss: loss.needs_index))
 def test_eval_mode_ignores_the_index(case):
     logits, labels, features, index = batch()
     loss = case.trained().eval()
     assert_same(loss(logits, labels, features), loss(logits, labels, features, index + SAMPLES))
 
 
-@pytest.mark.parametrize("wrong", [-1, SAMPLES])
-@every(LOSSES, lambda case: case.has(lambda loss: loss.index_limit is not None))
-def test_an_index_outside_of_the_training_split_raises(case, wrong):
+@pytest.mark.parametrize("invalid_index", [-1, SAMPLES])
+@parametrize_cases(LOSSES, lambda case: case.has(lambda loss: loss.index_limit is not None))
+def test_an_index_outside_of_the_training_split_raises(case, invalid_index):
     inputs = batch()
-    inputs.index[2] = wrong
-    with pytest.raises(ValueError, match=rf"index {wrong} .*\b2\b.*num_samples"):
+    inputs.index[2] = invalid_index
+    with pytest.raises(ValueError, match=rf"index {invalid_index} .*\b2\b.*num_samples"):
         case.build()(*inputs)
 
 
 @every_loss
 def test_an_invalid_batch_does_not_change_the_state(case):
-    loss, twin = case.build(), case.build()
+    loss, reference = case.build(), case.build()
     inputs = batch()
     with pytest.raises(ValueError, match="label"):
         loss(*inputs._replace(labels=inputs.labels + CLASSES))
     with pytest.raises(ValueError, match="features"):
         loss(*inputs._replace(features=inputs.features[1:]))
-    assert_same(dict(loss.state_dict()), dict(twin.state_dict()))
+    assert_same(dict(loss.state_dict()), dict(reference.state_dict()))
 
 
 @every_loss
@@ -172,11 +172,11 @@ def test_labels_of_any_integer_type_are_accepted(case):
     inputs = batch()
     expected = run(case.build(), inputs)
     for dtype in (torch.uint8, torch.int8, torch.int32, torch.uint16):
-        narrow = inputs._replace(labels=inputs.labels.to(dtype), index=inputs.index.to(dtype))
-        assert_same(run(case.build(), narrow), expected)
+        cast_inputs = inputs._replace(labels=inputs.labels.to(dtype), index=inputs.index.to(dtype))
+        assert_same(run(case.build(), cast_inputs), expected)
     inputs.labels[1] = 255
-    narrow = inputs._replace(labels=inputs.labels.to(torch.uint8))
-    assert_same(run(case.build(ignore_index=255), narrow), run(case.build(ignore_index=255), inputs))
+    cast_inputs = inputs._replace(labels=inputs.labels.to(torch.uint8))
+    assert_same(run(case.build(ignore_index=255), cast_inputs), run(case.build(ignore_index=255), inputs))
 
 
 # Names and keywords
@@ -208,7 +208,7 @@ def test_every_listed_keyword_is_accepted(case):
     samples = {int: 1, float: 0.5}
     for keyword, kind in keyword_types(case.record).items():
         value = next(iter(choices(kind)), samples.get(kind))
-        with contextlib.suppress(ValueError):  # the sample may be out of range, but the keyword is no mistake
+        with contextlib.suppress(ValueError):  # the value may be out of range, but the keyword exists
             case.build(**{keyword: value})
 
 
@@ -225,16 +225,20 @@ def test_non_numeric_hyperparameters_raise(case):
 @pytest.mark.usefixtures("unchecked")
 @every_loss
 def test_unknown_choice_raises_with_the_allowed_values(case):
-    words = {name: choices(kind) for name, kind in keyword_types(case.record).items()}
-    words = {name: known for name, known in words.items() if known and all(isinstance(text, str) for text in known)}
-    assert "reduction" in words
-    for keyword, known in words.items():
-        with pytest.raises(ValueError, match=rf"{keyword} 'zzz'.*{known[-1]}"):
+    choices_by_keyword = {name: choices(kind) for name, kind in keyword_types(case.record).items()}
+    choices_by_keyword = {
+        name: allowed
+        for name, allowed in choices_by_keyword.items()
+        if allowed and all(isinstance(text, str) for text in allowed)
+    }
+    assert "reduction" in choices_by_keyword
+    for keyword, allowed in choices_by_keyword.items():
+        with pytest.raises(ValueError, match=rf"{keyword} 'zzz'.*{allowed[-1]}"):
             case.build(**{keyword: "zzz"})
 
 
 # A loss, the option out of range (the last one), and the limits that the message names
-REFUSED = [
+OUT_OF_RANGE = [
     ("ls", {"alpha": -0.1}, "0.*1"),
     ("ls", {"alpha": 1.1}, "0.*1"),
     ("fedlas_ls", {"alpha": 0.6}, "0.*0.5"),
@@ -276,7 +280,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "limits"), REFUSED, ids=[f"{n}-{next(iter(o))}" for n, o, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("name", "options", "limits"), OUT_OF_RANGE, ids=[f"{n}-{next(iter(o))}" for n, o, _ in OUT_OF_RANGE]
+)
 def test_a_hyperparameter_out_of_range_raises(name, options, limits):
     keyword, value = list(options.items())[-1]
     with pytest.raises(ValueError, match=rf"\b{keyword}\b.*{limits}.*{value}"):
@@ -298,9 +304,9 @@ def test_common_keywords_out_of_range_raise(case):
 
 def test_non_numeric_weights_raise():
     """Weights may come from a command line, where no type checker runs."""
-    for given in ("1,1,2", ["a", "b"], {"a": 1}):
-        with pytest.raises(ValueError, match=rf"weight.*{re.escape(repr(given))}"):
-            inspect.unwrap(class_weight)(given, None)
+    for weight in ("1,1,2", ["a", "b"], {"a": 1}):
+        with pytest.raises(ValueError, match=rf"weight.*{re.escape(repr(weight))}"):
+            inspect.unwrap(class_weight)(weight, None)
 
 
 @every_loss

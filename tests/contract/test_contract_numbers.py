@@ -16,9 +16,9 @@ from loss_cases import (
     assert_finite,
     assert_same,
     batch,
-    every,
     every_case,
     every_loss,
+    parametrize_cases,
     parts,
     run,
     state,
@@ -28,15 +28,15 @@ from torch.overrides import TorchFunctionMode
 
 import fedlas
 
-# Extremes: rows of logits in units of a scale, and the class that is right
+# Extremes: rows of logits in units of a scale, and the labels
 
 
 ROWS = {
-    "one stands out": [1, 0, 0, 0, 0, 0],
-    "two stand back": [-1, -1, 0, 0, 0, 0],
-    "as far apart as can be": [1, -1, -1, -1, -1, -1],
-    "the other way": [-1, -1, 1, 1, 1, 1],
-    "two on top": [1, 1, 0, 0, -1, -1],
+    "one high": [1, 0, 0, 0, 0, 0],
+    "two low": [-1, -1, 0, 0, 0, 0],
+    "largest difference": [1, -1, -1, -1, -1, -1],
+    "four high": [-1, -1, 1, 1, 1, 1],
+    "two high, two low": [1, 1, 0, 0, -1, -1],
     "equal and high": [1, 1, 1, 1, 1, 1],
     "equal and low": [-1, -1, -1, -1, -1, -1],
     "equal": [0, 0, 0, 0, 0, 0],
@@ -44,8 +44,8 @@ ROWS = {
 }
 SCALES = [20.0, 90.0, 1000.0, 1e4]  # float32 softmax: almost, just, and exactly one-hot
 LABELS = {
-    "right": lambda logits: logits.argmax(1),
-    "wrong": lambda logits: logits.argmin(1),
+    "correct": lambda logits: logits.argmax(1),
+    "incorrect": lambda logits: logits.argmin(1),
     "mixed": lambda logits: torch.where(torch.arange(len(logits)) % 3 == 0, logits.argmax(1), logits.argmin(1)),
     "first": lambda logits: torch.zeros(len(logits), dtype=torch.long),
 }
@@ -58,9 +58,9 @@ def extremes(dtype, labels):
 
 
 def assert_all_finite(loss, inputs):
-    outcome = run(loss, inputs)
-    assert outcome.value.dtype == inputs.logits.dtype
-    assert_finite(outcome.value, outcome.by_logits, *outcome.by_parameters, *state(loss).values())
+    actual = run(loss, inputs)
+    assert actual.value.dtype == inputs.logits.dtype
+    assert_finite(actual.value, actual.grad_logits, *actual.grad_parameters, *state(loss).values())
 
 
 @every_case
@@ -76,7 +76,7 @@ def test_loss_of_huge_logits_is_finite(case):
             assert_all_finite(loss, inputs._replace(labels=(one_hot + 1 / CLASSES) / 2))
 
 
-@every(CASES, lambda case: "gamma" in case.record.keywords)
+@parametrize_cases(CASES, lambda case: "gamma" in case.record.keywords)
 def test_loss_is_finite_for_any_gamma(case):
     for gamma, dtype in itertools.product([0.0, 0.01, 0.5, 1.0, 3.0], (torch.float32, torch.float64)):
         loss = Case(case.record, {**case.options, "gamma": gamma}).build()
@@ -104,12 +104,12 @@ def test_huge_logits_are_exact_in_float32(case):
     for labels in LABELS:
         single, double = extremes(torch.float32, labels), extremes(torch.float64, labels)
         assert_close(case.build()(*single).double(), case.build()(*double), 1e-5)
-        # The slope of a regulariser may jump where all is level; that of the classification term may not.
-        slopes = []
+        # The gradient of a regulariser may jump at equal logits; that of the classification term must not.
+        gradients = []
         for inputs in (single, double):
             result, logits = parts(case.build().eval(), inputs)
-            slopes.append(torch.autograd.grad(result["classification"].mean(), logits)[0].double())
-        assert_close(slopes[0], slopes[1], 1e-4)
+            gradients.append(torch.autograd.grad(result["classification"].mean(), logits)[0].double())
+        assert_close(gradients[0], gradients[1], 1e-4)
 
 
 @every_loss
@@ -118,56 +118,56 @@ def test_the_classification_term_of_huge_logits_is_their_difference(case):
     logits = torch.zeros(SIZE, CLASSES, dtype=torch.float64)
     logits[:, 0] = 1e4
     inputs = batch()._replace(logits=logits, labels=torch.ones(SIZE, dtype=torch.long))
-    outcome = run(case.build().eval(), inputs)
-    assert float(outcome.value) > 5e3
-    assert (outcome.by_logits[:, 1] < -0.1 / SIZE).all()
+    actual = run(case.build().eval(), inputs)
+    assert float(actual.value) > 5e3
+    assert (actual.grad_logits[:, 1] < -0.1 / SIZE).all()
 
 
-@every(CASES, lambda case: case.has(lambda loss: loss.needs_features))
+@parametrize_cases(CASES, lambda case: case.has(lambda loss: loss.needs_features))
 def test_loss_of_extreme_features_is_finite(case):
     inputs = batch()
     for value in (0.0, 1e30, 1e-30, math.nan, math.inf):
         loss = case.trained()
-        for which in (slice(0, 1), slice(None)):
+        for rows in (slice(0, 1), slice(None)):
             features = inputs.features.clone()
-            features[which] = value
-            outcome = run(loss, inputs._replace(features=features))
-            assert_finite(outcome.value, outcome.by_logits, *outcome.by_parameters, *state(loss).values())
+            features[rows] = value
+            actual = run(loss, inputs._replace(features=features))
+            assert_finite(actual.value, actual.grad_logits, *actual.grad_parameters, *state(loss).values())
 
 
-# Slopes
+# Gradients
 
 
-class HeldConstants(TorchFunctionMode):
-    """Gives what carries no gradient (`detach()`, masks) in all later calls as it was in the first.
+class FrozenConstants(TorchFunctionMode):
+    """Repeat the detached tensors and masks of the first call in all later calls.
 
-    A stopped gradient is a promise to treat a number as a constant; finite differences must treat it so too.
+    Autograd treats detached tensors as constants, so finite differences must not change them either.
     """
 
     def __init__(self):
         super().__init__()
-        self.held, self.place, self.first = [], 0, True
+        self.constants, self.position, self.recording = [], 0, True
 
     def __exit__(self, *error):
-        self.place, self.first = 0, False
+        self.position, self.recording = 0, False
         return super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if not isinstance(result, torch.Tensor) or (func is not torch.Tensor.detach and result.dtype != torch.bool):
             return result
-        if self.first:
-            self.held.append(result.clone())  # gradcheck moves its input in place
-        self.place += 1
-        return self.held[self.place - 1]
+        if self.recording:
+            self.constants.append(result.clone())  # gradcheck moves its input in place
+        self.position += 1
+        return self.constants[self.position - 1]
 
 
-@every(EXACT_CASES)
+@parametrize_cases(EXACT_CASES)
 def test_gradients_equal_finite_differences(case):
     loss = case.trained(reduction="none").eval()
     for soft in (False, True) if case in LOSSES and case.cls.takes_soft_labels else (False,):
         inputs = batch(3, soft=soft)
-        constants = HeldConstants()
+        constants = FrozenConstants()
 
         def values(logits, inputs=inputs, constants=constants):
             with constants:
@@ -177,9 +177,9 @@ def test_gradients_equal_finite_differences(case):
         assert torch.autograd.gradcheck(values, inputs.logits.requires_grad_(), check_undefined_grad=False)
 
 
-@every(EXACT_CASES, lambda case: case.has(lambda loss: list(loss.parameters())))
+@parametrize_cases(EXACT_CASES, lambda case: case.has(lambda loss: list(loss.parameters())))
 def test_parameter_gradients_equal_finite_differences(case):
-    loss, inputs, constants = case.trained().eval(), batch(3), HeldConstants()
+    loss, inputs, constants = case.trained().eval(), batch(3), FrozenConstants()
     names, parameters = zip(*loss.named_parameters(), strict=True)
 
     def value(*tensors):
@@ -188,7 +188,7 @@ def test_parameter_gradients_equal_finite_differences(case):
 
     value(*parameters)
     assert torch.autograd.gradcheck(value, parameters, check_undefined_grad=False)
-    assert any(slope.abs().max() > 0 for slope in run(loss, inputs).by_parameters)
+    assert any(gradient.abs().max() > 0 for gradient in run(loss, inputs).grad_parameters)
 
 
 # Precision
@@ -207,36 +207,36 @@ def rounded(dtype):
 def test_low_precision_is_computed_in_float32(case):
     for dtype in LOW_PRECISION:
         low, single = rounded(dtype)
-        loss, twin = case.build(), case.build()
-        outcome, expected = run(loss, low), run(twin, single)
-        assert outcome.value.dtype == expected.value.dtype == torch.float32
-        assert_close(outcome.value, expected.value, 1e-6)
-        assert outcome.by_logits.dtype == dtype
-        assert_close(outcome.by_logits, expected.by_logits.to(dtype), 1e-6)
-        assert_close(outcome.by_parameters, expected.by_parameters, 1e-6)
-        assert_close(state(loss), state(twin), 1e-6)
+        loss, reference = case.build(), case.build()
+        actual, expected = run(loss, low), run(reference, single)
+        assert actual.value.dtype == expected.value.dtype == torch.float32
+        assert_close(actual.value, expected.value, 1e-6)
+        assert actual.grad_logits.dtype == dtype
+        assert_close(actual.grad_logits, expected.grad_logits.to(dtype), 1e-6)
+        assert_close(actual.grad_parameters, expected.grad_parameters, 1e-6)
+        assert_close(state(loss), state(reference), 1e-6)
 
 
-@every(LOSSES, lambda case: case.cls.takes_soft_labels)
+@parametrize_cases(LOSSES, lambda case: case.cls.takes_soft_labels)
 def test_low_precision_soft_labels_are_computed_in_float32(case):
-    sixteenths = torch.tensor([8, 4, 2, 1, 1, 0]) / 16  # which every type holds exactly
+    sixteenths = torch.tensor([8, 4, 2, 1, 1, 0]) / 16  # exact in every dtype
     for dtype in LOW_PRECISION:
         low, single = rounded(dtype)
         labels = torch.stack([sixteenths.roll(shift) for shift in range(SIZE)]).to(dtype)
         expected = run(case.build(), single._replace(labels=labels.float()))
         for inputs in (low, single):
-            outcome = run(case.build(), inputs._replace(labels=labels))
-            assert_close(outcome.value, expected.value, 1e-6)
+            actual = run(case.build(), inputs._replace(labels=labels))
+            assert_close(actual.value, expected.value, 1e-6)
 
 
 @every_case
 def test_autocast_does_not_change_loss_or_gradients(case):
     inputs = batch(dtype=torch.float32)
-    loss, twin = case.build(), case.build()
+    loss, reference = case.build(), case.build()
     for training in (True, False):
-        outcome = run(loss.train(training), inputs, autocast=True)
-        assert_same(outcome, run(twin.train(training), inputs))
-        assert_same(state(loss), state(twin))
+        actual = run(loss.train(training), inputs, autocast=True)
+        assert_same(actual, run(reference.train(training), inputs))
+        assert_same(state(loss), state(reference))
 
 
 @every_case
@@ -250,15 +250,15 @@ def test_float64_input_gives_a_float64_loss(case):
 def test_a_cast_loss_keeps_its_running_statistics(case):
     for dtype in (*LOW_PRECISION, torch.float32, torch.float64):
         loss = case.trained()
-        kept = {name: value.clone() for name, value in loss.named_buffers()}
+        buffers = {name: value.clone() for name, value in loss.named_buffers()}
         loss.to(dtype)
-        assert_same(dict(loss.named_buffers()), kept)
+        assert_same(dict(loss.named_buffers()), buffers)
         assert all(parameter.dtype == dtype for parameter in loss.parameters())
-        outcome = run(loss, batch(dtype=torch.float32).to(dtype))
-        assert outcome.value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        assert_finite(outcome.value, outcome.by_logits)
+        actual = run(loss, batch(dtype=torch.float32).to(dtype))
+        assert actual.value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert_finite(actual.value, actual.grad_logits)
         for name, value in loss.named_buffers():
-            assert value.dtype == kept[name].dtype
+            assert value.dtype == buffers[name].dtype
 
 
 @every_loss

@@ -6,20 +6,20 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from loss_cases import CLASSES, LOSSES, assert_close, batch, every, run, state
+from loss_cases import CLASSES, LOSSES, assert_close, batch, parametrize_cases, run, state
 from torch.nn import functional
 
 import fedlas
 from fedlas.losses.mmce import kernel_sums
 
-few = settings(max_examples=10)
+few_examples = settings(max_examples=10)
 OF_RAW_LOGITS = {"acls"}  # its positive term depends on the logit itself, as in the official code
 numbers = st.floats(-30, 30, allow_nan=False).map(lambda x: round(x, 3))
 
 
 @st.composite
 def batches(draw, least=1):
-    """Draw a batch; equal logits, equal rows and equal labels are as likely as not."""
+    """Draw a batch, often with equal logits, rows or labels."""
     n = draw(st.integers(least, 7))
     row = st.lists(st.one_of(st.sampled_from([-6.0, 0.0, 1.0, 6.0]), numbers), min_size=CLASSES, max_size=CLASSES)
     logits = torch.tensor(draw(st.lists(row, min_size=n, max_size=n)), dtype=torch.float64)
@@ -27,33 +27,33 @@ def batches(draw, least=1):
     return batch(n)._replace(logits=logits, labels=labels)
 
 
-@every(LOSSES, lambda case: not case.cls.needs_index)
-@given(inputs=batches(), order=st.randoms(use_true_random=False))
-@few
-def test_loss_is_invariant_to_sample_order(case, inputs, order):
-    places = list(range(len(inputs.labels)))
-    order.shuffle(places)
-    loss, twin = case.trained(reduction="none"), case.trained(reduction="none")
-    outcome, expected = run(loss, inputs.rows(torch.tensor(places))), run(twin, inputs)
-    assert_close(outcome.value, expected.value[places])
-    assert_close(outcome.by_logits, expected.by_logits[places])
-    assert_close(outcome.by_parameters, expected.by_parameters)
-    assert_close(state(loss), state(twin))
+@parametrize_cases(LOSSES, lambda case: not case.cls.needs_index)
+@given(inputs=batches(), random=st.randoms(use_true_random=False))
+@few_examples
+def test_loss_is_invariant_to_sample_order(case, inputs, random):
+    permutation = list(range(len(inputs.labels)))
+    random.shuffle(permutation)
+    loss, reference = case.trained(reduction="none"), case.trained(reduction="none")
+    actual, expected = run(loss, inputs.rows(torch.tensor(permutation))), run(reference, inputs)
+    assert_close(actual.value, expected.value[permutation])
+    assert_close(actual.grad_logits, expected.grad_logits[permutation])
+    assert_close(actual.grad_parameters, expected.grad_parameters)
+    assert_close(state(loss), state(reference))
 
 
-@every(LOSSES)
+@parametrize_cases(LOSSES)
 @given(inputs=batches(), shift=numbers)
-@few
+@few_examples
 def test_loss_is_invariant_to_a_shift_of_logits(case, inputs, shift):
     loss = case.trained().eval()
     with torch.no_grad():
-        for parameter in loss.parameters():  # what a loss has learned to do may depend on raw logits
+        for parameter in loss.parameters():  # learned parameters may depend on raw logits
             parameter.zero_()
-    moved = inputs._replace(logits=inputs.logits + shift)
-    here, there = loss.parts(*inputs), loss.parts(*moved)
-    assert_close(there["classification"], here["classification"], 1e-7)
+    shifted = inputs._replace(logits=inputs.logits + shift)
+    terms, shifted_terms = loss.parts(*inputs), loss.parts(*shifted)
+    assert_close(shifted_terms["classification"], terms["classification"], 1e-7)
     if case.record.name not in OF_RAW_LOGITS:
-        assert_close(there, here, 1e-7)
+        assert_close(shifted_terms, terms, 1e-7)
 
 
 def test_acls_depends_on_the_raw_logit():
@@ -61,48 +61,48 @@ def test_acls_depends_on_the_raw_logit():
     assert float(loss(*inputs._replace(logits=inputs.logits + 5))) > float(loss(*inputs)) + 0.1
 
 
-@every(LOSSES)
-@given(inputs=batches(), ignored=st.sets(st.integers(0, 6)))
-@few
-def test_random_masks_equal_removed_samples(case, inputs, ignored):
-    which = torch.tensor([i in ignored for i in range(len(inputs.labels))])
-    labels = torch.where(which, -100, inputs.labels)
-    loss, twin = case.trained(), case.trained()
-    outcome = run(loss, inputs._replace(labels=labels))
-    expected = run(twin, inputs.rows(~which))
-    assert_close(outcome.value, expected.value)
-    assert_close(outcome.by_logits[~which], expected.by_logits)
-    assert not outcome.by_logits[which].any()
-    assert_close(outcome.by_parameters, expected.by_parameters)
-    assert_close(state(loss), state(twin))
+@parametrize_cases(LOSSES)
+@given(inputs=batches(), ignored_positions=st.sets(st.integers(0, 6)))
+@few_examples
+def test_random_masks_equal_removed_samples(case, inputs, ignored_positions):
+    ignored_rows = torch.tensor([i in ignored_positions for i in range(len(inputs.labels))])
+    labels = torch.where(ignored_rows, -100, inputs.labels)
+    loss, reference = case.trained(), case.trained()
+    actual = run(loss, inputs._replace(labels=labels))
+    expected = run(reference, inputs.rows(~ignored_rows))
+    assert_close(actual.value, expected.value)
+    assert_close(actual.grad_logits[~ignored_rows], expected.grad_logits)
+    assert not actual.grad_logits[ignored_rows].any()
+    assert_close(actual.grad_parameters, expected.grad_parameters)
+    assert_close(state(loss), state(reference))
 
 
-@every(LOSSES, lambda case: case.cls.takes_soft_labels)
+@parametrize_cases(LOSSES, lambda case: case.cls.takes_soft_labels)
 @given(inputs=batches())
-@few
+@few_examples
 def test_one_hot_labels_equal_hard_labels_for_random_logits(case, inputs):
     soft = inputs._replace(labels=functional.one_hot(inputs.labels, CLASSES).double())
-    # Where classes are level, the slope may be any between those on either side.
+    # Where logits are equal, any subgradient is valid, so only values are compared.
     assert_close(run(case.trained(), soft).value, run(case.trained(), inputs).value)
 
 
-@every(LOSSES)
+@parametrize_cases(LOSSES)
 @given(inputs=batches(), reduction=st.sampled_from(["mean", "sum"]))
-@few
+@few_examples
 def test_reductions_agree_for_random_logits(case, inputs, reduction):
     none = run(case.trained(reduction="none"), inputs)
     divisor = len(inputs.labels) if reduction == "mean" else 1
-    outcome = run(case.trained(reduction=reduction), inputs)
-    assert_close(outcome.value, none.value.sum() / divisor)
-    assert_close(outcome.by_logits, none.by_logits / divisor)
+    actual = run(case.trained(reduction=reduction), inputs)
+    assert_close(actual.value, none.value.sum() / divisor)
+    assert_close(actual.grad_logits, none.grad_logits / divisor)
 
 
 # The kernel sums of MMCE in O(n log n) against two loops
 
-places = st.one_of(st.sampled_from([0.0, 0.2, 0.5, 1.0]), st.floats(0, 1, allow_nan=False))
+confidences = st.one_of(st.sampled_from([0.0, 0.2, 0.5, 1.0]), st.floats(0, 1, allow_nan=False))
 
 
-@given(points=st.lists(st.tuples(places, st.floats(-1, 1, allow_nan=False)), max_size=12))
+@given(points=st.lists(st.tuples(confidences, st.floats(-1, 1, allow_nan=False)), max_size=12))
 @example(points=[(0.5, 1.0)] * 4)
 @example(points=[])
 @settings(max_examples=100)
@@ -114,36 +114,40 @@ def test_kernel_sums_equal_two_loops(points):
     slow = torch.stack(rows) if rows else fast.detach()
     assert_close(fast, slow)
     if rows:
-        pull = torch.linspace(1, 2, len(rows), dtype=torch.float64)
+        grad_output = torch.linspace(1, 2, len(rows), dtype=torch.float64)
         inputs = [position, weights]
-        assert_close(torch.autograd.grad(fast @ pull, inputs), torch.autograd.grad(slow @ pull, inputs))
+        assert_close(torch.autograd.grad(fast @ grad_output, inputs), torch.autograd.grad(slow @ grad_output, inputs))
 
 
 def penalty_by_loops(confidence, correct, variant, double_normalise):
-    """The formulas of the module's docstring, with a share c_i of each sample right and 1 - c_i wrong."""
+    """The formulas of the module's docstring, with the correctness c_i of each sample between 0 and 1."""
     pairs = [(i, j) for i in range(len(confidence)) for j in range(len(confidence))]
     kernel = {(i, j): math.exp(-abs(confidence[i] - confidence[j]) / 0.4) for i, j in pairs}
     if variant == "m":
         gaps = [c - r for c, r in zip(correct, confidence, strict=True)]
         return sum(gaps[i] * gaps[j] * kernel[i, j] for i, j in pairs) / len(confidence) ** 2
-    right, wrong = sum(correct), sum(1 - c for c in correct)
-    if right == 0 or wrong == 0:
+    correct_sum, incorrect_sum = sum(correct), sum(1 - c for c in correct)
+    if correct_sum == 0 or incorrect_sum == 0:
         return 0.0
-    p = [c * (1 - r) for c, r in zip(correct, confidence, strict=True)]
-    q = [(1 - c) * r for c, r in zip(correct, confidence, strict=True)]
+    correct_gaps = [c * (1 - r) for c, r in zip(correct, confidence, strict=True)]
+    incorrect_gaps = [(1 - c) * r for c, r in zip(correct, confidence, strict=True)]
 
     def mean(a, b, number):
         return sum(a[i] * b[j] * kernel[i, j] for i, j in pairs) / number / (number + 1e-5 if double_normalise else 1)
 
-    t = mean(p, p, right * right) + mean(q, q, wrong * wrong) - 2 * mean(p, q, right * wrong)
-    return math.sqrt(max(t, 0) + 1e-10)
+    squared_penalty = (
+        mean(correct_gaps, correct_gaps, correct_sum * correct_sum)
+        + mean(incorrect_gaps, incorrect_gaps, incorrect_sum * incorrect_sum)
+        - 2 * mean(correct_gaps, incorrect_gaps, correct_sum * incorrect_sum)
+    )
+    return math.sqrt(max(squared_penalty, 0) + 1e-10)
 
 
 @pytest.mark.parametrize("double_normalise", [True, False])
 @pytest.mark.parametrize("variant", ["m", "w"])
 @pytest.mark.parametrize("soft", [False, True], ids=["hard", "soft"])
 @given(inputs=batches())
-@few
+@few_examples
 def test_mmce_equals_two_loops(inputs, soft, variant, double_normalise):
     if soft:
         inputs = inputs._replace(labels=batch(len(inputs.labels), soft=True).labels)
@@ -151,8 +155,8 @@ def test_mmce_equals_two_loops(inputs, soft, variant, double_normalise):
     loss(*inputs)
     confidence = inputs.logits.softmax(1).amax(1).tolist()
     prediction = inputs.logits.argmax(1)
-    shares = inputs.labels if soft else functional.one_hot(inputs.labels, CLASSES).double()
-    correct = shares[torch.arange(len(prediction)), prediction].tolist()
+    label_probs = inputs.labels if soft else functional.one_hot(inputs.labels, CLASSES).double()
+    correct = label_probs[torch.arange(len(prediction)), prediction].tolist()
     expected = 1.5 * penalty_by_loops(confidence, correct, variant, double_normalise)
     assert_close(float(loss.last_terms["kernel"]), expected, 1e-7)
 

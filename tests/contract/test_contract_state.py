@@ -14,9 +14,9 @@ from loss_cases import (
     assert_close,
     assert_same,
     batch,
-    every,
     every_case,
     every_loss,
+    parametrize_cases,
     run,
     seed,
     state,
@@ -26,24 +26,26 @@ from loss_cases import (
 import fedlas
 
 
-def restored(state_dict, fresh):
-    fresh.load_state_dict(state_dict, strict=True)
-    return fresh
+def restored(state_dict, new_loss):
+    new_loss.load_state_dict(state_dict, strict=True)
+    return new_loss
 
 
-def saved(what):
+def saved_file(content):
     file = io.BytesIO()
-    torch.save(what, file)
+    torch.save(content, file)
     file.seek(0)
     return file
 
 
 COPIES = {
-    "deepcopy": lambda loss, fresh: copy.deepcopy(loss),
-    "pickle": lambda loss, fresh: pickle.loads(pickle.dumps(loss)),
-    "torch.save": lambda loss, fresh: torch.load(saved(loss), weights_only=False),
-    "state_dict": lambda loss, fresh: restored(loss.state_dict(), fresh),
-    "saved state_dict": lambda loss, fresh: restored(torch.load(saved(loss.state_dict()), weights_only=True), fresh),
+    "deepcopy": lambda loss, new_loss: copy.deepcopy(loss),
+    "pickle": lambda loss, new_loss: pickle.loads(pickle.dumps(loss)),
+    "torch.save": lambda loss, new_loss: torch.load(saved_file(loss), weights_only=False),
+    "state_dict": lambda loss, new_loss: restored(loss.state_dict(), new_loss),
+    "saved state_dict": lambda loss, new_loss: restored(
+        torch.load(saved_file(loss.state_dict()), weights_only=True), new_loss
+    ),
 }
 
 
@@ -52,16 +54,16 @@ COPIES = {
 def test_a_copy_continues_like_the_original(case):
     loss = train(case.build(weight=WEIGHT), epochs=1)
     kinds = COPIES if case in LOSSES else ("deepcopy", "state_dict")
-    twins = [COPIES[kind](loss, case.build(weight=WEIGHT)) for kind in kinds]
+    copies = [COPIES[kind](loss, case.build(weight=WEIGHT)) for kind in kinds]
     before = state(loss)
-    outcome, after = run(loss, batch()), state(train(loss, epochs=1))
-    for twin in twins:  # which shares no tensor with the original, or it would have moved with it
-        assert_same(state(twin), before)
-        assert_same(run(twin, batch()), outcome)
-        assert_same(state(train(twin, epochs=1)), after)
+    expected, expected_state = run(loss, batch()), state(train(loss, epochs=1))
+    for copied_loss in copies:  # it shares no tensor with the original; otherwise training would have changed it
+        assert_same(state(copied_loss), before)
+        assert_same(run(copied_loss, batch()), expected)
+        assert_same(state(train(copied_loss, epochs=1)), expected_state)
 
 
-@every(LOSSES, lambda case: case.has(lambda loss: loss.state_dict()))
+@parametrize_cases(LOSSES, lambda case: case.has(lambda loss: loss.state_dict()))
 def test_load_state_dict_is_strict(case):
     saved_state = case.trained().state_dict()
     missing = dict(list(saved_state.items())[1:])
@@ -79,9 +81,9 @@ def layout(loss):
 @every_case
 def test_training_updates_all_state_in_place(case):
     loss = case.build()
-    start, before = layout(loss), state(loss)
+    initial_layout, before = layout(loss), state(loss)
     train(loss)
-    assert layout(loss) == start
+    assert layout(loss) == initial_layout
     if case in LOSSES:
         after = loss.state_dict()
         assert not [name for name, v in before.items() if torch.equal(v, after[name]) and v.dtype != torch.bool]
@@ -101,23 +103,23 @@ def test_eval_mode_does_not_change_the_state(case):
     assert_same(state(loss), before)
 
 
-@every(CASES, lambda case: not case.has(lambda loss: loss.state_dict()))
+@parametrize_cases(CASES, lambda case: not case.has(lambda loss: loss.state_dict()))
 def test_stateless_loss_is_equal_in_train_and_eval_mode(case):
-    loss, twin = train(case.build()), case.build().eval()
-    assert_same(run(loss, batch()), run(twin, batch()))
+    loss, reference = train(case.build()), case.build().eval()
+    assert_same(run(loss, batch()), run(reference, batch()))
     assert not loss.state_dict()
 
 
 @every_case
 def test_train_mode_under_no_grad_does_not_update_the_state(case):
     """A validation batch in a loop without `loss.eval()` must not change the statistics."""
-    loss, twin = case.trained(), case.trained().eval()
+    loss, reference = case.trained(), case.trained().eval()
     before = state(loss)
     for disabled in (torch.no_grad, torch.inference_mode):
         with disabled():
             seed(0)
             value = loss(*batch()).clone()
-        assert_same(value, run(twin, batch()).value)
+        assert_same(value, run(reference, batch()).value)
     assert_same(state(loss), before)
 
 
@@ -125,9 +127,9 @@ def test_train_mode_under_no_grad_does_not_update_the_state(case):
 def test_a_loss_in_float64_equals_float32(case):
     single, double = case.build(), case.build().to(torch.float64)
     assert all(parameter.dtype == torch.float64 for parameter in double.parameters())
-    outcome, expected = run(double, batch()), run(single, batch())
-    assert_close(outcome.value, expected.value, 1e-6)
-    assert_close(outcome.by_logits, expected.by_logits, 1e-6)
+    actual, expected = run(double, batch()), run(single, batch())
+    assert_close(actual.value, expected.value, 1e-6)
+    assert_close(actual.grad_logits, expected.grad_logits, 1e-6)
 
 
 @every_loss
@@ -155,10 +157,10 @@ def test_validation_predictions_with_other_classes_raise():
 
 @pytest.mark.filterwarnings("ignore:the loaded state")  # of their parts
 def test_loading_the_state_of_another_loss_raises():
-    for name, other in [("focal", "ls"), ("fedlas_ls", "fedlas_mbls"), ("ce", "fedlas_ls"), ("fedlas_ls", "ce")]:
-        loss, saved_state = (fedlas.build_loss(first, num_classes=3) for first in (name, other))
-        with pytest.raises(RuntimeError, match=type(saved_state).__name__):
-            loss.load_state_dict(torch.load(saved(saved_state.state_dict()), weights_only=True))
+    for name, other_name in [("focal", "ls"), ("fedlas_ls", "fedlas_mbls"), ("ce", "fedlas_ls"), ("fedlas_ls", "ce")]:
+        loss, other_loss = (fedlas.build_loss(loss_name, num_classes=3) for loss_name in (name, other_name))
+        with pytest.raises(RuntimeError, match=type(other_loss).__name__):
+            loss.load_state_dict(torch.load(saved_file(other_loss.state_dict()), weights_only=True))
 
 
 @pytest.mark.parametrize(
@@ -174,12 +176,12 @@ def test_loading_the_state_of_other_hyperparameters_warns(name, options):
     """Also within a larger module and from a file; a format that stores only tensors cannot warn."""
     keyword, value = next(iter(options.items()))
     keyword = keyword.removeprefix("gate_")
-    theirs = torch.nn.ModuleDict({"loss": fedlas.build_loss(name, num_classes=3, **options)})
-    mine = torch.nn.ModuleDict({"loss": fedlas.build_loss(name, num_classes=3, reduction="none")})
+    source = torch.nn.ModuleDict({"loss": fedlas.build_loss(name, num_classes=3, **options)})
+    target = torch.nn.ModuleDict({"loss": fedlas.build_loss(name, num_classes=3, reduction="none")})
     with pytest.warns(UserWarning, match=rf"{keyword}={value!r}"):
-        mine.load_state_dict(torch.load(saved(theirs.state_dict()), weights_only=True))
-    assert_same(state(mine), state(theirs))
-    mine.load_state_dict(dict(theirs.state_dict()))
+        target.load_state_dict(torch.load(saved_file(source.state_dict()), weights_only=True))
+    assert_same(state(target), state(source))
+    target.load_state_dict(dict(source.state_dict()))
 
 
 # torch.func
@@ -190,12 +192,12 @@ def test_per_sample_gradients_by_vmap(case):
     loss = case.trained().eval()
     by_sample = torch.func.vmap(torch.func.grad(lambda *sample: loss(*(value[None] for value in sample))))
     inputs = batch()
-    expected = [run(loss, inputs.rows(slice(row, row + 1))).by_logits[0] for row in range(len(inputs.logits))]
+    expected = [run(loss, inputs.rows(slice(row, row + 1))).grad_logits[0] for row in range(len(inputs.logits))]
     torch.testing.assert_close(by_sample(*inputs), torch.stack(expected))
     assert not any(torch._C._functorch.is_functorch_wrapped_tensor(term) for term in loss.last_terms.values())
 
 
-@every(LOSSES, lambda case: case.has(lambda loss: loss.state_dict() and not loss.needs_validation))
+@parametrize_cases(LOSSES, lambda case: case.has(lambda loss: loss.state_dict() and not loss.needs_validation))
 def test_an_update_inside_a_transform_raises(case):
     loss = case.build()
     with pytest.raises(RuntimeError, match=r"loss\.eval\(\)"):

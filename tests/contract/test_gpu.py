@@ -13,7 +13,7 @@ from waiting import no_waiting
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # Inductor explains a choice of its own, and uses what torch has deprecated.
+    # Inductor warns about its own choices and uses deprecated functions of torch.
     pytest.mark.filterwarnings(
         "ignore:\\nOnline softmax is disabled", "ignore:.*torch.jit:DeprecationWarning", "ignore:TensorFloat32"
     ),
@@ -47,18 +47,18 @@ def batch(step: int, device: str = "cuda") -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gpu_loss_equals_cpu_without_synchronisation(name: str) -> None:
-    here, there = build(name), build(name, "cpu")
+    gpu_loss, cpu_loss = build(name), build(name, "cpu")
     for step in range(2):
-        ours, theirs = batch(step), batch(step, "cpu")
+        gpu_batch, cpu_batch = batch(step), batch(step, "cpu")
         with no_waiting():
-            value = here(**ours)
+            value = gpu_loss(**gpu_batch)
             value.backward()
-        expected = there(**theirs)
+        expected = cpu_loss(**cpu_batch)
         expected.backward()
         torch.testing.assert_close(value.cpu(), expected, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(ours["logits"].grad.cpu(), theirs["logits"].grad, rtol=1e-4, atol=1e-6)
-    for key, state in here.state_dict().items():
-        torch.testing.assert_close(state.cpu(), there.state_dict()[key], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gpu_batch["logits"].grad.cpu(), cpu_batch["logits"].grad, rtol=1e-4, atol=1e-6)
+    for key, state in gpu_loss.state_dict().items():
+        torch.testing.assert_close(state.cpu(), cpu_loss.state_dict()[key], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -66,30 +66,30 @@ def test_inductor_and_graph_capture_equal_eager(name: str) -> None:
     torch._dynamo.reset()
     eager, compiled_loss = build(name), build(name)
     compiled = torch.compile(compiled_loss, fullgraph=True)
-    static = batch(0)
+    static_batch = batch(0)
 
     def step() -> Tensor:
-        static["logits"].grad = None
-        value: Tensor = compiled(**static)
+        static_batch["logits"].grad = None
+        value: Tensor = compiled(**static_batch)
         value.backward()
         return value
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
+    side_stream = torch.cuda.Stream()
+    with torch.cuda.stream(side_stream):
         step()
         with no_waiting():
             step()
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream().wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         value = step()
     graph.replay()
-    for _ in range(3):  # two steps before the capture, which runs nothing itself, and one replay
-        theirs = batch(0)
-        expected = eager(**theirs)
+    for _ in range(3):  # two steps before the capture, which computes nothing, and one replay
+        eager_batch = batch(0)
+        expected = eager(**eager_batch)
         expected.backward()
     torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(static["logits"].grad, theirs["logits"].grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(static_batch["logits"].grad, eager_batch["logits"].grad, rtol=1e-4, atol=1e-6)
     for key, state in compiled_loss.state_dict().items():
         torch.testing.assert_close(state, eager.state_dict()[key], rtol=1e-5, atol=1e-6)
 

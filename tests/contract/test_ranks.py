@@ -26,7 +26,7 @@ COLLECTIVES = ("fedlas_ls", "crl", "mmce", "mdca", "closed_loop")  # every kind 
 Cases = tuple[tuple[str, str], ...]
 FAST: Cases = (*((name, WRAPPED) for name in NAMES), ("fedlas_ls", MODEL_ONLY), ("fedlas_ls", SUM))
 ALL = [(name, mode) for name in NAMES for mode in (WRAPPED, MODEL_ONLY, SUM)]
-REST: Cases = (*(case for case in ALL if case not in FAST), *((name, COMPILED) for name in COLLECTIVES))
+CAMPAIGN: Cases = (*(case for case in ALL if case not in FAST), *((name, COMPILED) for name in COLLECTIVES))
 
 
 def network() -> nn.Sequential:
@@ -49,39 +49,39 @@ def step_data(step: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forward_of(net: nn.Module, loss: nn.Module, mode: str) -> Callable[..., Tensor]:
-    """Join network and loss in one of the ways that people do it."""
+    """Combine network and loss in one of the common ways."""
     if mode in (MODEL_ONLY, COMPILED):
-        called = torch.compile(loss, fullgraph=True, backend="aot_eager") if mode == COMPILED else loss
+        loss_function = torch.compile(loss, fullgraph=True, backend="aot_eager") if mode == COMPILED else loss
         wrapped = DistributedDataParallel(fedlas.WithFeatures(net))
 
         def forward(x: Tensor, labels: Tensor, index: Tensor) -> Tensor:
             logits, features = wrapped(x)
-            return called(logits, labels, features, index)
+            return loss_function(logits, labels, features, index)
 
         return forward
     task: nn.Module = fedlas.WithLoss(net, loss)
-    if mode != "alone":
+    if mode != "one process":
         task = DistributedDataParallel(task)
     return lambda *batch: task(*batch)[0]
 
 
 def train(name: str, mode: str, rank: int = 0, world: int = 1) -> dict[str, Any]:
-    """Train a few steps on this rank's part of every batch; give values, gradients and final state."""
+    """Train a few steps on this rank's part of every batch; return values, gradients and final state."""
     torch.manual_seed(0)
     net, loss = network(), build(name, "sum" if mode == SUM else "mean")
-    if rank and mode == MODEL_ONLY:  # a script that seeds every rank differently gives every rank another gate
+    if rank and mode == MODEL_ONLY:  # different seeds give each rank another gate
         for parameter in loss.parameters():
             nn.init.normal_(parameter)
-    forward = forward_of(net, loss, mode if world > 1 else "alone")
+    forward = forward_of(net, loss, mode if world > 1 else "one process")
     parameters = [*net.parameters(), *loss.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    mine = slice(rank * SAMPLES // world, (rank + 1) * SAMPLES // world)
+    rows = slice(rank * SAMPLES // world, (rank + 1) * SAMPLES // world)
     values, gradients = [], []
     for step in range(STEPS):
         if step == 1:
             loss.end_epoch(fedlas.Predictions(logits=torch.eye(CLASSES) * 3, labels=torch.arange(CLASSES) // 2))
         optimizer.zero_grad()
-        value = forward(*(part[mine] for part in step_data(step)))
+        value = forward(*(part[rows] for part in step_data(step)))
         value.backward()
         values.append(value.detach())
         gradients.append([parameter.grad.clone() for parameter in parameters])
@@ -99,9 +99,9 @@ def evaluate(name: str) -> Tensor:
 def uneven(name: str, rank: int) -> Tensor | str:
     """Compute the loss of one third of the batch on rank 0 and two thirds on rank 1."""
     torch.manual_seed(0)
-    mine = slice(0, 4) if rank == 0 else slice(4, SAMPLES)
+    rows = slice(0, 4) if rank == 0 else slice(4, SAMPLES)
     try:
-        return fedlas.WithLoss(network(), build(name))(*(part[mine] for part in step_data(0)))[0].detach()
+        return fedlas.WithLoss(network(), build(name))(*(part[rows] for part in step_data(0)))[0].detach()
     except ValueError as error:
         return str(error)
 
@@ -127,24 +127,28 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Cases], lis
     def run(cases: Cases) -> list[dict[Any, Any]]:
         folder = tmp_path_factory.mktemp("ranks")
         mp.start_processes(
-            work, args=(2, str(folder), cases), nprocs=2, start_method="spawn" if cases is REST else START_METHOD
+            work, args=(2, str(folder), cases), nprocs=2, start_method="spawn" if cases is CAMPAIGN else START_METHOD
         )
         return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
     return run
 
 
-@pytest.mark.parametrize(("name", "mode"), [*FAST, *(pytest.param(*case, marks=pytest.mark.campaign) for case in REST)])
+@pytest.mark.parametrize(
+    ("name", "mode"), [*FAST, *(pytest.param(*case, marks=pytest.mark.campaign) for case in CAMPAIGN)]
+)
 def test_two_processes_equal_one(two_ranks: Any, name: str, mode: str) -> None:
-    alone = train(name, mode)
-    first, second = (results[name, mode] for results in two_ranks(FAST if (name, mode) in FAST else REST))
+    single_process = train(name, mode)
+    first, second = (results[name, mode] for results in two_ranks(FAST if (name, mode) in FAST else CAMPAIGN))
     for step in range(STEPS):
         mean = (first["values"][step] + second["values"][step]) / 2
-        torch.testing.assert_close(mean, alone["values"][step])
-        for ours, theirs, expected in zip(*(r["gradients"][step] for r in (first, second, alone)), strict=True):
-            torch.testing.assert_close((ours + theirs) / 2, expected)
+        torch.testing.assert_close(mean, single_process["values"][step])
+        for first_gradient, second_gradient, expected in zip(
+            *(r["gradients"][step] for r in (first, second, single_process)), strict=True
+        ):
+            torch.testing.assert_close((first_gradient + second_gradient) / 2, expected)
     for part in ("net", "loss"):
-        for key, expected in alone[part].items():
+        for key, expected in single_process[part].items():
             torch.testing.assert_close(first[part][key], expected, msg=lambda m, key=key: f"{key}: {m}")
             assert torch.equal(first[part][key], second[part][key]), f"{key} differs between ranks"
 
@@ -177,5 +181,5 @@ def test_uneven_ranks_are_exact_or_raise(two_ranks: Any, name: str) -> None:
         assert "[4, 8]" in first
         return
     torch.manual_seed(0)
-    alone, _ = fedlas.WithLoss(network(), build(name))(*step_data(0))
-    torch.testing.assert_close((first + second) / 2, alone.detach())
+    single_process, _ = fedlas.WithLoss(network(), build(name))(*step_data(0))
+    torch.testing.assert_close((first + second) / 2, single_process.detach())

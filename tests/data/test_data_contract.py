@@ -14,7 +14,8 @@ RECORDS = {record.name: record for record in fedlas.list_data()}
 NAMES = list(RECORDS)
 OPTIONS = {"folder": {"path": "nowhere"}}
 FILES = [name for name in NAMES if name != "digits"]  # digits come with scikit-learn
-COUNTED = [name for name in NAMES if RECORDS[name].cls.per_class]  # the others have nothing to be compared with
+# Data sets with published class counts; the others have no reference
+WITH_CLASS_COUNTS = [name for name in NAMES if RECORDS[name].cls.per_class]
 
 
 @pytest.fixture(params=NAMES)
@@ -49,10 +50,10 @@ def test_building_a_data_set_reads_no_files(name, tmp_path):
 @pytest.mark.parametrize("name", FILES)
 def test_missing_files_error_names_folder_url_and_checksum(name, tmp_path):
     data = fedlas.build_data(name, root=tmp_path / "nowhere", download=False, **OPTIONS.get(name, {}))
-    with pytest.raises(MissingFileError, match=re.escape(str(tmp_path / "nowhere"))) as caught:
+    with pytest.raises(MissingFileError, match=re.escape(str(tmp_path / "nowhere"))) as error:
         data.split("train")
     if name != "folder":
-        assert re.search(r"https?://\S+ .*MD5 \w{32}", str(caught.value))
+        assert re.search(r"https?://\S+ .*MD5 \w{32}", str(error.value))
 
 
 def test_misspelt_keyword_raises_with_a_suggestion(name):
@@ -112,35 +113,35 @@ def test_splits_have_consistent_images_labels_and_index(name, tmp_path, monkeypa
         else:
             assert all(path.is_file() for path in split.images)
     assert not set(train.index.tolist()) & set(val.index.tolist())
-    both = torch.cat([train.index, val.index]).sort().values
+    train_val_index = torch.cat([train.index, val.index]).sort().values
     if name == "folder":
-        assert torch.equal(torch.cat([both, test.index]).sort().values, data.split("all").index)
+        assert torch.equal(torch.cat([train_val_index, test.index]).sort().values, data.split("all").index)
     else:
         part = data.part("train")
-        whole = torch.arange(len(part.labels)) if part.index is None else part.index
-        assert torch.equal(both, whole)
+        expected_index = torch.arange(len(part.labels)) if part.index is None else part.index
+        assert torch.equal(train_val_index, expected_index)
 
 
 def test_labels_stay_aligned_with_images_after_splitting(name, tmp_path, monkeypatch):
     data = twins.build(name, tmp_path, monkeypatch)
     part = data.part("all" if name == "folder" else "train")
-    whole = torch.arange(len(part.labels)) if part.index is None else part.index
-    places = {number: position for position, number in enumerate(whole.tolist())}
+    part_index = torch.arange(len(part.labels)) if part.index is None else part.index
+    rows = {sample: position for position, sample in enumerate(part_index.tolist())}
     for split in (data.split("train"), data.split("val")):
         for position in range(0, len(split), 7):
-            there = places[int(split.index[position])]
-            assert split.labels[position] == part.labels[there]
-            same = split.images[position] == part.images[there]
-            assert same.all() if isinstance(same, torch.Tensor) else same
+            row = rows[int(split.index[position])]
+            assert split.labels[position] == part.labels[row]
+            equal = split.images[position] == part.images[row]
+            assert equal.all() if isinstance(equal, torch.Tensor) else equal
 
 
 def test_seed_changes_only_the_train_val_split(name, tmp_path, monkeypatch):
     first = twins.build(name, tmp_path, monkeypatch, seed=1)
     options = {"path": "pets"} if name == "folder" else {}
-    again = fedlas.build_data(name, root=tmp_path, seed=1, **options)
+    same_seed = fedlas.build_data(name, root=tmp_path, seed=1, **options)
     other = fedlas.build_data(name, root=tmp_path, seed=2, **options)
-    assert torch.equal(first.split("val").index, again.split("val").index)
-    assert torch.equal(first.split("train").index, again.split("train").index)
+    assert torch.equal(first.split("val").index, same_seed.split("val").index)
+    assert torch.equal(first.split("train").index, same_seed.split("train").index)
     assert set(first.split("val").index.tolist()) != set(other.split("val").index.tolist())
     assert torch.equal(first.split("test").index, other.split("test").index)
 
@@ -153,9 +154,9 @@ def test_resident_and_loader_give_equal_batches(name, tmp_path, monkeypatch):
     resident.set_epoch(2)
     loader.set_epoch(2)
     assert len(loader) == -(-len(split) // 7)
-    for here, there in zip(resident.batches(7), loader, strict=True):
-        assert here.images.shape[1:] == (data.transform.channels, data.transform.size, data.transform.size)
-        for a, b in zip(here, there, strict=True):
+    for resident_batch, loader_batch in zip(resident.batches(7), loader, strict=True):
+        assert resident_batch.images.shape[1:] == (data.transform.channels, data.transform.size, data.transform.size)
+        for a, b in zip(resident_batch, loader_batch, strict=True):
             assert torch.equal(a, b)
 
 
@@ -166,25 +167,25 @@ def test_evaluation_batches_have_the_index_of_the_split(name, tmp_path, monkeypa
         Resident(split, data.transform, train=False).batches(4),
         Loader(split, data.transform, batch_size=4, train=False, workers=0),
     ):
-        seen = list(batches)
-        assert torch.equal(torch.cat([batch.index for batch in seen]), split.index)
-        assert torch.equal(torch.cat([batch.labels for batch in seen]), split.labels)
+        all_batches = list(batches)
+        assert torch.equal(torch.cat([batch.index for batch in all_batches]), split.index)
+        assert torch.equal(torch.cat([batch.labels for batch in all_batches]), split.labels)
 
 
 def test_ood_images_are_resized_to_the_transform_of_the_training_data(name, tmp_path, monkeypatch):
     """OOD images of any size and number of channels get the size and normalisation of the training data."""
     data = twins.build(name, tmp_path / "a", monkeypatch)
     split = data.split("test")
-    for home in ("cifar10", "mnist"):
-        transform = RECORDS[home].cls.transform
-        seen = next(Resident(split, transform, train=False).batches(8)).images
-        assert seen.shape == (min(8, len(split)), transform.channels, transform.size, transform.size)
+    for training_name in ("cifar10", "mnist"):
+        transform = RECORDS[training_name].cls.transform
+        images = next(Resident(split, transform, train=False).batches(8)).images
+        assert images.shape == (min(8, len(split)), transform.channels, transform.size, transform.size)
         scale, shift = transform.constants()
-        assert (seen >= shift - 1e-6).all()
-        assert (seen <= shift + 255 * scale + 1e-6).all()
+        assert (images >= shift - 1e-6).all()
+        assert (images <= shift + 255 * scale + 1e-6).all()
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("name", WITH_CLASS_COUNTS)
 def test_missing_sample_raises(name, tmp_path, monkeypatch):
     data = twins.build(name, tmp_path, monkeypatch)
     cls = RECORDS[name].cls
@@ -193,7 +194,7 @@ def test_missing_sample_raises(name, tmp_path, monkeypatch):
         data.split("train")
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("name", WITH_CLASS_COUNTS)
 def test_class_with_missing_samples_raises(name, tmp_path, monkeypatch):
     data = twins.build(name, tmp_path, monkeypatch)
     cls = RECORDS[name].cls

@@ -21,7 +21,7 @@ from fedlas.data.base.formats import plain_unpickled, read_cifar_binary, read_ci
 _reconstruct = np.empty(0).__reduce__()[0]
 
 
-def named(path: Path) -> str:
+def escaped(path: Path) -> str:
     return re.escape(str(path))
 
 
@@ -42,7 +42,7 @@ def test_truncated_idx_file_raises(tmp_path, keep):
     path = tmp_path / "images"
     twins.idx(path, np.zeros((3, 4, 5), np.uint8), compressed=False)
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(DamagedFileError, match=named(path)):
+    with pytest.raises(DamagedFileError, match=escaped(path)):
         read_idx(path)
 
 
@@ -59,7 +59,7 @@ def test_damaged_gzip_file_raises(tmp_path, damage):
     path = tmp_path / "images.gz"
     twins.idx(path, np.random.default_rng(0).integers(0, 256, (30, 40), np.uint8), compressed=True)
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(DamagedFileError, match=named(path)):
+    with pytest.raises(DamagedFileError, match=escaped(path)):
         read_idx(path)
 
 
@@ -87,7 +87,7 @@ def test_fashion_mnist_is_found_in_alternative_folders(tmp_path, monkeypatch, fo
 
 
 def test_fashion_mnist_searches_the_debian_package_folder():
-    """Seen in the file list of the package dataset-fashion-mnist 0.0~git20200523; conftest points it elsewhere."""
+    """Seen in the file list of the package dataset-fashion-mnist 0.0~git20200523; conftest replaces the path."""
     source = Path(fedlas.data.__file__).with_name("fashion_mnist.py").read_text(encoding="utf-8")
     assert '"/usr/share/datasets/fashion-mnist"' in source
 
@@ -96,7 +96,7 @@ def test_changed_pixel_fails_the_checksum(tmp_path, monkeypatch):
     data = twins.build("mnist", tmp_path, monkeypatch)
     path = tmp_path / "mnist" / "t10k-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:-1] + b"\x07")
-    with pytest.raises(DamagedFileError, match=f"{named(path)}.*MD5"):
+    with pytest.raises(DamagedFileError, match=f"{escaped(path)}.*MD5"):
         data.split("test")
 
 
@@ -124,7 +124,7 @@ def test_truncated_cifar_batch_raises(tmp_path, monkeypatch):
     data = twins.build("cifar10", tmp_path, monkeypatch)
     path = tmp_path / "cifar-10-batches-bin" / "data_batch_3.bin"
     path.write_bytes(path.read_bytes()[:-3073])
-    with pytest.raises(DamagedFileError, match=f"{named(path)}.*MD5"):
+    with pytest.raises(DamagedFileError, match=f"{escaped(path)}.*MD5"):
         data.split("train")
     assert len(data.split("test"))
 
@@ -148,8 +148,8 @@ def test_cifar_pickle_and_binary_versions_are_equal(tmp_path, monkeypatch, name)
 def python2_pickle(images: np.ndarray, labels: list[int]) -> bytes:
     """A batch as the Python 2 of 2009 pickled it: strings are bytes, numpy's module has its old name."""
 
-    def text(word: bytes) -> bytes:
-        return b"U" + bytes([len(word)]) + word
+    def text(data: bytes) -> bytes:
+        return b"U" + bytes([len(data)]) + data
 
     def number(n: int) -> bytes:
         return b"J" + struct.pack("<i", n)
@@ -168,8 +168,8 @@ def test_python_2_pickle_is_read(tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (4, 3072), np.uint8)
     path = tmp_path / "data_batch_1"
     path.write_bytes(python2_pickle(images, [3, 1, 4, 1]))
-    read, labels = read_cifar_pickle(path, "labels", twins.md5(path))
-    assert np.array_equal(read.reshape(4, 3072), images)
+    read_images, labels = read_cifar_pickle(path, "labels", twins.md5(path))
+    assert np.array_equal(read_images.reshape(4, 3072), images)
     assert labels.tolist() == [3, 1, 4, 1]
 
 
@@ -177,10 +177,10 @@ class Evil:
     """Runs a function when it is unpickled."""
 
     def __init__(self, function, *arguments):
-        self.made = function, arguments
+        self.call = function, arguments
 
     def __reduce__(self):
-        return self.made
+        return self.call
 
 
 EVIL = {
@@ -202,15 +202,15 @@ def test_malicious_pickle_is_not_executed(tmp_path, payload, protocol):
     path = tmp_path / "data_batch_1"
     path.write_bytes(pickle.dumps(EVIL[payload], protocol))
     called = "exec|open|getattr|fromfile|default_rng|set|encode"
-    with pytest.raises(DamagedFileError, match=rf"{named(path)}.*\b({called})\b"):
+    with pytest.raises(DamagedFileError, match=rf"{escaped(path)}.*\b({called})\b"):
         read_cifar_pickle(path, "labels", twins.md5(path))
 
 
 def test_self_referential_pickle_terminates():
-    circle: list = []
-    circle.append(circle)
-    made = plain_unpickled(pickle.dumps(circle, 2), Path("batch"))
-    assert made[0] is made
+    recursive_list: list = []
+    recursive_list.append(recursive_list)
+    result = plain_unpickled(pickle.dumps(recursive_list, 2), Path("batch"))
+    assert result[0] is result
 
 
 def test_pickle_cannot_allocate_arrays_without_content():
@@ -249,7 +249,7 @@ def test_pickle_with_a_wrong_checksum_is_not_opened(tmp_path, monkeypatch):
 def test_pickle_of_other_content_raises(tmp_path, content):
     path = tmp_path / "data_batch_1"
     path.write_bytes(content)
-    with pytest.raises(DamagedFileError, match=named(path)):
+    with pytest.raises(DamagedFileError, match=escaped(path)):
         read_cifar_pickle(path, "labels", twins.md5(path))
 
 
@@ -267,7 +267,7 @@ def test_changed_mat_file_fails_the_checksum(tmp_path, monkeypatch):
     data = twins.build("svhn", tmp_path, monkeypatch)
     path = tmp_path / "svhn" / "test_32x32.mat"
     path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(DamagedFileError, match=f"{named(path)}.*MD5"):
+    with pytest.raises(DamagedFileError, match=f"{escaped(path)}.*MD5"):
         data.split("test")
 
 
@@ -277,7 +277,7 @@ def test_unreadable_mat_file_raises(tmp_path, monkeypatch, content):
     path = tmp_path / "svhn" / "test_32x32.mat"
     path.write_bytes(content)
     monkeypatch.setattr(type(data), "files", {path.name: twins.md5(path)})
-    with pytest.raises(DamagedFileError, match=named(path)):
+    with pytest.raises(DamagedFileError, match=escaped(path)):
         data.split("test")
 
 
@@ -318,7 +318,7 @@ def test_svhn_prefers_the_official_file_over_rebuilt_crops(tmp_path, monkeypatch
 )
 def test_damaged_rebuilt_crops_raise(tmp_path, monkeypatch, changes):
     _, _, data = svhn_with_rebuilt_crops(tmp_path, monkeypatch, **changes)
-    with pytest.raises(DamagedFileError, match=named(tmp_path / "svhn_rebuilt" / "test.npz")):
+    with pytest.raises(DamagedFileError, match=escaped(tmp_path / "svhn_rebuilt" / "test.npz")):
         data.split("test")
 
 
@@ -366,7 +366,7 @@ def test_damaged_image_raises_with_its_path(tmp_path, monkeypatch, damage):
     data = twins.build("tiny_imagenet", tmp_path, monkeypatch)
     path = tmp_path / "tiny-imagenet-200" / "val" / "images" / "val_4.JPEG"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(DamagedFileError, match=named(path)):
+    with pytest.raises(DamagedFileError, match=escaped(path)):
         Resident(data.split("test"), data.transform, train=False)
 
 
@@ -394,10 +394,10 @@ def test_damaged_tiny_imagenet_raises(tmp_path, monkeypatch, change, message):
 def test_cub_classes_and_splits_follow_its_lists(tmp_path, monkeypatch):
     data = twins.build("cub200", tmp_path, monkeypatch)
     assert data.class_names == ("Bird_0", "Bird_1", "Bird_2")
-    each = twins.TRAIN + twins.TEST
+    per_class = twins.TRAIN + twins.TEST
     test = data.split("test")
-    assert test.index.tolist() == [c * each + n for c in range(3) for n in range(twins.TEST)]
-    assert test.labels.tolist() == [n // each for n in test.index.tolist()]
+    assert test.index.tolist() == [c * per_class + n for c in range(3) for n in range(twins.TEST)]
+    assert test.labels.tolist() == [n // per_class for n in test.index.tolist()]
     assert all(path.stem == f"bird_{n}" for path, n in zip(test.images, test.index.tolist(), strict=True))
 
 

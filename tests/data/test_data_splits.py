@@ -77,9 +77,9 @@ def test_splitting_no_samples_gives_empty_splits():
 
 
 def test_cifar100_official_test_normalisation_is_opt_in():
-    plain, official = (fedlas.build_data("cifar100", official_test_normalisation=on) for on in (False, True))
-    assert plain.transform_for("test").mean == (0.4914, 0.4822, 0.4465)
-    assert official.transform_for("train") == official.transform_for("val") == plain.transform
+    default, official = (fedlas.build_data("cifar100", official_test_normalisation=on) for on in (False, True))
+    assert default.transform_for("test").mean == (0.4914, 0.4822, 0.4465)
+    assert official.transform_for("train") == official.transform_for("val") == default.transform
     test = official.transform_for("test")
     assert (test.mean, test.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     assert (test.size, test.pad, test.flip) == (32, 4, True)
@@ -111,11 +111,11 @@ def test_digits_need_no_files(tmp_path):
 
 
 def test_digits_equal_those_of_scikit_learn(monkeypatch):
-    result = fedlas.build_data("digits").part("train")
+    from_file = fedlas.build_data("digits").part("train")
     monkeypatch.setattr("fedlas.data.digits.find_spec", lambda _: None)  # as if scikit-learn had moved its files
-    asked = fedlas.build_data("digits").part("train")
-    assert torch.equal(result.images, asked.images)
-    assert torch.equal(result.labels, asked.labels)
+    from_load_digits = fedlas.build_data("digits").part("train")
+    assert torch.equal(from_file.images, from_load_digits.images)
+    assert torch.equal(from_file.labels, from_load_digits.labels)
 
 
 def test_digits_pixels_span_0_to_255():
@@ -129,10 +129,10 @@ def test_digits_pixels_span_0_to_255():
 
 @pytest.mark.parametrize("noise", [0.1, 0.25, 1.0])
 def test_label_noise_changes_only_training_labels(noise):
-    clean, noisy = (fedlas.build_data("digits", label_noise=share) for share in (0.0, noise))
+    clean, noisy = (fedlas.build_data("digits", label_noise=fraction) for fraction in (0.0, noise))
     assert torch.equal(clean.split("train").index, noisy.split("train").index)
-    wrong = clean.split("train").labels != noisy.split("train").labels
-    assert int(wrong.sum()) == round(800 * noise)
+    changed = clean.split("train").labels != noisy.split("train").labels
+    assert int(changed.sum()) == round(800 * noise)
     assert torch.equal(noisy.split("train").labels, noisy.split("train").labels)
     for split in ("val", "test"):
         assert torch.equal(clean.split(split).labels, noisy.split(split).labels)
@@ -141,17 +141,17 @@ def test_label_noise_changes_only_training_labels(noise):
 
 
 def test_label_noise_covers_every_other_class():
-    clean, noisy = (fedlas.build_data("digits", label_noise=share).split("train").labels for share in (0.0, 1.0))
+    clean, noisy = (fedlas.build_data("digits", label_noise=fraction).split("train").labels for fraction in (0.0, 1.0))
     assert ((noisy - clean) % 10).bincount(minlength=10).min() == 0
     assert ((noisy - clean) % 10).bincount(minlength=10)[1:].min() > 60
 
 
 def test_train_samples_limits_only_the_training_split():
-    few = fedlas.build_data("digits", train_samples=50, label_noise=0.2)
-    assert len(few.split("train")) == 50
-    assert len(few.split("val")) == 200
-    whole = fedlas.build_data("digits")
-    assert torch.equal(few.split("train").index, whole.split("train").index[:50])
+    limited = fedlas.build_data("digits", train_samples=50, label_noise=0.2)
+    assert len(limited.split("train")) == 50
+    assert len(limited.split("val")) == 200
+    full = fedlas.build_data("digits")
+    assert torch.equal(limited.split("train").index, full.split("train").index[:50])
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_invalid_digits_options_raise(options):
         fedlas.build_data("digits", **options)
 
 
-# Where data lies
+# Data folder
 
 
 def test_data_root_follows_argument_then_environment(monkeypatch, tmp_path):
@@ -179,13 +179,13 @@ def test_data_root_follows_argument_then_environment(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "invalid",
     [{"size": 9}, {"channels": 2}, {"mean": (0.5,)}, {"std": (0.5, 0.5, 0.0)}, {"pad": -1}, {"size": 0}],
 )
-def test_invalid_transform_raises(wrong):
-    right = {"size": 8, "resize": 8, "channels": 3, "mean": (0.5,) * 3, "std": (0.5,) * 3}
+def test_invalid_transform_raises(invalid):
+    valid = {"size": 8, "resize": 8, "channels": 3, "mean": (0.5,) * 3, "std": (0.5,) * 3}
     with pytest.raises(ValueError, match=r"channels|std|pixels"):
-        Transform(**(right | wrong))
+        Transform(**(valid | invalid))
 
 
 def test_split_columns_of_different_lengths_raise():

@@ -1,4 +1,4 @@
-"""Files are downloaded once, completely and verified; errors say what to do."""
+"""Files are downloaded once, completely and verified; errors name a remedy."""
 
 import gzip
 import hashlib
@@ -27,18 +27,18 @@ CONTENT = bytes(range(256)) * 2000
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Serve bytes, with ranges if enabled; close the connection early where `break_after` says so."""
+    """Serve bytes, with ranges if enabled; close the connection after the numbers of bytes in `break_after`."""
 
     def do_GET(self):
         server = self.server
-        server.asked.append((self.path, self.headers.get("Range")))
+        server.requests.append((self.path, self.headers.get("Range")))
         content = server.files.get(self.path)
         if content is None:
             self.send_error(404)
             return
         start = 0
-        if server.ranges and (wanted := self.headers.get("Range")):
-            start = int(re.fullmatch(r"bytes=(\d+)-", wanted)[1])
+        if server.ranges and (byte_range := self.headers.get("Range")):
+            start = int(re.fullmatch(r"bytes=(\d+)-", byte_range)[1])
             if start >= len(content):
                 self.send_error(416)
                 return
@@ -56,16 +56,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    state = {
+    attributes = {
         "files": {"/a.bin": CONTENT},
-        "asked": [],
+        "requests": [],
         "break_after": [],
         "ranges": True,
         "lengths": True,
         "delay": 0.0,
     }
-    with serving(Handler, **state) as made:
-        yield made
+    with serving(Handler, **attributes) as running_server:
+        yield running_server
 
 
 def source(server, path="/a.bin", md5=None):
@@ -73,7 +73,7 @@ def source(server, path="/a.bin", md5=None):
 
 
 def source_with_checksums(content, *urls, md5=None):
-    """Describe a file with both checksums, without which plain HTTP gives a warning."""
+    """Return a source with both checksums, because plain HTTP without SHA-256 warns."""
     return Source(urls, md5 or hashlib.md5(content).hexdigest(), hashlib.sha256(content).hexdigest())
 
 
@@ -82,10 +82,10 @@ def file_names_in(folder: Path) -> list[str]:
 
 
 def test_download_is_fsynced_before_it_is_renamed(server, tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(fetching.os, "fsync", lambda _: seen.append(file_names_in(tmp_path)))
+    files_at_fsync = []
+    monkeypatch.setattr(fetching.os, "fsync", lambda _: files_at_fsync.append(file_names_in(tmp_path)))
     fetch(source(server), tmp_path)
-    assert seen == [["a.bin.part"]]
+    assert files_at_fsync == [["a.bin.part"]]
     assert file_names_in(tmp_path) == ["a.bin"]
 
 
@@ -93,25 +93,25 @@ def test_file_is_downloaded_once_with_progress(server, tmp_path, monkeypatch):
     monkeypatch.setattr(fetching, "BLOCK", 100_000)
     calls = []
     for _ in range(2):
-        path = fetch(source(server), tmp_path / "new", progress=lambda *seen: calls.append(seen))
+        path = fetch(source(server), tmp_path / "new", progress=lambda *call: calls.append(call))
     assert path.read_bytes() == CONTENT
-    assert [round(512_000 * seen[1]) for seen in calls] == [100_000, 200_000, 300_000, 400_000, 500_000, 512_000]
-    assert {seen[0] for seen in calls} == {"downloading a.bin"}
-    assert len(server.asked) == 1
+    assert [round(512_000 * call[1]) for call in calls] == [100_000, 200_000, 300_000, 400_000, 500_000, 512_000]
+    assert {call[0] for call in calls} == {"downloading a.bin"}
+    assert len(server.requests) == 1
     assert file_names_in(tmp_path / "new") == ["a.bin"]
 
 
 def test_partial_download_is_resumed(server, tmp_path):
     (tmp_path / "a.bin.part").write_bytes(CONTENT[:1000])
     assert fetch(source(server), tmp_path).read_bytes() == CONTENT
-    assert server.asked == [("/a.bin", "bytes=1000-")]
+    assert server.requests == [("/a.bin", "bytes=1000-")]
     assert file_names_in(tmp_path) == ["a.bin"]
 
 
 def test_broken_connection_is_resumed(server, tmp_path):
     server.break_after = [1000, 2000]
     assert fetch(source(server), tmp_path).read_bytes() == CONTENT
-    assert [wanted for _, wanted in server.asked] == [None, "bytes=1000-", "bytes=3000-"]
+    assert [byte_range for _, byte_range in server.requests] == [None, "bytes=1000-", "bytes=3000-"]
 
 
 def test_partial_file_is_kept_after_repeated_failures(server, tmp_path):
@@ -130,9 +130,9 @@ def test_download_restarts_if_the_server_has_no_ranges(server, tmp_path):
 
 def test_download_works_without_content_length(server, tmp_path):
     server.lengths = False
-    calls = []
-    assert fetch(source(server), tmp_path, progress=lambda *seen: calls.append(seen[1])).read_bytes() == CONTENT
-    assert set(calls) == {None}
+    fractions = []
+    assert fetch(source(server), tmp_path, progress=lambda *call: fractions.append(call[1])).read_bytes() == CONTENT
+    assert set(fractions) == {None}
 
 
 def test_complete_partial_file_is_accepted(server, tmp_path):
@@ -143,7 +143,7 @@ def test_complete_partial_file_is_accepted(server, tmp_path):
 def test_wrong_partial_file_is_discarded(server, tmp_path):
     (tmp_path / "a.bin.part").write_bytes(b"x" * 1000)
     assert fetch(source(server), tmp_path).read_bytes() == CONTENT
-    assert [wanted for _, wanted in server.asked] == ["bytes=1000-", None]
+    assert [byte_range for _, byte_range in server.requests] == ["bytes=1000-", None]
 
 
 def test_wrong_checksum_leaves_no_file(server, tmp_path):
@@ -168,60 +168,65 @@ def test_wrong_sha256_raises_despite_a_correct_md5(server, tmp_path):
 
 
 def test_plain_http_with_md5_only_warns(server, tmp_path):
-    weak = Source((f"{server.url}/a.bin",), hashlib.md5(CONTENT).hexdigest())
+    md5_only = Source((f"{server.url}/a.bin",), hashlib.md5(CONTENT).hexdigest())
     with pytest.warns(UserWarning, match=r"/a\.bin.*TLS.*MD5"):
-        fetch(weak, tmp_path)
-    fetch(weak, tmp_path)  # the file exists: no download and no warning
+        fetch(md5_only, tmp_path)
+    fetch(md5_only, tmp_path)  # the file exists: no download and no warning
 
 
 def test_sources_without_tls_have_a_sha256(tmp_path, monkeypatch):
-    asked = []
+    sources = []
 
-    def note(wanted, *_, **__):
-        asked.append(wanted)
+    def record_source(file_source, *_, **__):
+        sources.append(file_source)
         raise MissingFileError("not here")
 
-    monkeypatch.setattr("fedlas.data.base.dataset.fetch", note)
-    monkeypatch.setattr(fetching, "fetch", note)
+    monkeypatch.setattr("fedlas.data.base.dataset.fetch", record_source)
+    monkeypatch.setattr(fetching, "fetch", record_source)
     for record in fedlas.list_data():
         if record.name not in {"digits", "folder"}:
             for part in ("train", "test"):
                 with pytest.raises(MissingFileError):
                     fedlas.build_data(record.name, root=tmp_path / record.name).split(part)
-    plain = {wanted for wanted in asked if any(url.startswith("http://") for url in wanted.urls)}
-    assert {wanted.name for wanted in plain} >= {"train_32x32.mat", "test_32x32.mat", "tiny-imagenet-200.zip"}
-    assert all(re.fullmatch("[0-9a-f]{64}", wanted.sha256 or "") for wanted in plain)
-    assert len({wanted.urls[0] for wanted in asked}) == 5 + 3 * 2  # archives, and data sets of a file for each part
+    without_tls = {file_source for file_source in sources if any(url.startswith("http://") for url in file_source.urls)}
+    assert {file_source.name for file_source in without_tls} >= {
+        "train_32x32.mat",
+        "test_32x32.mat",
+        "tiny-imagenet-200.zip",
+    }
+    assert all(re.fullmatch("[0-9a-f]{64}", file_source.sha256 or "") for file_source in without_tls)
+    # Five archives, and three data sets with a file for each part
+    assert len({file_source.urls[0] for file_source in sources}) == 5 + 3 * 2
     for cls in (fedlas.data.MNIST, fedlas.data.FashionMNIST, fedlas.data.SVHN):
         assert set(cls.sha256) == set(cls.files)
 
 
 def test_next_mirror_is_tried_after_a_404(server, tmp_path):
     server.files["/b/a.bin"] = CONTENT
-    both = source_with_checksums(CONTENT, f"{server.url}/gone/a.bin", f"{server.url}/b/a.bin")
-    assert fetch(both, tmp_path).read_bytes() == CONTENT
-    assert [path for path, _ in server.asked] == ["/gone/a.bin", "/b/a.bin"]
+    mirrors = source_with_checksums(CONTENT, f"{server.url}/gone/a.bin", f"{server.url}/b/a.bin")
+    assert fetch(mirrors, tmp_path).read_bytes() == CONTENT
+    assert [path for path, _ in server.requests] == ["/gone/a.bin", "/b/a.bin"]
 
 
 def test_http_404_is_not_retried(server, tmp_path):
     with pytest.raises(MissingFileError, match=r"404.*gone\.bin.*http"):
         fetch(source(server, "/gone.bin"), tmp_path)
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
 
 
 def test_refused_connection_error_names_file_and_url(tmp_path):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-    lonely = source_with_checksums(b"", f"http://127.0.0.1:{port}/a.bin")
+    unreachable = source_with_checksums(b"", f"http://127.0.0.1:{port}/a.bin")
     with pytest.raises(MissingFileError, match=rf"{tmp_path}/a\.bin.*refused.*{tmp_path}.*http://127.0.0.1:{port}"):
-        fetch(lonely, tmp_path)
+        fetch(unreachable, tmp_path)
 
 
 def test_download_false_makes_no_request(server, tmp_path):
     with pytest.raises(MissingFileError, match="download"):
         fetch(source(server), tmp_path, download=False)
-    assert server.asked == []
+    assert server.requests == []
     assert not (tmp_path / "new").exists()
 
 
@@ -236,34 +241,34 @@ def test_file_url_raises(tmp_path):
         fetch(Source(("file:///etc/passwd",), "0" * 32), tmp_path)
 
 
-def fetch_in_process(wanted, folder, done):
-    done.put(str(fetch(wanted, Path(folder))))
+def fetch_in_process(file_source, folder, results):
+    results.put(str(fetch(file_source, Path(folder))))
 
 
 def test_concurrent_processes_download_once(server, tmp_path):
     server.delay = 0.3
     context = multiprocessing.get_context("fork")
-    done = context.Queue()
-    arguments = (source(server), str(tmp_path), done)
+    results = context.Queue()
+    arguments = (source(server), str(tmp_path), results)
     processes = [context.Process(target=fetch_in_process, args=arguments) for _ in range(3)]
     for process in processes:
         process.start()
-    assert {done.get(timeout=120) for _ in processes} == {str(tmp_path / "a.bin")}
+    assert {results.get(timeout=120) for _ in processes} == {str(tmp_path / "a.bin")}
     for process in processes:
         process.join(60)
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
 
 
-def hold(path, ready, go):
+def hold(path, ready, release):
     with locked(Path(path)):
         ready.set()
-        go.wait(120)
+        release.wait(120)
 
 
 def test_lock_is_released_when_its_process_is_killed(tmp_path):
     context = multiprocessing.get_context("fork")
-    ready, go = context.Event(), context.Event()
-    process = context.Process(target=hold, args=(str(tmp_path / "a"), ready, go))
+    ready, release = context.Event(), context.Event()
+    process = context.Process(target=hold, args=(str(tmp_path / "a"), ready, release))
     process.start()
     assert ready.wait(120)
     process.kill()
@@ -274,19 +279,19 @@ def test_lock_is_released_when_its_process_is_killed(tmp_path):
 
 def tar_of(files: dict[str, bytes]) -> bytes:
     stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w:gz") as packed:
+    with tarfile.open(fileobj=stream, mode="w:gz") as archive:
         for name, content in files.items():
-            about = tarfile.TarInfo(name)
-            about.size = len(content)
-            packed.addfile(about, io.BytesIO(content))
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
     return stream.getvalue()
 
 
 def zip_of(files: dict[str, bytes]) -> bytes:
     stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as packed:
+    with zipfile.ZipFile(stream, "w") as archive:
         for name, content in files.items():
-            packed.writestr(name, content)
+            archive.writestr(name, content)
     return stream.getvalue()
 
 
@@ -297,47 +302,47 @@ def test_archive_is_downloaded_and_unpacked_once(server, tmp_path, pack, name):
         folder = unpack(source(server, name), tmp_path, "inside")
     assert (folder / "a" / "b.txt").read_bytes() == b"hello"
     assert file_names_in(tmp_path) == ["inside", name[1:]]
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
 
 
 def test_manually_placed_archive_is_used(server, tmp_path):
     content = tar_of({"inside/b.txt": b"hello"})
     (tmp_path / "x.tar.gz").write_bytes(content)
-    wanted = Source(("https://example.org/x.tar.gz",), hashlib.md5(content).hexdigest())
-    assert (unpack(wanted, tmp_path, "inside", download=False) / "b.txt").exists()
+    archive = Source(("https://example.org/x.tar.gz",), hashlib.md5(content).hexdigest())
+    assert (unpack(archive, tmp_path, "inside", download=False) / "b.txt").exists()
 
 
 def test_damaged_archive_raises(tmp_path):
     content = tar_of({"inside/b.txt": b"hello"})
     (tmp_path / "x.tar.gz").write_bytes(content[:-4])
-    wanted = Source(("https://example.org/x.tar.gz",), hashlib.md5(content).hexdigest())
+    archive = Source(("https://example.org/x.tar.gz",), hashlib.md5(content).hexdigest())
     with pytest.raises(DamagedFileError, match=rf"{tmp_path}/x\.tar\.gz.*MD5"):
-        unpack(wanted, tmp_path, "inside")
+        unpack(archive, tmp_path, "inside")
     assert file_names_in(tmp_path) == ["x.tar.gz"]
 
 
 def test_archive_without_the_expected_folder_raises(tmp_path):
     (tmp_path / "x.tar.gz").write_bytes(tar_of({"outside/b.txt": b"hello"}))
-    wanted = Source(("https://example.org/x.tar.gz",), md5_of(tmp_path / "x.tar.gz"))
+    archive = Source(("https://example.org/x.tar.gz",), md5_of(tmp_path / "x.tar.gz"))
     with pytest.raises(DamagedFileError, match=r"x\.tar\.gz.*inside"):
-        unpack(wanted, tmp_path, "inside")
+        unpack(archive, tmp_path, "inside")
     assert file_names_in(tmp_path) == ["x.tar.gz"]
 
 
 def test_archive_cannot_write_outside_the_destination(tmp_path):
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "x.tar.gz").write_bytes(tar_of({"inside/a": b"", "../../evil.txt": b"hello"}))
-    wanted = Source(("https://example.org/x.tar.gz",), md5_of(tmp_path / "root" / "x.tar.gz"))
+    archive = Source(("https://example.org/x.tar.gz",), md5_of(tmp_path / "root" / "x.tar.gz"))
     with pytest.raises(DamagedFileError, match=r"x\.tar\.gz.*outside the destination"):
-        unpack(wanted, tmp_path / "root", "inside")
+        unpack(archive, tmp_path / "root", "inside")
     assert file_names_in(tmp_path / "root") == ["x.tar.gz"]
     assert not list(tmp_path.rglob("evil.txt"))
 
 
 def test_missing_archive_error_names_url_and_destination(tmp_path):
-    wanted = Source(("https://example.org/x.tar.gz",), "0" * 32)
+    archive = Source(("https://example.org/x.tar.gz",), "0" * 32)
     with pytest.raises(MissingFileError, match=rf"{tmp_path}/inside.*x\.tar\.gz.*{tmp_path}.*https://example\.org"):
-        unpack(wanted, tmp_path, "inside", download=False)
+        unpack(archive, tmp_path, "inside", download=False)
 
 
 def test_cifar10_is_downloaded_from_its_url(server, tmp_path, monkeypatch):
@@ -348,7 +353,7 @@ def test_cifar10_is_downloaded_from_its_url(server, tmp_path, monkeypatch):
     )
     monkeypatch.setattr("fedlas.data.cifar10.CIFAR10.archive", source(server, "/cifar-10-binary.tar.gz"))
     calls = []
-    data = fedlas.build_data("cifar10", root=tmp_path / "root", progress=lambda *seen: calls.append(seen))
+    data = fedlas.build_data("cifar10", root=tmp_path / "root", progress=lambda *call: calls.append(call))
     assert len(data.split("test")) == 10 * twins.TEST
     assert calls[-1][1] == 1.0
     assert file_names_in(tmp_path / "root") == ["cifar-10-batches-bin", "cifar-10-binary.tar.gz"]
@@ -359,11 +364,11 @@ def test_mnist_files_are_downloaded_from_their_urls(server, tmp_path, monkeypatc
     cls, files, sha256 = fedlas.data.MNIST, {}, {}
     for name, (_, content) in cls.files.items():
         path = tmp_path / "made" / "mnist" / name
-        twin = path.with_name(f"{name}.gz")
-        packed = twin.read_bytes() if twin.exists() else gzip.compress(path.read_bytes())
-        server.files[f"/{name}.gz"] = packed
-        files[name] = (hashlib.md5(packed).hexdigest(), content)
-        sha256[name] = hashlib.sha256(packed).hexdigest()
+        compressed_path = path.with_name(f"{name}.gz")
+        compressed = compressed_path.read_bytes() if compressed_path.exists() else gzip.compress(path.read_bytes())
+        server.files[f"/{name}.gz"] = compressed
+        files[name] = (hashlib.md5(compressed).hexdigest(), content)
+        sha256[name] = hashlib.sha256(compressed).hexdigest()
     monkeypatch.setattr(cls, "files", files)
     monkeypatch.setattr(cls, "sha256", sha256)
     monkeypatch.setattr(cls, "addresses", (server.url,))

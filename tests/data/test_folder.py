@@ -33,18 +33,20 @@ def test_each_subdirectory_is_a_class(tmp_path):
     assert data.title == tmp_path.name
 
 
-@pytest.mark.parametrize("given", [["cat", "cow", "dog"], "cat,cow,dog", "[cat, cow, dog]"])
-def test_class_names_accepts_a_list_or_a_string(tmp_path, given):
+@pytest.mark.parametrize("class_names", [["cat", "cow", "dog"], "cat,cow,dog", "[cat, cow, dog]"])
+def test_class_names_accepts_a_list_or_a_string(tmp_path, class_names):
     write_images(tmp_path, {"dog": 2, "cat": 2})
-    data = fedlas.build_data("folder", path=tmp_path, class_names=given)
+    data = fedlas.build_data("folder", path=tmp_path, class_names=class_names)
     assert data.class_names == ("cat", "cow", "dog")
     assert data.split("all").labels.tolist() == [0, 0, 2, 2]
 
 
-@pytest.mark.parametrize(("given", "why"), [("cat,dog,cat", "cat, dog, cat"), ("cat,,dog", "empty"), ("", "empty")])
-def test_empty_and_duplicate_class_names_raise(tmp_path, given, why):
-    with pytest.raises(ValueError, match=f"class_names.*{why}"):
-        fedlas.build_data("folder", path=tmp_path, class_names=given)
+@pytest.mark.parametrize(
+    ("class_names", "message"), [("cat,dog,cat", "cat, dog, cat"), ("cat,,dog", "empty"), ("", "empty")]
+)
+def test_empty_and_duplicate_class_names_raise(tmp_path, class_names, message):
+    with pytest.raises(ValueError, match=f"class_names.*{message}"):
+        fedlas.build_data("folder", path=tmp_path, class_names=class_names)
 
 
 def test_too_few_images_for_a_split_raise(tmp_path):
@@ -72,11 +74,11 @@ def test_split_directories_define_the_splits(tmp_path):
     assert "train" in train.images[0].parts
 
 
-@pytest.mark.parametrize(("name", "meant"), [("Train", "train"), ("valid", "val"), ("Validation", "val")])
-def test_misnamed_split_directory_raises_with_a_suggestion(tmp_path, name, meant):
+@pytest.mark.parametrize(("name", "expected"), [("Train", "train"), ("valid", "val"), ("Validation", "val")])
+def test_misnamed_split_directory_raises_with_a_suggestion(tmp_path, name, expected):
     write_images(tmp_path / name, {"a": 2, "b": 2})
     write_images(tmp_path / "test", {"a": 2, "b": 2})
-    with pytest.raises(ValueError, match=rf"{name}\b.* {meant}"):
+    with pytest.raises(ValueError, match=rf"{name}\b.* {expected}"):
         fedlas.build_data("folder", path=tmp_path).split("test")
 
 
@@ -237,14 +239,14 @@ def test_relative_path_prefers_the_working_directory_over_root(tmp_path, monkeyp
     assert len(fedlas.build_data("folder", path="pets", root=tmp_path / "root").split("all")) == 2
 
 
-@pytest.mark.parametrize("ending", ["png", "tiff", "pgm"])
-def test_grey_16_bit_images_keep_their_levels(tmp_path, ending):
+@pytest.mark.parametrize("extension", ["png", "tiff", "pgm"])
+def test_grey_16_bit_images_keep_their_levels(tmp_path, extension):
     """Regression: Pillow clips at 255, so these images were white."""
     image = pytest.importorskip("PIL.Image")
     grey = np.linspace(0, 65535, 16 * 16).astype(np.uint16).reshape(16, 16)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        image.fromarray(grey).save(tmp_path / name / f"1.{ending}")
+        image.fromarray(grey).save(tmp_path / name / f"1.{extension}")
     data = fedlas.build_data("folder", path=tmp_path, image_size=16, resize=16)
     pixels = decode(data.split("all").images[0], data.transform)
     assert torch.equal(pixels, torch.from_numpy((grey >> 8).astype(np.uint8)).expand(3, -1, -1))

@@ -34,67 +34,70 @@ def test_augmented_images_equal_torchvision(transform, channels_last):
         top, left, mirrored = crops(torch.arange(20), 3, epoch, transform.largest_offset, flip=True)
         images = data.batch(torch.arange(20))
         for n in range(20):
-            wanted = by_torchvision(split.images[n], transform, int(top[n]), int(left[n]), bool(mirrored[n]))
-            torch.testing.assert_close(images[n], wanted, rtol=0, atol=1e-6)
+            expected = by_torchvision(split.images[n], transform, int(top[n]), int(left[n]), bool(mirrored[n]))
+            torch.testing.assert_close(images[n], expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("transform", [CIFAR, PHOTO], ids=["pad", "resize"])
 def test_crop_distribution_equals_torchvision(transform):
     """Every crop position and direction is as frequent as with torchvision."""
-    side, samples = transform.largest_offset + 1, 40_000
+    offsets, samples = transform.largest_offset + 1, 40_000
     top, left, mirrored = crops(torch.arange(samples), 1, 0, transform.largest_offset, flip=True)
-    ours = np.bincount(((top * side + left) * 2 + mirrored).numpy(), minlength=2 * side * side)
-    assert len(ours) == 2 * side * side
-    assert scipy.stats.chisquare(ours).pvalue > 1e-3
+    fedlas_counts = np.bincount(((top * offsets + left) * 2 + mirrored).numpy(), minlength=2 * offsets * offsets)
+    assert len(fedlas_counts) == 2 * offsets * offsets
+    assert scipy.stats.chisquare(fedlas_counts).pvalue > 1e-3
     # For torchvision, an image of distinct pixel values shows the position of the crop.
     grid = torch.arange(transform.stored**2).view(1, transform.stored, transform.stored) + 1
-    random = v2.Compose([v2.RandomCrop(transform.size, padding=transform.pad or None), v2.RandomHorizontalFlip()])
-    shift = transform.stored + 2 * transform.pad
-    places = v2.functional.pad(torch.arange(1, transform.stored**2 + 1).view_as(grid), [transform.pad] * 4)[0]
-    theirs = np.zeros((side, side, 2), int)
+    augment = v2.Compose([v2.RandomCrop(transform.size, padding=transform.pad or None), v2.RandomHorizontalFlip()])
+    padded_size = transform.stored + 2 * transform.pad
+    padded_grid = v2.functional.pad(torch.arange(1, transform.stored**2 + 1).view_as(grid), [transform.pad] * 4)[0]
+    torchvision_counts = np.zeros((offsets, offsets, 2), int)
     for _ in range(4000):
-        seen = random(grid)[0]
-        middle = int(seen[transform.size // 2, transform.size // 2])
-        row, column = (int(v) for v in (places == middle).nonzero()[0])
-        flipped = int(seen[transform.size // 2, transform.size // 2 - 1] > middle)
+        cropped = augment(grid)[0]
+        center_value = int(cropped[transform.size // 2, transform.size // 2])
+        row, column = (int(v) for v in (padded_grid == center_value).nonzero()[0])
+        flipped = int(cropped[transform.size // 2, transform.size // 2 - 1] > center_value)
         offset = transform.size - 1 - transform.size // 2 if flipped else transform.size // 2
-        theirs[row - transform.size // 2, column - offset, flipped] += 1
-    assert shift - transform.size == transform.largest_offset
-    two = np.stack([ours.reshape(side, side, 2).sum(2).ravel(), theirs.sum(2).ravel()])
-    assert scipy.stats.chi2_contingency(two).pvalue > 1e-3
-    assert abs(theirs[..., 1].sum() / 4000 - ours.reshape(side, side, 2)[..., 1].sum() / samples) < 0.03
+        torchvision_counts[row - transform.size // 2, column - offset, flipped] += 1
+    assert padded_size - transform.size == transform.largest_offset
+    offset_counts = np.stack(
+        [fedlas_counts.reshape(offsets, offsets, 2).sum(2).ravel(), torchvision_counts.sum(2).ravel()]
+    )
+    assert scipy.stats.chi2_contingency(offset_counts).pvalue > 1e-3
+    flip_rates = torchvision_counts[..., 1].sum() / 4000, fedlas_counts[1::2].sum() / samples
+    assert abs(flip_rates[0] - flip_rates[1]) < 0.03
 
 
 def test_hash_draws_are_uncorrelated():
     """Draws are uncorrelated between samples, epochs, seeds and purposes."""
-    places = torch.arange(20_000)
-    first = bits(places, 2, 1, 0)
+    samples = torch.arange(20_000)
+    first = bits(samples, 2, 1, 0)
     assert first.min() >= 0
     assert first.max() < 1 << 32
     assert len(first.unique()) == len(first)
-    others = [bits(places, 2, 1, 1), bits(places, 2, 2, 0), bits(places, 1, 1, 0), first.roll(1), first.roll(2)]
-    others += [bits(places, 2, 1 << 32, 0), bits(places, 2, 1 + (1 << 32), 0)]
-    for other in others:
+    other_draws = [bits(samples, 2, 1, 1), bits(samples, 2, 2, 0), bits(samples, 1, 1, 0), first.roll(1), first.roll(2)]
+    other_draws += [bits(samples, 2, 1 << 32, 0), bits(samples, 2, 1 + (1 << 32), 0)]
+    for other in other_draws:
         assert abs(np.corrcoef(first.numpy(), other.numpy())[0, 1]) < 0.03
         table = np.histogram2d(first.numpy() >> 29, other.numpy() >> 29, 8)[0]
         assert scipy.stats.chi2_contingency(table).pvalue > 1e-4
     for bit in range(32):
         assert abs(((first >> bit) & 1).float().mean() - 0.5) < 0.02
     # One sample over many epochs and seeds.
-    drawn = torch.cat([bits(torch.tensor([5]), 2, seed, epoch) for seed in range(20) for epoch in range(50)])
-    assert scipy.stats.kstest(drawn.numpy() / 2**32, "uniform").pvalue > 1e-3
+    draws = torch.cat([bits(torch.tensor([5]), 2, seed, epoch) for seed in range(20) for epoch in range(50)])
+    assert scipy.stats.kstest(draws.numpy() / 2**32, "uniform").pvalue > 1e-3
 
 
 def test_hash_mixing_does_not_overflow():
     """Compare with Python integers, which do not overflow."""
 
-    def exact(word: int) -> int:
-        word = (word ^ word >> 16) * 0x21F0AAAD % 2**32
-        word = (word ^ word >> 15) * 0x735A2D97 % 2**32
-        return word ^ word >> 15
+    def exact(value: int) -> int:
+        value = (value ^ value >> 16) * 0x21F0AAAD % 2**32
+        value = (value ^ value >> 15) * 0x735A2D97 % 2**32
+        return value ^ value >> 15
 
-    words = [0, 1, 2**31, 2**32 - 1, 123456789, 0x9E3779B9]
-    assert mixed(torch.tensor(words)).tolist() == [exact(word) for word in words]
+    values = [0, 1, 2**31, 2**32 - 1, 123456789, 0x9E3779B9]
+    assert mixed(torch.tensor(values)).tolist() == [exact(value) for value in values]
 
 
 def test_hash_and_order_have_pinned_values():
@@ -105,12 +108,12 @@ def test_hash_and_order_have_pinned_values():
 
 @pytest.mark.parametrize("samples", [1, 2, 1000])
 def test_order_is_a_permutation(samples):
-    places = order(samples, 1, 0)
-    assert places.sort().values.tolist() == list(range(samples))
+    permutation = order(samples, 1, 0)
+    assert permutation.sort().values.tolist() == list(range(samples))
     if samples > 2:
-        assert places.tolist() != order(samples, 1, 1).tolist()
-        assert places.tolist() != order(samples, 2, 0).tolist()
-        assert places.tolist() == order(samples, torch.tensor(1), torch.tensor(0)).tolist()
+        assert permutation.tolist() != order(samples, 1, 1).tolist()
+        assert permutation.tolist() != order(samples, 2, 0).tolist()
+        assert permutation.tolist() == order(samples, torch.tensor(1), torch.tensor(0)).tolist()
 
 
 def test_orders_are_uniform_over_epochs():
@@ -123,9 +126,9 @@ def test_augmentation_is_independent_of_the_batch():
     split = twins.split_of(CIFAR)
     data = Resident(split, CIFAR, train=True, seed=1)
     data.set_epoch(3)
-    whole = data.batch(torch.arange(20))
+    all_images = data.batch(torch.arange(20))
     for index in ([7], [7, 3], [0, 7, 7, 19], list(range(19, -1, -1))):
-        assert torch.equal(data.batch(torch.tensor(index)), whole[index])
+        assert torch.equal(data.batch(torch.tensor(index)), all_images[index])
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -135,14 +138,14 @@ def test_ranks_partition_the_samples(world, train):
     data = [Resident(split, CIFAR, train=train, seed=1) for _ in range(world + 1)]
     for item in data:
         item.set_epoch(1)
-    alone = list(data[-1].batches(8))
-    shared = [list(data[rank].batches(8, rank=rank, world=world)) for rank in range(world)]
+    expected = list(data[-1].batches(8))
+    by_rank = [list(data[rank].batches(8, rank=rank, world=world)) for rank in range(world)]
     if train:  # the same steps, and together the same batch
-        for step, batch in enumerate(alone):
+        for step, batch in enumerate(expected):
             for field in range(3):
-                assert torch.equal(torch.cat([shared[rank][step][field] for rank in range(world)]), batch[field])
+                assert torch.equal(torch.cat([by_rank[rank][step][field] for rank in range(world)]), batch[field])
     else:
-        index = torch.cat([batch.index for rank in shared for batch in rank])
+        index = torch.cat([batch.index for rank in by_rank for batch in rank])
         assert torch.equal(index, split.index)
 
 
@@ -173,8 +176,8 @@ def test_evaluation_uses_center_crops():
     data.set_epoch(5)
     assert torch.equal(data.batch(torch.arange(20)), before)
     for n in range(20):
-        wanted = v2.functional.center_crop(split.images[n], [6, 6]).float() / 255
-        torch.testing.assert_close(before[n], v2.functional.normalize(wanted, list(PHOTO.mean), list(PHOTO.std)))
+        cropped = v2.functional.center_crop(split.images[n], [6, 6]).float() / 255
+        torch.testing.assert_close(before[n], v2.functional.normalize(cropped, list(PHOTO.mean), list(PHOTO.std)))
 
 
 def test_padding_is_black_before_normalisation():
@@ -184,8 +187,8 @@ def test_padding_is_black_before_normalisation():
     images = data.batch(torch.arange(60))
     for channel in range(3):
         black, white = (torch.tensor((v - CIFAR.mean[channel]) / CIFAR.std[channel]) for v in (0, 1))
-        near = (images[:, channel] - black).abs().minimum((images[:, channel] - white).abs())
-        assert near.max() < 1e-6
+        distance = (images[:, channel] - black).abs().minimum((images[:, channel] - white).abs())
+        assert distance.max() < 1e-6
         assert ((images[:, channel] - black).abs() < 1e-6).any()
 
 
@@ -228,7 +231,7 @@ def test_batch_compiles_once_as_one_graph(backend):
 def test_ood_images_are_resized():
     """OOD images get the size, channels and constants of the training images."""
     digits = fedlas.build_data("digits").split("test")
-    seen = Resident(digits, CIFAR, train=False).batch(torch.arange(5))
+    images = Resident(digits, CIFAR, train=False).batch(torch.arange(5))
     enlarged = v2.functional.resize(digits.images[:5].expand(-1, 3, -1, -1), [32, 32], antialias=True)
-    wanted = v2.functional.normalize(enlarged / 255, list(CIFAR.mean), list(CIFAR.std))
-    torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-6)
+    expected = v2.functional.normalize(enlarged / 255, list(CIFAR.mean), list(CIFAR.std))
+    torch.testing.assert_close(images, expected, rtol=0, atol=1e-6)

@@ -1,7 +1,7 @@
-"""Small twins of the published data sets: random pixels in the official layouts.
+"""Small synthetic copies (twins) of the published data sets: random pixels in the official layouts.
 
-A twin writes its files below a root and tells the class to expect them instead of the published ones, counts and
-checksums included. What it returns are further keywords to build the data set with.
+A twin writes its files below a root and patches the counts and checksums of the class accordingly. It returns further
+keywords to build the data set with.
 """
 
 import gzip
@@ -31,9 +31,9 @@ def md5(path: Path) -> str:
     return hashlib.md5(path.read_bytes()).hexdigest()
 
 
-def labelled(each: int, classes: int, shape: tuple[int, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:
+def labelled(per_class: int, classes: int, shape: tuple[int, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(seed)
-    labels = random.permutation(np.repeat(np.arange(classes), each)).astype(np.uint8)
+    labels = random.permutation(np.repeat(np.arange(classes), per_class)).astype(np.uint8)
     return random.integers(0, 256, (len(labels), *shape), dtype=np.uint8), labels
 
 
@@ -55,13 +55,13 @@ def idx_twin(name: str, folder: str) -> Callable[[Path, pytest.MonkeyPatch], dic
     def make(root: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         cls = expect(patch, name, 10)
         files = {}
-        for seed, (prefix, each) in enumerate((("train", TRAIN), ("t10k", TEST))):
-            images, labels = labelled(each, 10, (28, 28), seed)
+        for seed, (prefix, per_class) in enumerate((("train", TRAIN), ("t10k", TEST))):
+            images, labels = labelled(per_class, 10, (28, 28), seed)
             for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
                 path = root / folder / f"{prefix}-{kind}-ubyte"
                 idx(path, array, compressed=False)
                 files[path.name] = ("", md5(path))
-                if prefix == "train":  # one part of it compressed, as both are found in the wild
+                if prefix == "train":  # one split compressed, because both forms are common
                     idx(path.with_name(f"{path.name}.gz"), array, compressed=True)
                     path.unlink()
         patch.setattr(cls, "files", files)
@@ -77,8 +77,8 @@ def cifar(root: Path, patch: pytest.MonkeyPatch, name: str) -> dict[str, Any]:
     folder = root / ("cifar-100-binary" if coarse else "cifar-10-batches-bin")
     folder.mkdir(parents=True)
     files = {}
-    for seed, (part, each) in enumerate((("train", TRAIN), ("test", TEST))):
-        images, labels = labelled(each, cls.num_classes, (3072,), seed)
+    for seed, (part, per_class) in enumerate((("train", TRAIN), ("test", TEST))):
+        images, labels = labelled(per_class, cls.num_classes, (3072,), seed)
         head = np.stack([255 - labels, labels], 1) if coarse else labels[:, None]
         rows = np.concatenate([head, images], 1)
         names = [key for key in cls.files if key.startswith("test") == (part == "test")]
@@ -113,8 +113,8 @@ def svhn(root: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     cls = expect(patch, "svhn", 10)
     (root / "svhn").mkdir(parents=True)
     files = {}
-    for seed, (part, each) in enumerate((("train", TRAIN), ("test", TEST))):
-        images, labels = labelled(each, 10, (32, 32, 3), seed)
+    for seed, (part, per_class) in enumerate((("train", TRAIN), ("test", TEST))):
+        images, labels = labelled(per_class, 10, (32, 32, 3), seed)
         path = root / "svhn" / f"{part}_32x32.mat"
         y = np.where(labels == 0, 10, labels)[:, None].astype(np.uint8)
         scipy.io.savemat(path, {"X": images.transpose(1, 2, 3, 0), "y": y}, do_compression=True)
@@ -209,8 +209,8 @@ TWINS: dict[str, Callable[[Path, pytest.MonkeyPatch], dict[str, Any]]] = {
 
 def build(name: str, root: Path, patch: pytest.MonkeyPatch, **options: Any) -> Any:
     """Write a twin and build the data set that reads it."""
-    made = TWINS[name](root, patch)
-    return fedlas.build_data(name, root=root, download=False, **made, **options)
+    extra_options = TWINS[name](root, patch)
+    return fedlas.build_data(name, root=root, download=False, **extra_options, **options)
 
 
 def split_of(transform: Transform, samples: int = 20, seed: int = 0) -> Split:

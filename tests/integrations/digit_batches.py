@@ -33,7 +33,7 @@ def network() -> nn.Sequential:
 
 
 def batches(epoch: int, rows: int = 50) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Give the batches of one epoch: pixels, labels, and where the samples stand in the training part."""
+    """Return the batches of one epoch: pixels, labels, and indices into the training part."""
     x, labels = training()
     order = torch.randperm(TRAINING, generator=torch.Generator().manual_seed(epoch))
     return [(x[index], labels[index], index) for index in order.split(rows)]

@@ -57,16 +57,18 @@ def test_onnx_outputs_equal_torch_outputs(name, tmp_path):
     save_onnx(model, images[:1], tmp_path / "model.onnx")
     assert model.training, "exporting left the network in another mode"
     with torch.no_grad():
-        wanted = torch.from_numpy(calibrator.transform(net.eval()(images).numpy())).softmax(1)
-        plain = net(images).softmax(1)
-    assert (wanted - plain).abs().max() > 0.05, "this calibrator changes nothing, so the test would see nothing"
-    torch.testing.assert_close(by_onnxruntime(tmp_path / "model.onnx", images), wanted, atol=CLOSE, rtol=0)
+        expected = torch.from_numpy(calibrator.transform(net.eval()(images).numpy())).softmax(1)
+        uncalibrated = net(images).softmax(1)
+    assert (expected - uncalibrated).abs().max() > 0.05, (
+        "this calibrator changes nothing, so the test could not detect an error"
+    )
+    torch.testing.assert_close(by_onnxruntime(tmp_path / "model.onnx", images), expected, atol=CLOSE, rtol=0)
     session = session_of(tmp_path / "model.onnx")
-    words = json.loads(session.get_modelmeta().custom_metadata_map["fedlas"])
-    assert words["class_names"] == list("abc"[:classes])
-    assert (words["calibrator"]["name"], words["calibrator"]["fitted"]["split"]) == (name, "val")
+    metadata = json.loads(session.get_modelmeta().custom_metadata_map["fedlas"])
+    assert metadata["class_names"] == list("abc"[:classes])
+    assert (metadata["calibrator"]["name"], metadata["calibrator"]["fitted"]["split"]) == (name, "val")
     assert [item.name for item in session.get_inputs()] == ["input"]
-    assert [item.name for item in session.get_outputs()] == [words["output"]] == ["probs"]
+    assert [item.name for item in session.get_outputs()] == [metadata["output"]] == ["probs"]
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
@@ -76,14 +78,16 @@ def test_an_exported_program_round_trips(name, tmp_path):
     calibrator, net, images = fitted(name, classes), linear(classes), torch.randn(50, 1, 2, 4)
     model = CalibratedModel(net, calibrator, class_names="abc"[:classes])
     save_program(model, images[:1], tmp_path / "model.pt2")
-    again = load_program(tmp_path / "model.pt2")
+    loaded = load_program(tmp_path / "model.pt2")
     with torch.no_grad():
-        wanted = torch.from_numpy(calibrator.transform(net.eval()(images).numpy())).softmax(1)
-        plain = net(images).softmax(1)
-    assert (wanted - plain).abs().max() > 0.05, "this calibrator changes nothing, so the test would see nothing"
-    torch.testing.assert_close(again.model(images), wanted, atol=CLOSE, rtol=0)
-    assert again.about == json.loads(json.dumps(model.about))
-    assert again.about["class_names"] == list("abc"[:classes])
+        expected = torch.from_numpy(calibrator.transform(net.eval()(images).numpy())).softmax(1)
+        uncalibrated = net(images).softmax(1)
+    assert (expected - uncalibrated).abs().max() > 0.05, (
+        "this calibrator changes nothing, so the test could not detect an error"
+    )
+    torch.testing.assert_close(loaded.model(images), expected, atol=CLOSE, rtol=0)
+    assert loaded.about == json.loads(json.dumps(model.about))
+    assert loaded.about["class_names"] == list("abc"[:classes])
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -91,31 +95,31 @@ def test_catalogue_networks_are_exported_with_and_without_features(wrapped, tmp_
     net = fedlas.build_model("small_cnn", 3)
     nn.init.normal_(net.fc.weight, std=3)
     for _ in range(3):
-        net(torch.randn(16, 1, 8, 8))  # statistics of a BatchNorm that are not those it starts with
+        net(torch.randn(16, 1, 8, 8))  # BatchNorm statistics that differ from the initial ones
     calibrator, images = fitted("temperature"), torch.randn(7, 1, 8, 8)
     model = CalibratedModel(fedlas.WithFeatures(net) if wrapped else net, calibrator, output="logits")
     save_program(model, images, tmp_path / "model.pt2")
     with torch.no_grad():
-        wanted = net.eval()(images) / calibrator.temperature
+        expected = net.eval()(images) / calibrator.temperature
     for count in (1, 7):
-        read = load_program(tmp_path / "model.pt2").model(images[:count])
-        torch.testing.assert_close(read, wanted[:count], atol=CLOSE, rtol=0)
+        outputs = load_program(tmp_path / "model.pt2").model(images[:count])
+        torch.testing.assert_close(outputs, expected[:count], atol=CLOSE, rtol=0)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(("name", "shape"), [("small_cnn", (1, 8, 8)), ("resnet18_cifar", (3, 32, 32))])
 def test_catalogue_networks_are_exported_to_onnx(name, shape, tmp_path):
-    bare = name == "small_cnn"
+    without_features = name == "small_cnn"
     net = fedlas.build_model(name, 3)
-    net = net if bare else fedlas.WithFeatures(net)
-    model = CalibratedModel(net, fitted("vector_scaling"), output="logits" if bare else "probs")
+    net = net if without_features else fedlas.WithFeatures(net)
+    model = CalibratedModel(net, fitted("vector_scaling"), output="logits" if without_features else "probs")
     images = torch.randn(7, *shape)
     save_onnx(model, images, tmp_path / "model.onnx")
     with torch.no_grad():
-        wanted = model.eval()(images)
+        expected = model.eval()(images)
     for count in (1, 7):
         outputs = by_onnxruntime(tmp_path / "model.onnx", images[:count])
-        torch.testing.assert_close(outputs, wanted[:count], atol=CLOSE, rtol=0)
+        torch.testing.assert_close(outputs, expected[:count], atol=CLOSE, rtol=0)
 
 
 @pytest.mark.parametrize("onnx", [False, pytest.param(True, marks=pytest.mark.campaign)])
@@ -126,17 +130,17 @@ def test_feature_clipping_is_exported_with_its_network(onnx, tmp_path):
     labels = torch.multinomial((logits / 4).softmax(1), 1)[:, 0]
     val = fedlas.Predictions(logits, labels, features=features, split="val")
     clipping = FeatureClipping(net[4].weight, net[4].bias).fit(val)
-    wanted = clipping.transform(val).probs
-    assert (wanted - val.probs).abs().max() > 0.05
+    expected = clipping.transform(val).probs
+    assert (expected - val.probs).abs().max() > 0.05
     model = CalibratedModel(net, clipping)
     if onnx:
         save_onnx(model, images, tmp_path / "model.onnx")
-        torch.testing.assert_close(by_onnxruntime(tmp_path / "model.onnx", images), wanted, atol=CLOSE, rtol=0)
+        torch.testing.assert_close(by_onnxruntime(tmp_path / "model.onnx", images), expected, atol=CLOSE, rtol=0)
         return
     save_program(model, images, tmp_path / "model.pt2")
-    again = load_program(tmp_path / "model.pt2")
-    torch.testing.assert_close(again.model(images), wanted, atol=CLOSE, rtol=0)
-    assert again.about["calibrator"] == {"name": "feature_clipping", "threshold": clipping.threshold}
+    loaded = load_program(tmp_path / "model.pt2")
+    torch.testing.assert_close(loaded.model(images), expected, atol=CLOSE, rtol=0)
+    assert loaded.about["calibrator"] == {"name": "feature_clipping", "threshold": clipping.threshold}
 
 
 class TwoInputs(nn.Module):
@@ -150,11 +154,11 @@ class TwoInputs(nn.Module):
 
 def test_several_inputs_and_a_one_logit_head(tmp_path):
     net, calibrator = TwoInputs(), Temperature().fit(*one_logit())
-    parts = torch.randn(5, 3), torch.randn(5, 1)
-    save_onnx(CalibratedModel(net, calibrator), parts, tmp_path / "model.onnx")
+    inputs = torch.randn(5, 3), torch.randn(5, 1)
+    save_onnx(CalibratedModel(net, calibrator), inputs, tmp_path / "model.onnx")
     with torch.no_grad():
-        of_class_1 = calibrator.transform(net(*parts)).sigmoid()[:, 0]
-    outputs = by_onnxruntime(tmp_path / "model.onnx", *parts)
+        of_class_1 = calibrator.transform(net(*inputs)).sigmoid()[:, 0]
+    outputs = by_onnxruntime(tmp_path / "model.onnx", *inputs)
     torch.testing.assert_close(outputs, torch.stack([1 - of_class_1, of_class_1], dim=1), atol=CLOSE, rtol=0)
 
 
@@ -164,8 +168,8 @@ def one_logit():
 
 
 def test_the_batch_size_is_dynamic():
-    made = program(CalibratedModel(linear(), fitted("temperature")), torch.randn(1, 8))
-    assert made.module()(torch.randn(11, 8)).shape == (11, 3)
+    exported = program(CalibratedModel(linear(), fitted("temperature")), torch.randn(1, 8))
+    assert exported.module()(torch.randn(11, 8)).shape == (11, 3)
 
 
 @pytest.mark.parametrize("name", sorted(OUTSIDE_OF_TORCH))
@@ -210,24 +214,27 @@ def test_an_onnx_file_with_other_outputs_is_not_written(tmp_path):
 
 
 def test_invalid_options_raise(tmp_path):
-    good, example = fitted("temperature"), torch.randn(2, 8)
+    calibrator, example = fitted("temperature"), torch.randn(2, 8)
     with pytest.raises(RuntimeError, match=r"temperature.*fit\("):
         CalibratedModel(linear(), Temperature())
     with pytest.raises(RuntimeError, match=r"feature clipping.*fit\("):
         CalibratedModel(linear(), FeatureClipping(torch.ones(3, 6)))
-    with pytest.raises((ValueError, TypeError), match="output"):  # the shape checks may be the first to complain
-        CalibratedModel(linear(), good, output="scores")
+    with pytest.raises((ValueError, TypeError), match="output"):  # the shape checks may raise first
+        CalibratedModel(linear(), calibrator, output="scores")
     with pytest.raises(ValueError, match=r"class_names.*2.*3 classes"):
-        program(CalibratedModel(linear(), good, class_names="ab"), example)
-    named = fedlas.Predictions(torch.randn(50, 3), torch.randint(3, (50,)), class_names=list("abc"))
+        program(CalibratedModel(linear(), calibrator, class_names="ab"), example)
+    named_predictions = fedlas.Predictions(torch.randn(50, 3), torch.randint(3, (50,)), class_names=list("abc"))
     with pytest.raises(ValueError, match=r"class 0.*'a'.*'c'"):
-        program(CalibratedModel(linear(), build_calibrator("vector_scaling").fit(named), class_names="cba"), example)
+        program(
+            CalibratedModel(linear(), build_calibrator("vector_scaling").fit(named_predictions), class_names="cba"),
+            example,
+        )
     with pytest.raises(ValueError, match=r"4 classes.*calibrator.*3"):
-        program(CalibratedModel(linear(4), good), example)
+        program(CalibratedModel(linear(4), calibrator), example)
     with pytest.raises(ValueError, match=r"\(2, 4, 2\)"):
-        program(CalibratedModel(nn.Unflatten(1, (4, 2)), good), example)
+        program(CalibratedModel(nn.Unflatten(1, (4, 2)), calibrator), example)
     with pytest.raises(ValueError, match="example"):
-        program(CalibratedModel(TwoInputs(), good), (torch.randn(2, 3), torch.randn(3, 1)))
+        program(CalibratedModel(TwoInputs(), calibrator), (torch.randn(2, 3), torch.randn(3, 1)))
     (tmp_path / "other.pt2").write_bytes(b"something else")
     with pytest.raises(ValueError, match=r"other\.pt2"):
         load_program(tmp_path / "other.pt2")

@@ -31,12 +31,12 @@ def images() -> Any:
     return ViTForImageClassification(ViTConfig(**SMALL, image_size=8, patch_size=4, num_channels=1, num_labels=10))
 
 
-def sentences(kind: str = SEQUENCE, **more: Any) -> nn.Module:
+def sentences(kind: str = SEQUENCE, **config_options: Any) -> nn.Module:
     import transformers
 
     torch.manual_seed(0)
-    small = {**SMALL, "vocab_size": WORDS, "max_position_embeddings": LENGTH, "num_labels": CLASSES}
-    return getattr(transformers, kind)(transformers.BertConfig(**small, **more))
+    config = {**SMALL, "vocab_size": WORDS, "max_position_embeddings": LENGTH, "num_labels": CLASSES}
+    return getattr(transformers, kind)(transformers.BertConfig(**config, **config_options))
 
 
 def pictures(part: tuple[Tensor, Tensor]) -> list[dict[str, Any]]:
@@ -45,29 +45,29 @@ def pictures(part: tuple[Tensor, Tensor]) -> list[dict[str, Any]]:
 
 
 def texts(n: int, tokens: bool = False) -> list[dict[str, Any]]:
-    """Make up sentences whose first word says what they are about, or words that say it each for themselves."""
-    words = torch.randint(0, WORDS, (n, LENGTH), generator=torch.Generator().manual_seed(n))
-    labels = words % CLASSES if tokens else words[:, 0] % CLASSES
+    """Return random sentences whose first token determines the class; with `tokens`, each token has its own class."""
+    token_ids = torch.randint(0, WORDS, (n, LENGTH), generator=torch.Generator().manual_seed(n))
+    labels = token_ids % CLASSES if tokens else token_ids[:, 0] % CLASSES
     if tokens:
         labels[torch.rand(labels.shape, generator=torch.Generator().manual_seed(1)) < 0.4] = -100
-    return [{"input_ids": x, "labels": y} for x, y in zip(words, labels, strict=True)]
+    return [{"input_ids": x, "labels": y} for x, y in zip(token_ids, labels, strict=True)]
 
 
-def arguments(folder: Path, **more: Any) -> Any:
+def arguments(folder: Path, **overrides: Any) -> Any:
     from transformers import TrainingArguments
 
-    usual = {"num_train_epochs": 4, "per_device_train_batch_size": 30, "learning_rate": 5e-3, "weight_decay": 0.0}
+    defaults = {"num_train_epochs": 4, "per_device_train_batch_size": 30, "learning_rate": 5e-3, "weight_decay": 0.0}
     quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False}
-    when = {"logging_strategy": "epoch", "eval_strategy": "no", "save_strategy": "no"}
-    return TrainingArguments(output_dir=str(folder), **{**usual, **quiet, **when, **more})
+    schedule = {"logging_strategy": "epoch", "eval_strategy": "no", "save_strategy": "no"}
+    return TrainingArguments(output_dir=str(folder), **{**defaults, **quiet, **schedule, **overrides})
 
 
-def trainer(calibration: Any, folder: Path, train: Any, evaluated: Any = None, **more: Any) -> Any:
+def build_trainer(calibration: Any, folder: Path, train: Any, evaluated: Any = None, **overrides: Any) -> Any:
     from transformers import Trainer
 
     return Trainer(
         calibration.model,
-        arguments(folder, **more),
+        arguments(folder, **overrides),
         train_dataset=train,
         eval_dataset=evaluated,
         compute_loss_func=calibration.compute_loss,
@@ -87,25 +87,25 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, dict[s
     calibration = calibrate(images(), loss_of("fedlas_ls", 10))
     start = {name: value.clone() for name, value in calibration.loss.state_dict().items()}
     data = (pictures(digit_batches.training()), pictures(digit_batches.validation()))
-    made = trainer(calibration, folder, *data, eval_strategy="epoch", save_strategy="epoch")
-    made.train()
-    return calibration, made, start, folder
+    trainer = build_trainer(calibration, folder, *data, eval_strategy="epoch", save_strategy="epoch")
+    trainer.train()
+    return calibration, trainer, start, folder
 
 
 def test_image_classifier_and_gate_train(finished):
-    calibration, made, start, _ = finished
-    losses = [record["loss"] for record in made.state.log_history if "loss" in record]
+    calibration, trainer, start, _ = finished
+    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
     assert losses[-1] < 0.7 * losses[0]
     for name, value in calibration.loss.state_dict().items():
         assert name.endswith("started") or not torch.equal(value, start[name]), f"{name} has not moved"
 
 
 def test_logged_metrics_equal_fedlas_metrics(finished):
-    _, made, _, _ = finished
-    evaluated = [record for record in made.state.log_history if "eval_ece" in record]
+    _, trainer, _, _ = finished
+    evaluated = [record for record in trainer.state.log_history if "eval_ece" in record]
     x, labels = digit_batches.validation()
     with torch.no_grad():
-        logits = made.model.eval()(x.reshape(-1, 1, 8, 8)).logits
+        logits = trainer.model.eval()(x.reshape(-1, 1, 8, 8)).logits
     probs = logits.softmax(1)
     over, under = metrics.over_ece(probs, labels), metrics.under_ece(probs, labels)
     expected = {
@@ -121,8 +121,8 @@ def test_logged_metrics_equal_fedlas_metrics(finished):
     for name, value in expected.items():
         assert evaluated[-1][f"eval_{name}"] == pytest.approx(value, rel=1e-4, abs=1e-6), name
     # The loss of an evaluation is that of the loss in evaluation mode.
-    loss = made.model.calibration_loss.eval()
-    features = fedlas.WithFeatures(made.model, head="classifier")(x.reshape(-1, 1, 8, 8)).features
+    loss = trainer.model.calibration_loss.eval()
+    features = fedlas.WithFeatures(trainer.model, head="classifier")(x.reshape(-1, 1, 8, 8)).features
     assert evaluated[-1]["eval_loss"] == pytest.approx(float(loss(logits, labels, features).detach()), rel=1e-4)
 
 
@@ -136,33 +136,33 @@ def test_the_state_of_the_gate_is_logged(finished):
 def test_a_saved_network_loads_without_its_loss(finished):
     from transformers import ViTForImageClassification
 
-    _, made, _, folder = finished
-    last = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    _, trainer, _, folder = finished
+    last_checkpoint = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     x = digit_batches.validation()[0].reshape(-1, 1, 8, 8)
-    plain = ViTForImageClassification.from_pretrained(last).eval()
-    torch.testing.assert_close(plain(x).logits, made.model.eval()(x).logits)
+    loaded = ViTForImageClassification.from_pretrained(last_checkpoint).eval()
+    torch.testing.assert_close(loaded(x).logits, trainer.model.eval()(x).logits)
 
 
 def test_a_resumed_run_restores_its_loss(tmp_path):
-    """Of sentences: transformers 5.22 reads its own checkpoint of a ViT under other names, and begins it anew."""
+    """Use sentences, because transformers 5.22 does not find the parameters in its own checkpoint of a ViT."""
     runs = []
     for start, resume in ((1, None), (2, str(tmp_path / "checkpoint-4"))):
         torch.manual_seed(start)
         loss = fedlas.build_loss("fedlas_ls", num_classes=CLASSES)
         calibration = calibrate(sentences(), loss)
-        made = trainer(calibration, tmp_path, texts(60), num_train_epochs=3, save_strategy="epoch")
-        made.train(resume_from_checkpoint=resume)
-        runs.append(made.model.state_dict())
+        trainer = build_trainer(calibration, tmp_path, texts(60), num_train_epochs=3, save_strategy="epoch")
+        trainer.train(resume_from_checkpoint=resume)
+        runs.append(trainer.model.state_dict())
     for name, value in runs[0].items():
         torch.testing.assert_close(runs[1][name], value, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def test_text_classifiers_train(tmp_path):
     calibration = calibrate(sentences(), loss_of("fedlas_mbls"))
-    made = trainer(calibration, tmp_path, texts(300), texts(200))
-    before = made.evaluate()
-    made.train()
-    after = made.evaluate()
+    trainer = build_trainer(calibration, tmp_path, texts(300), texts(200))
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
     assert after["eval_accuracy"] > 0.9 > before["eval_accuracy"]
     assert after["eval_loss"] < before["eval_loss"]
 
@@ -172,15 +172,15 @@ def test_text_classifiers_train(tmp_path):
     [("mbls", {"weight": [1.0, 2.0, 0.5, 1.0]}, SEQUENCE), ("fedlas_ls", {"theta": 0.0}, TOKEN)],
 )
 def test_accumulated_gradients_are_those_of_one_large_batch(loss, options, kind, tmp_path):
-    """Parts with few labels used to count as much as parts with many, in every framework; theta = 0 fixes mu, sigma."""
+    """Parts must be weighted by their number of labels. theta = 0 fixes mu and sigma."""
     weights = []
     for rows, parts in ((24, 1), (6, 4)):
         model = sentences(kind, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
         calibration = calibrate(model, loss_of(loss, **options))
         sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": parts, "max_steps": 2}
-        plain = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
-        made = trainer(calibration, tmp_path, texts(48, kind == TOKEN), **sizes, **plain)
-        made.train()
+        sgd_options = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+        trainer = build_trainer(calibration, tmp_path, texts(48, kind == TOKEN), **sizes, **sgd_options)
+        trainer.train()
         weights.append(dict(model.named_parameters()))
     start = dict(sentences(kind).named_parameters())
     assert any(not torch.equal(value, weights[0][name]) for name, value in start.items())
@@ -195,7 +195,7 @@ def test_the_value_without_a_count_is_that_of_the_loss():
     labels = torch.stack([row["labels"] for row in texts(8)])
     expected = nn.functional.cross_entropy(model(batch).logits, labels, label_smoothing=loss.alpha)
     torch.testing.assert_close(calibration.compute_loss(model(batch), labels), expected)
-    soft = nn.functional.one_hot(labels, CLASSES).float()  # the Trainer counts eight times four of them
+    soft = nn.functional.one_hot(labels, CLASSES).float()  # the Trainer counts 8 x 4 soft labels
     torch.testing.assert_close(calibration.compute_loss(model(batch), soft, torch.tensor(8 * CLASSES)), expected)
     torch.testing.assert_close(calibration.compute_loss(model(batch), labels, torch.tensor(16)), expected / 2)
 
@@ -203,21 +203,23 @@ def test_the_value_without_a_count_is_that_of_the_loss():
 @pytest.mark.parametrize("evaluated", [True, False])
 def test_losses_are_updated_between_epochs(evaluated, tmp_path, monkeypatch):
     loss = loss_of("adafocal" if evaluated else "crl", **({} if evaluated else {"num_samples": 60}))
-    ended, end_epoch = [], type(loss).end_epoch
-    monkeypatch.setattr(type(loss), "end_epoch", lambda self, val=None: (ended.append(val), end_epoch(self, val)))
+    end_epoch_inputs, end_epoch = [], type(loss).end_epoch
+    monkeypatch.setattr(
+        type(loss), "end_epoch", lambda self, val=None: (end_epoch_inputs.append(val), end_epoch(self, val))
+    )
     data = [{**row, "index": n} for n, row in enumerate(texts(60))]
-    more = {"num_train_epochs": 2, "eval_strategy": "epoch" if evaluated else "no", "save_strategy": "epoch"}
-    made = trainer(calibrate(sentences(), loss), tmp_path, data, texts(40), **more)
-    made.train()
-    assert [val is not None for val in ended] == [evaluated, evaluated]
+    overrides = {"num_train_epochs": 2, "eval_strategy": "epoch" if evaluated else "no", "save_strategy": "epoch"}
+    trainer = build_trainer(calibrate(sentences(), loss), tmp_path, data, texts(40), **overrides)
+    trainer.train()
+    assert [val is not None for val in end_epoch_inputs] == [evaluated, evaluated]
     if evaluated:
-        assert len(ended[0].labels) == 40
-    last = max(tmp_path.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+        assert len(end_epoch_inputs[0].labels) == 40
+    last_checkpoint = max(tmp_path.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     from safetensors.torch import load_file
 
-    saved = load_file(last / "model.safetensors")
+    saved_state = load_file(last_checkpoint / "model.safetensors")
     for name, value in loss.state_dict().items():
-        assert torch.equal(saved[f"calibration_loss.{name}"], value), name
+        assert torch.equal(saved_state[f"calibration_loss.{name}"], value), name
 
 
 def test_token_metrics_ignore_unlabelled_tokens():
@@ -248,11 +250,11 @@ def test_remove_restores_the_model():
 
 def test_remove_restores_a_patched_forward():
     model, calls = sentences(), []
-    plain = model.forward
+    original_forward = model.forward
 
     def patched(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
-        return plain(*args, **kwargs)
+        return original_forward(*args, **kwargs)
 
     model.forward = patched
     calibration = calibrate(model, loss_of("ce"))

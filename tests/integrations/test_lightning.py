@@ -24,13 +24,13 @@ EPOCHS = 3
 
 
 class Steps:
-    """What people write into their module, with our network wrapper and loss in it."""
+    """The steps of a typical LightningModule, with the network wrapper and a loss of fedlas."""
 
     def __init__(self, loss: str = "fedlas_ls", **options: Any) -> None:
         super().__init__()
         self.net = fedlas.WithFeatures(digit_batches.network())
         self.loss = fedlas.build_loss(loss, num_classes=10, **options)
-        self.seen: list[tuple[Tensor, Tensor]] = []
+        self.outputs: list[tuple[Tensor, Tensor]] = []
         self.gate: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def training_step(self, batch: Any, _: int) -> Tensor:
@@ -43,13 +43,13 @@ class Steps:
         return value
 
     def on_validation_epoch_start(self) -> None:
-        self.seen.clear()
+        self.outputs.clear()
 
     def validation_step(self, batch: Any, _: int) -> dict[str, Tensor] | None:
         x, labels = batch
         logits, features = self.net(x)
-        self.seen.append((logits.detach(), labels))
-        if self.loss.needs_index:  # it knows the samples of training only
+        self.outputs.append((logits.detach(), labels))
+        if self.loss.needs_index:  # it stores predictions of the training samples only
             return {"logits": logits, "labels": labels}
         self.log("val_loss", self.loss(logits, labels, features), sync_dist=True)
         return None
@@ -81,19 +81,19 @@ def loaders() -> tuple[Any, Any]:
     return train, DataLoader(TensorDataset(*digit_batches.validation()), 150)
 
 
-def trainer(folder: Path, *callbacks: Any, **more: Any) -> Any:
+def build_trainer(folder: Path, *callbacks: Any, **overrides: Any) -> Any:
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import CSVLogger
 
-    words = {"max_epochs": EPOCHS, "logger": CSVLogger(folder, version=0), **more}
+    options = {"max_epochs": EPOCHS, "logger": CSVLogger(folder, version=0), **overrides}
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
-    return Trainer(accelerator="cpu", callbacks=list(callbacks), default_root_dir=folder, **quiet, **words)
+    return Trainer(accelerator="cpu", callbacks=list(callbacks), default_root_dir=folder, **quiet, **options)
 
 
-def saving(folder: Path, **more: Any) -> Any:
+def checkpoint_callback(folder: Path, **options: Any) -> Any:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    return ModelCheckpoint(folder / "checkpoints", **more)
+    return ModelCheckpoint(folder / "checkpoints", **options)
 
 
 def logged(folder: Path, column: str) -> list[float]:
@@ -101,7 +101,7 @@ def logged(folder: Path, column: str) -> list[float]:
         return [float(row[column]) for row in csv.DictReader(file) if row.get(column)]
 
 
-def numbers(logits: Tensor, labels: Tensor) -> dict[str, float]:
+def expected_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
     probs = logits.softmax(1)
     return {
         "accuracy": metrics.accuracy(probs, labels),
@@ -119,9 +119,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path, 
     torch.manual_seed(0)
     module = module_of()()
     start = {name: value.clone() for name, value in module.loss.state_dict().items()}
-    made = trainer(folder, calibration_callback(), saving(folder, monitor="val_ece", save_last=True))
-    made.fit(module, *loaders())
-    return module, made, folder, start
+    trainer = build_trainer(
+        folder, calibration_callback(), checkpoint_callback(folder, monitor="val_ece", save_last=True)
+    )
+    trainer.fit(module, *loaders())
+    return module, trainer, folder, start
 
 
 def test_network_and_gate_train(finished):
@@ -135,11 +137,11 @@ def test_network_and_gate_train(finished):
 
 
 def test_logged_metrics_equal_fedlas_metrics(finished):
-    module, made, folder, _ = finished
-    logits, labels = (torch.cat(parts) for parts in zip(*module.seen, strict=True))
+    module, trainer, folder, _ = finished
+    logits, labels = (torch.cat(parts) for parts in zip(*module.outputs, strict=True))
     assert len(labels) == digit_batches.VALIDATION
-    for name, value in numbers(logits, labels).items():
-        assert float(made.callback_metrics[f"val_{name}"]) == pytest.approx(value, rel=1e-6, abs=1e-8), name
+    for name, value in expected_metrics(logits, labels).items():
+        assert float(trainer.callback_metrics[f"val_{name}"]) == pytest.approx(value, rel=1e-6, abs=1e-8), name
         assert len(logged(folder, f"val_{name}")) == EPOCHS  # and none of the sanity check
 
 
@@ -161,31 +163,33 @@ def test_the_logged_state_of_the_gate_is_that_of_each_epoch(finished):
 
 def test_a_run_resumes_from_a_checkpoint_with_its_loss(finished, tmp_path):
     module, _, folder, _ = finished
-    last = folder / "checkpoints" / "last.ckpt"
+    last_checkpoint = folder / "checkpoints" / "last.ckpt"
     torch.manual_seed(1)
     restored = module_of()()
     for epochs in (EPOCHS, EPOCHS + 1):
-        again = saving(tmp_path / str(epochs), monitor="val_ece", save_last=True)
-        more = trainer(tmp_path, calibration_callback(), again, max_epochs=epochs)
-        more.fit(restored, *loaders(), ckpt_path=last)
-        if epochs == EPOCHS:  # nothing is left to do but to read the checkpoint
+        checkpoints = checkpoint_callback(tmp_path / str(epochs), monitor="val_ece", save_last=True)
+        trainer = build_trainer(tmp_path, calibration_callback(), checkpoints, max_epochs=epochs)
+        trainer.fit(restored, *loaders(), ckpt_path=last_checkpoint)
+        if epochs == EPOCHS:  # training is complete, so only the checkpoint is read
             assert not restored.gate
             for name, value in module.state_dict().items():
                 assert torch.equal(restored.state_dict()[name], value), name
     assert len(restored.gate) == digit_batches.TRAINING // 50
     assert len(logged(tmp_path, "val_ece")) == 1
     before = {int(i): float(p) for index, psi, _ in module.gate[-12:] for i, p in zip(index, psi, strict=True)}
-    now = {int(i): float(p) for index, psi, _ in restored.gate for i, p in zip(index, psi, strict=True)}
-    flips = sum(before[i] != now[i] for i in now) / len(now)
+    after = {int(i): float(p) for index, psi, _ in restored.gate for i, p in zip(index, psi, strict=True)}
+    flips = sum(before[i] != after[i] for i in after) / len(after)
     assert logged(tmp_path, "train_flip_rate") == pytest.approx([flips])  # against the last epoch before the stop
 
 
 def test_testing_logs_and_does_not_change_the_loss(finished, tmp_path):
     module, *_ = finished
     before = {name: value.clone() for name, value in module.loss.state_dict().items()}
-    module.seen.clear()
-    result = trainer(tmp_path, calibration_callback(bins=10), logger=False).test(module, loaders()[1], verbose=False)[0]
-    logits, labels = (torch.cat(parts) for parts in zip(*module.seen, strict=True))
+    module.outputs.clear()
+    result = build_trainer(tmp_path, calibration_callback(bins=10), logger=False).test(
+        module, loaders()[1], verbose=False
+    )[0]
+    logits, labels = (torch.cat(parts) for parts in zip(*module.outputs, strict=True))
     assert result["test_ece"] == pytest.approx(metrics.ece(logits.softmax(1), labels, 10), rel=1e-6)
     for name, value in module.loss.state_dict().items():
         assert torch.equal(value, before[name])
@@ -193,111 +197,115 @@ def test_testing_logs_and_does_not_change_the_loss(finished, tmp_path):
 
 
 class Stream(IterableDataset):
-    """The digits of validation, one by one, and nobody knows how many come."""
+    """The digits of validation one by one, without a length."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         yield from zip(*digit_batches.validation(), strict=True)
 
 
-class Several(Steps):
-    """Notes which loader the samples came from."""
+class MultipleLoaders(Steps):
+    """Record which loader the samples came from."""
 
     def validation_step(self, batch: Any, number: int, dataloader_idx: int = 0) -> dict[str, Tensor] | None:
         output = super().validation_step(batch, number)
-        self.seen[-1] = (dataloader_idx, *self.seen[-1])
+        self.outputs[-1] = (dataloader_idx, *self.outputs[-1])
         return output
 
     def test_step(self, batch: Any, number: int, dataloader_idx: int = 0) -> dict[str, Tensor] | None:
         return self.validation_step(batch, number, dataloader_idx)
 
 
-def of_loader(module: Any, place: int) -> dict[str, float]:
-    parts = [(logits, labels) for loader, logits, labels in module.seen if loader == place]
-    return numbers(*(torch.cat(column) for column in zip(*parts, strict=True)))
+def metrics_of_loader(module: Any, index: int) -> dict[str, float]:
+    parts = [(logits, labels) for loader, logits, labels in module.outputs if loader == index]
+    return expected_metrics(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset`")
 @pytest.mark.parametrize("loss", ["ce", "adafocal"])
 def test_each_of_several_loaders_has_its_own_numbers(loss, tmp_path, monkeypatch):
     torch.manual_seed(0)
-    module, ended = module_of(Several)(loss), []
+    module, end_epoch_inputs = module_of(MultipleLoaders)(loss), []
     end_epoch = type(module.loss).end_epoch
     monkeypatch.setattr(
-        type(module.loss), "end_epoch", lambda self, val=None: (ended.append(val), end_epoch(self, val))
+        type(module.loss), "end_epoch", lambda self, val=None: (end_epoch_inputs.append(val), end_epoch(self, val))
     )
     train, validation = loaders()
     shifted = DataLoader(TensorDataset(digit_batches.validation()[0] + 1, digit_batches.validation()[1]), 100)
-    made = trainer(tmp_path, calibration_callback(), enable_checkpointing=False, max_epochs=1)
-    made.fit(module, train, [validation, shifted, DataLoader(Stream(), 150)])
-    assert "val_ece" not in made.callback_metrics
-    assert of_loader(module, 0)["ece"] != pytest.approx(of_loader(module, 1)["ece"], rel=1e-3)
+    trainer = build_trainer(tmp_path, calibration_callback(), enable_checkpointing=False, max_epochs=1)
+    trainer.fit(module, train, [validation, shifted, DataLoader(Stream(), 150)])
+    assert "val_ece" not in trainer.callback_metrics
+    assert metrics_of_loader(module, 0)["ece"] != pytest.approx(metrics_of_loader(module, 1)["ece"], rel=1e-3)
     for number in range(3):
-        for name, value in of_loader(module, number).items():
-            result = made.callback_metrics[f"val_{name}/dataloader_idx_{number}"]
+        for name, value in metrics_of_loader(module, number).items():
+            result = trainer.callback_metrics[f"val_{name}/dataloader_idx_{number}"]
             assert float(result) == pytest.approx(value, rel=1e-5, abs=1e-7), (name, number)
-    if loss == "adafocal":  # it learns from the first
-        wanted = torch.cat([logits for number, logits, _ in module.seen if number == 0])
-        assert torch.equal(ended[0].logits, wanted)
-    module.seen.clear()
-    answers = made.test(module, [validation, shifted], verbose=False)
+    if loss == "adafocal":  # it uses the first loader
+        expected_logits = torch.cat([logits for number, logits, _ in module.outputs if number == 0])
+        assert torch.equal(end_epoch_inputs[0].logits, expected_logits)
+    module.outputs.clear()
+    test_results = trainer.test(module, [validation, shifted], verbose=False)
     for number in range(2):
-        own = {name for name in answers[number] if name.startswith("test_")}
-        assert own == {f"test_{name}/dataloader_idx_{number}" for name in of_loader(module, number)}
-        assert answers[number][f"test_ece/dataloader_idx_{number}"] == pytest.approx(of_loader(module, number)["ece"])
+        test_metrics = {name for name in test_results[number] if name.startswith("test_")}
+        assert test_metrics == {f"test_{name}/dataloader_idx_{number}" for name in metrics_of_loader(module, number)}
+        assert test_results[number][f"test_ece/dataloader_idx_{number}"] == pytest.approx(
+            metrics_of_loader(module, number)["ece"]
+        )
 
 
 @pytest.mark.parametrize(("loss", "options"), [("adafocal", {}), ("crl", {"num_samples": digit_batches.TRAINING})])
 def test_updates_between_epochs_are_in_the_checkpoint_of_the_epoch(loss, options, tmp_path, monkeypatch):
     torch.manual_seed(0)
     module = module_of()(loss, **options)
-    ended = []
+    end_epoch_inputs = []
     end_epoch = type(module.loss).end_epoch
 
-    def watched(self: Any, validation: Any = None) -> None:
-        ended.append(validation)
+    def recording_end_epoch(self: Any, validation: Any = None) -> None:
+        end_epoch_inputs.append(validation)
         end_epoch(self, validation)
 
-    monkeypatch.setattr(type(module.loss), "end_epoch", watched)
-    checkpoint = saving(tmp_path, monitor="val_ece", save_on_train_epoch_end=False)
-    once = trainer(tmp_path, calibration_callback(), checkpoint, max_epochs=1)
-    once.fit(module, *loaders())
-    assert len(ended) == 1  # in the sanity check nothing was learned
-    logits, labels = (torch.cat(parts) for parts in zip(*module.seen, strict=True))
+    monkeypatch.setattr(type(module.loss), "end_epoch", recording_end_epoch)
+    checkpoint = checkpoint_callback(tmp_path, monitor="val_ece", save_on_train_epoch_end=False)
+    trainer = build_trainer(tmp_path, calibration_callback(), checkpoint, max_epochs=1)
+    trainer.fit(module, *loaders())
+    assert len(end_epoch_inputs) == 1  # not after the sanity check
+    logits, labels = (torch.cat(parts) for parts in zip(*module.outputs, strict=True))
     if module.loss.needs_validation:
-        assert torch.equal(ended[0].logits, logits)
-        assert torch.equal(ended[0].labels, labels)
+        assert torch.equal(end_epoch_inputs[0].logits, logits)
+        assert torch.equal(end_epoch_inputs[0].labels, labels)
     else:
-        assert ended == [None]
-    assert float(once.callback_metrics["val_ece"]) == pytest.approx(metrics.ece(logits.softmax(1), labels), rel=1e-6)
-    saved = torch.load(checkpoint.best_model_path, weights_only=True)["state_dict"]
+        assert end_epoch_inputs == [None]
+    assert float(trainer.callback_metrics["val_ece"]) == pytest.approx(metrics.ece(logits.softmax(1), labels), rel=1e-6)
+    saved_state = torch.load(checkpoint.best_model_path, weights_only=True)["state_dict"]
     for name, value in module.loss.state_dict().items():
-        assert torch.equal(saved[f"loss.{name}"], value), name
+        assert torch.equal(saved_state[f"loss.{name}"], value), name
 
 
 def test_without_validation_epochs_end_too(tmp_path, monkeypatch):
-    module, ended = module_of()("ce"), []
-    monkeypatch.setattr(type(module.loss), "end_epoch", lambda self, validation=None: ended.append(validation))
-    trainer(tmp_path, calibration_callback(), logger=False, max_epochs=2).fit(module, loaders()[0])
-    assert ended == [None, None]
+    module, end_epoch_inputs = module_of()("ce"), []
+    monkeypatch.setattr(
+        type(module.loss), "end_epoch", lambda self, validation=None: end_epoch_inputs.append(validation)
+    )
+    build_trainer(tmp_path, calibration_callback(), logger=False, max_epochs=2).fit(module, loaders()[0])
+    assert end_epoch_inputs == [None, None]
 
 
 def test_a_step_that_does_not_call_the_loss_warns(tmp_path):
     module = module_of()()
     module.validation_step = lambda batch, batch_idx: None
     with pytest.warns(UserWarning, match=r"validation_step.*loss"):
-        trainer(tmp_path, calibration_callback(), logger=False, max_epochs=1).fit(module, *loaders())
+        build_trainer(tmp_path, calibration_callback(), logger=False, max_epochs=1).fit(module, *loaders())
 
 
 def test_a_module_without_a_loss_or_with_two_raises(tmp_path):
     module = module_of()()
     with pytest.raises(ValueError, match=r"'criterion'.*Classifier.*\bloss;"):
-        trainer(tmp_path, calibration_callback("criterion"), logger=False).validate(module, loaders()[1])
+        build_trainer(tmp_path, calibration_callback("criterion"), logger=False).validate(module, loaders()[1])
     module.other = fedlas.build_loss("ce")
     with pytest.raises(ValueError, match=r"Classifier.*loss, other"):
-        trainer(tmp_path, calibration_callback(), logger=False).validate(module, loaders()[1])
+        build_trainer(tmp_path, calibration_callback(), logger=False).validate(module, loaders()[1])
     del module.loss, module.other
     with pytest.raises(ValueError, match=r"Classifier.*self\.loss = fedlas\.build_loss"):
-        trainer(tmp_path, calibration_callback(), logger=False).validate(module, loaders()[1])
+        build_trainer(tmp_path, calibration_callback(), logger=False).validate(module, loaders()[1])
 
 
 def test_both_package_names_work():
@@ -307,26 +315,26 @@ def test_both_package_names_work():
     assert other.Callback is not pl.Callback
     renamed = type("Renamed", (Steps, other.LightningModule), {})
     quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
-    made = other.Trainer(
+    trainer = other.Trainer(
         accelerator="cpu", max_epochs=1, log_every_n_steps=1, callbacks=[calibration_callback()], **quiet
     )
-    made.fit(renamed(), *loaders())
-    assert {"val_ece", "train_alpha"} <= made.callback_metrics.keys()
+    trainer.fit(renamed(), *loaders())
+    assert {"val_ece", "train_alpha"} <= trainer.callback_metrics.keys()
 
 
 @pytest.mark.skipif(START_METHOD != "fork", reason="with CUDA processes are spawned, and this module has no pickle")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_two_processes_log_the_numbers_of_all_samples(tmp_path):
     torch.manual_seed(0)
-    module, alone = module_of()(), module_of()()
+    module, reference = module_of()(), module_of()()
     gate = module.loss.smoothing.bcg.fc_in.weight.detach().clone()
-    two = {"logger": False, "enable_checkpointing": False, "strategy": "ddp_fork", "devices": 2}
-    made = trainer(tmp_path, calibration_callback(), max_epochs=2, use_distributed_sampler=True, **two)
-    made.fit(module, *loaders())
-    alone.load_state_dict(module.state_dict())
+    ddp_options = {"logger": False, "enable_checkpointing": False, "strategy": "ddp_fork", "devices": 2}
+    trainer = build_trainer(tmp_path, calibration_callback(), max_epochs=2, use_distributed_sampler=True, **ddp_options)
+    trainer.fit(module, *loaders())
+    reference.load_state_dict(module.state_dict())
     x, labels = digit_batches.validation()
-    logits = alone.net(x).logits.detach()
-    for name, value in numbers(logits, labels).items():
-        assert float(made.callback_metrics[f"val_{name}"]) == pytest.approx(value, rel=1e-5, abs=1e-7), name
-    assert {"train_alpha", "train_flip_rate"} <= made.callback_metrics.keys()
+    logits = reference.net(x).logits.detach()
+    for name, value in expected_metrics(logits, labels).items():
+        assert float(trainer.callback_metrics[f"val_{name}"]) == pytest.approx(value, rel=1e-5, abs=1e-7), name
+    assert {"train_alpha", "train_flip_rate"} <= trainer.callback_metrics.keys()
     assert not torch.equal(module.loss.smoothing.bcg.fc_in.weight, gate)

@@ -1,7 +1,6 @@
-"""Checkpoints in the layout of the published code get into our networks whole, or an error says what does not fit.
+"""Checkpoints in the layout of the published code are loaded completely, or an error names the mismatch.
 
-The published code comes without weights. Layout and names are those that it writes, and the files here are written the
-same way.
+The published code comes without weights, so the tests write checkpoints with its layout and names.
 """
 
 import os
@@ -37,7 +36,7 @@ def write(path: Path, net: nn.Module, weights: dict[str, torch.Tensor], **change
 
 
 def trained(name: str = "resnet18_cifar", classes: int = 10) -> nn.Module:
-    """A network whose weights and statistics are not those that any other starts with."""
+    """A network whose weights and statistics differ from those of any other new network."""
     net = fedlas.build_model(name, classes)
     net(torch.randn(4, *IMAGES[1:]))
     return net.eval()
@@ -45,22 +44,22 @@ def trained(name: str = "resnet18_cifar", classes: int = 10) -> nn.Module:
 
 @pytest.mark.parametrize(("prefix", "wrapped"), [("", False), ("module.", True)])
 def test_a_cifar_network_reproduces_the_official_logits(prefix, wrapped, tmp_path):
-    theirs = trained()
-    weights = {prefix + name: value for name, value in published_names(theirs).items()}
-    path = write(tmp_path / "best.pth", theirs, weights)
+    official_net = trained()
+    weights = {prefix + name: value for name, value in published_names(official_net).items()}
+    path = write(tmp_path / "best.pth", official_net, weights)
     net = fedlas.build_model("resnet18_cifar", 10).eval()
     images = torch.randn(IMAGES)
-    assert not torch.allclose(net(images), theirs(images))
+    assert not torch.allclose(net(images), official_net(images))
     result = load_official(path, fedlas.WithFeatures(net) if wrapped else net)
-    assert torch.equal(net(images), theirs(images))
+    assert torch.equal(net(images), official_net(images))
     assert (result.epoch, result.accuracy) == (283, 0.9566)
 
 
 def test_tiny_network_loads_official_weights(tmp_path):
-    theirs = fedlas.build_model("resnet18_tiny", 5)
+    official_net = fedlas.build_model("resnet18_tiny", 5)
     net = fedlas.build_model("resnet18_tiny", 5)
-    load_official(write(tmp_path / "last.pth", theirs, theirs.state_dict()), net)
-    assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in net.state_dict().items())
+    load_official(write(tmp_path / "last.pth", official_net, official_net.state_dict()), net)
+    assert all(torch.equal(value, official_net.state_dict()[name]) for name, value in net.state_dict().items())
 
 
 class PublishedViT(nn.Module):
@@ -82,15 +81,15 @@ def named_like_a_vit() -> nn.Module:
 
 @pytest.mark.parametrize("build", [named_like_a_vit, pytest.param(small_vit, marks=pytest.mark.campaign)])
 def test_prefixes_of_vision_transformers_are_removed(build, tmp_path):
-    theirs, net, images = build().eval(), build().eval(), torch.randn(IMAGES)
-    nn.init.normal_(theirs.head.weight)
-    weights = PublishedViT(theirs).state_dict()
+    official_net, net, images = build().eval(), build().eval(), torch.randn(IMAGES)
+    nn.init.normal_(official_net.head.weight)
+    weights = PublishedViT(official_net).state_dict()
     assert {"fc.weight", "vit.head.weight"} <= set(weights)
-    load_official(write(tmp_path / "best.pth", theirs, weights), net)
-    assert torch.equal(net(images), theirs(images))
+    load_official(write(tmp_path / "best.pth", official_net, weights), net)
+    assert torch.equal(net(images), official_net(images))
     weights["fc.bias"] = weights["fc.bias"] + 1
     with pytest.raises(ValueError, match=r"odd\.pth.*fc\.bias.*vit\.head\.bias"):
-        read_official(write(tmp_path / "odd.pth", theirs, weights))
+        read_official(write(tmp_path / "odd.pth", official_net, weights))
 
 
 def test_bare_and_nested_state_dicts_are_read(tmp_path):
@@ -106,15 +105,17 @@ def test_bare_and_nested_state_dicts_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [np.float64, np.float32])
-@pytest.mark.parametrize("home", ["numpy._core.multiarray", "numpy.core.multiarray"])
-def test_score_written_by_any_numpy_version_is_read(kind, home, tmp_path):
+@pytest.mark.parametrize("numpy_module", ["numpy._core.multiarray", "numpy.core.multiarray"])
+def test_score_written_by_any_numpy_version_is_read(kind, numpy_module, tmp_path):
     net = nn.Linear(2, 2)
     path = write(tmp_path / "best.pth", net, net.state_dict(), val_score=kind(0.75))
     with zipfile.ZipFile(path) as file:
         parts = {name: file.read(name) for name in file.namelist()}
     pickled = next(name for name in parts if name.endswith("data.pkl"))
-    now = next(text for text in (b"numpy._core.multiarray", b"numpy.core.multiarray") if text in parts[pickled])
-    parts[pickled] = parts[pickled].replace(now, home.encode())
+    written_module = next(
+        text for text in (b"numpy._core.multiarray", b"numpy.core.multiarray") if text in parts[pickled]
+    )
+    parts[pickled] = parts[pickled].replace(written_module, numpy_module.encode())
     with zipfile.ZipFile(path, "w") as file:
         for name, content in parts.items():
             file.writestr(name, content)
@@ -122,8 +123,8 @@ def test_score_written_by_any_numpy_version_is_read(kind, home, tmp_path):
 
 
 def test_mismatched_weights_raise_and_change_nothing(tmp_path):
-    theirs = fedlas.build_model("resnet18_cifar", 10)
-    path = write(tmp_path / "best.pth", theirs, published_names(theirs))
+    official_net = fedlas.build_model("resnet18_cifar", 10)
+    path = write(tmp_path / "best.pth", official_net, published_names(official_net))
     with torch.device("meta"):
         deeper = fedlas.build_model("resnet34_cifar", 10)
     with pytest.raises(ValueError, match=r"best\.pth.*ResNet.*layer1\.2\.conv1\.weight"):
@@ -166,9 +167,9 @@ def test_code_in_a_file_is_not_executed(tmp_path):
 
 
 def test_a_recursive_dictionary_raises(tmp_path):
-    around: dict = {"epoch": 3}
-    around["state_dict"] = around
-    torch.save(around, tmp_path / "around.pth")
+    recursive: dict = {"epoch": 3}
+    recursive["state_dict"] = recursive
+    torch.save(recursive, tmp_path / "around.pth")
     with pytest.raises(ValueError, match=r"around\.pth.*\b8\b.*'state_dict'"):
         read_official(tmp_path / "around.pth")
 

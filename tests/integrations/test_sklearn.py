@@ -40,16 +40,16 @@ def sampled(classes: int = 3, n: int = 240):
     return random.normal(size=(n, 4)) + 1.2 * np.eye(classes, 4)[labels], labels
 
 
-@pytest.mark.filterwarnings("ignore:the best temperature of these")  # some of their samples cannot be learned from
+@pytest.mark.filterwarnings("ignore:the best temperature of these")  # some checks use data without a best temperature
 @pytest.mark.parametrize(
     "response_method", ["predict_proba", pytest.param("decision_function", marks=pytest.mark.campaign)]
 )
 def test_calibrated_classifier_passes_the_sklearn_estimator_checks(response_method):
-    tried = CalibratedClassifier(LinearDiscriminantAnalysis(), response_method=response_method, cv=3)
-    result = check_estimator(tried, on_skip=None, on_fail=None)
+    estimator = CalibratedClassifier(LinearDiscriminantAnalysis(), response_method=response_method, cv=3)
+    result = check_estimator(estimator, on_skip=None, on_fail=None)
     assert len(result) > 40
     failed = {item["check_name"]: item["exception"] for item in result if item["status"] != "passed"}
-    failed.pop("check_array_api_input", None)  # wants a variable of the environment before anything is imported
+    failed.pop("check_array_api_input", None)  # needs an environment variable before the first import
     assert not failed
 
 
@@ -63,14 +63,14 @@ def test_every_sample_is_scored_out_of_fold():
         lambda t: nll(logits / t, labels), bounds=(0.1, 10), method="bounded", options={"xatol": 1e-9}
     )
     assert model.calibrator_.temperature == pytest.approx(best.x, rel=1e-5)
-    whole = np.log(GaussianNB().fit(features, labels).predict_proba(features)) / best.x
-    np.testing.assert_allclose(model.predict_proba(features), softmax(whole), atol=1e-5)
+    expected_logits = np.log(GaussianNB().fit(features, labels).predict_proba(features)) / best.x
+    np.testing.assert_allclose(model.predict_proba(features), softmax(expected_logits), atol=1e-5)
     assert model.calibrator_.fitted.n == len(labels)
 
 
 def softmax(logits):
-    raised = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return raised / raised.sum(axis=1, keepdims=True)
+    exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return exponentials / exponentials.sum(axis=1, keepdims=True)
 
 
 def nll(logits, labels):
@@ -78,28 +78,33 @@ def nll(logits, labels):
 
 
 def test_overconfident_text_classifiers_are_calibrated(digits):
-    train, known, test, truth = digits
-    plain = GaussianNB().fit(train, known)
-    model = CalibratedClassifier(GaussianNB()).fit(train, known)
+    train, train_labels, test, test_labels = digits
+    uncalibrated = GaussianNB().fit(train, train_labels)
+    model = CalibratedClassifier(GaussianNB()).fit(train, train_labels)
     assert list(model.classes_) == sorted(NAMES)
     assert (model.predict(test) == model.classes_[model.predict_proba(test).argmax(1)]).all()
-    assert (model.predict(test) == plain.predict(test)).mean() > 0.99
-    assert -ece_scorer(plain, test, truth) > 0.15
-    assert -ece_scorer(model, test, truth) < 0.08
-    assert log_loss(truth, model.predict_proba(test)) < 0.3 * log_loss(truth, plain.predict_proba(test))
+    assert (model.predict(test) == uncalibrated.predict(test)).mean() > 0.99
+    assert -ece_scorer(uncalibrated, test, test_labels) > 0.15
+    assert -ece_scorer(model, test, test_labels) < 0.08
+    assert log_loss(test_labels, model.predict_proba(test)) < 0.3 * log_loss(
+        test_labels, uncalibrated.predict_proba(test)
+    )
 
 
 def test_prefit_does_not_change_the_estimator(digits):
-    train, known, test, truth = digits
-    plain = GaussianNB().fit(train[:500], known[:500])
-    for given in (CalibratedClassifier(plain, cv="prefit"), CalibratedClassifier(FrozenEstimator(plain), cv=3)):
-        model = given.fit(train[500:], known[500:])
-        wanted = Temperature().fit(
-            np.log(np.maximum(plain.predict_proba(train[500:]), 1e-7)), codes(known[500:], plain)
+    train, train_labels, test, test_labels = digits
+    uncalibrated = GaussianNB().fit(train[:500], train_labels[:500])
+    for classifier in (
+        CalibratedClassifier(uncalibrated, cv="prefit"),
+        CalibratedClassifier(FrozenEstimator(uncalibrated), cv=3),
+    ):
+        model = classifier.fit(train[500:], train_labels[500:])
+        expected = Temperature().fit(
+            np.log(np.maximum(uncalibrated.predict_proba(train[500:]), 1e-7)), codes(train_labels[500:], uncalibrated)
         )
-        assert model.calibrator_.temperature == pytest.approx(wanted.temperature, rel=1e-6)
-        assert -ece_scorer(model, test, truth) < 0.5 * -ece_scorer(plain, test, truth)
-    assert given.set_params(cv="prefit").fit(train[500:], known[500:]).estimator_.estimator is plain
+        assert model.calibrator_.temperature == pytest.approx(expected.temperature, rel=1e-6)
+        assert -ece_scorer(model, test, test_labels) < 0.5 * -ece_scorer(uncalibrated, test, test_labels)
+    assert classifier.set_params(cv="prefit").fit(train[500:], train_labels[500:]).estimator_.estimator is uncalibrated
 
 
 def codes(labels, estimator):
@@ -129,11 +134,13 @@ def test_decision_function_values_are_used_as_logits(classes):
 
 
 def test_zero_probabilities_do_not_break_the_temperature(digits):
-    train, known, test, truth = digits
-    gentle = CalibratedClassifier(KNeighborsClassifier(), cv=3).fit(train, known)
-    strict = CalibratedClassifier(KNeighborsClassifier(), cv=3, floor=1e-300).fit(train, known)
-    assert log_loss(truth, gentle.predict_proba(test)) < log_loss(truth, strict.predict_proba(test))
-    assert gentle.calibrator_.temperature < 10 < strict.calibrator_.temperature
+    train, train_labels, test, test_labels = digits
+    default_floor = CalibratedClassifier(KNeighborsClassifier(), cv=3).fit(train, train_labels)
+    tiny_floor = CalibratedClassifier(KNeighborsClassifier(), cv=3, floor=1e-300).fit(train, train_labels)
+    assert log_loss(test_labels, default_floor.predict_proba(test)) < log_loss(
+        test_labels, tiny_floor.predict_proba(test)
+    )
+    assert default_floor.calibrator_.temperature < 10 < tiny_floor.calibrator_.temperature
 
 
 def test_calibrated_classifier_works_in_pipelines_and_searches():
@@ -157,24 +164,24 @@ def test_calibrated_classifier_works_in_pipelines_and_searches():
 def test_calibrated_classifier_can_be_cloned_set_and_pickled():
     features, labels = sampled()
     model = CalibratedClassifier(LogisticRegression(C=2.0), HistogramBinning(bins=4), cv=3).fit(features, labels)
-    again = clone(model)
-    assert not hasattr(again, "calibrator_")
-    assert again.calibrator is not model.calibrator
-    assert again.calibrator.options == model.calibrator.options
-    assert model.calibrator.fitted is None, "what was given is fitted, so a clone would know old samples"
-    again.set_params(estimator__C=3.0, calibrator="vector_scaling", floor=1e-6)
-    assert again.get_params()["estimator__C"] == 3.0
-    assert again.fit(features, labels).calibrator_.name == "vector_scaling"
-    read = pickle.loads(pickle.dumps(model))
-    np.testing.assert_array_equal(read.predict_proba(features), model.predict_proba(features))
+    cloned = clone(model)
+    assert not hasattr(cloned, "calibrator_")
+    assert cloned.calibrator is not model.calibrator
+    assert cloned.calibrator.options == model.calibrator.options
+    assert model.calibrator.fitted is None, "the passed calibrator was fitted, so a clone would contain it"
+    cloned.set_params(estimator__C=3.0, calibrator="vector_scaling", floor=1e-6)
+    assert cloned.get_params()["estimator__C"] == 3.0
+    assert cloned.fit(features, labels).calibrator_.name == "vector_scaling"
+    unpickled = pickle.loads(pickle.dumps(model))
+    np.testing.assert_array_equal(unpickled.predict_proba(features), model.predict_proba(features))
 
 
 def test_a_scorer_supports_folds_without_a_class():
     features, labels = sampled()
     model = LogisticRegression().fit(features, labels)
-    some = labels != 1
-    wanted = ece(model.predict_proba(features)[some], labels[some], bins=5)
-    assert Scorer(ece, options={"bins": 5})(model, features[some], labels[some]) == pytest.approx(-float(wanted))
+    subset = labels != 1
+    expected = ece(model.predict_proba(features)[subset], labels[subset], bins=5)
+    assert Scorer(ece, options={"bins": 5})(model, features[subset], labels[subset]) == pytest.approx(-float(expected))
     assert Scorer(accuracy)(model, features, labels) == Scorer(accuracy, higher_is_better=True)(model, features, labels)
     assert Scorer(accuracy, higher_is_better=True)(model, features, labels) == pytest.approx(
         model.score(features, labels)
@@ -187,18 +194,18 @@ def test_a_scorer_supports_folds_without_a_class():
 @pytest.mark.filterwarnings("ignore:The least populated class")
 def test_a_training_fold_without_a_class_raises():
     features, labels = sampled()
-    words = np.array(["cat", "dog", "owl"])[labels]
-    words[np.flatnonzero(words == "owl")[1:]] = "cat"
+    names = np.array(["cat", "dog", "owl"])[labels]
+    names[np.flatnonzero(names == "owl")[1:]] = "cat"
     with pytest.raises(ValueError, match=r"fold 3 of 3.*'owl'.*cv=\"prefit\""):
-        CalibratedClassifier(GaussianNB(), cv=3).fit(features, words)
-    known = words != "owl"
-    narrow = CalibratedClassifier(GaussianNB().fit(features[known], words[known]), cv="prefit")
+        CalibratedClassifier(GaussianNB(), cv=3).fit(features, names)
+    not_owl = names != "owl"
+    two_class_model = CalibratedClassifier(GaussianNB().fit(features[not_owl], names[not_owl]), cv="prefit")
     with pytest.raises(ValueError, match=r"'owl'.*'cat', 'dog'"):
-        narrow.fit(features, words)
+        two_class_model.fit(features, names)
 
 
 @pytest.mark.parametrize(
-    ("model", "fault"),
+    ("model", "message"),
     [
         (CalibratedClassifier(LinearSVC()), 'LinearSVC.*predict_proba.*response_method="decision_function"'),
         (
@@ -218,8 +225,8 @@ def test_a_training_fold_without_a_class_raises():
         (CalibratedClassifier(GaussianNB(), "tempe"), "'tempe'.*'temperature'"),
     ],
 )
-def test_invalid_options_raise(model, fault):
-    with pytest.raises(ValueError, match=fault):
+def test_invalid_options_raise(model, message):
+    with pytest.raises(ValueError, match=message):
         model.fit(*sampled(4))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fedlas
 from start_method import START_METHOD
 
-# timm takes seconds to import, so it is imported where it is used: a worker that runs no test of this file needs none.
+# timm takes seconds to import, so it is imported in the functions that use it.
 
 
 def network() -> nn.Module:
@@ -31,7 +31,7 @@ def calibration_task(net: nn.Module, loss: nn.Module) -> Any:
     return CalibrationTask(net, loss, verbose=False)
 
 
-def made(loss: str = "fedlas_ls", **options: Any) -> Any:
+def build_task(loss: str = "fedlas_ls", **options: Any) -> Any:
     return calibration_task(network(), fedlas.build_loss(loss, num_classes=10, **options))
 
 
@@ -82,8 +82,8 @@ def accuracy(model: nn.Module) -> float:
 def test_network_and_gate_train(loss, mixed):
     from timm.data import Mixup
 
-    np.random.seed(0)  # noqa: NPY002  # timm's mixup draws from this one, which nobody else seeds
-    task = made(loss)
+    np.random.seed(0)  # noqa: NPY002  # timm's mixup uses the global generator, which is not seeded elsewhere
+    task = build_task(loss)
     optimizer = optimizer_of(task)
     gate = {name: p.detach().clone() for name, p in task.joined.loss.named_parameters()}
     mixup = Mixup(mixup_alpha=0.2, cutmix_alpha=0.0, num_classes=10, label_smoothing=0.0) if mixed else None
@@ -96,7 +96,7 @@ def test_network_and_gate_train(loss, mixed):
 
 
 def test_step_loss_equals_loss_of_network_outputs():
-    task, loss = made(), fedlas.build_loss("fedlas_ls", num_classes=10)
+    task, loss = build_task(), fedlas.build_loss("fedlas_ls", num_classes=10)
     loss.load_state_dict(task.joined.loss.state_dict())
     x, labels, _ = digit_batches.batches(0)[0]
     net = fedlas.WithFeatures(network())
@@ -108,45 +108,47 @@ def test_step_loss_equals_loss_of_network_outputs():
     assert torch.equal(result["loss"], expected)
     assert torch.equal(result["output"], logits)
     assert torch.equal(result["classification"], expected.detach())
-    for mine, other in zip(task.joined.net.parameters(), net.parameters(), strict=True):
-        assert torch.equal(mine.grad, other.grad)
+    for parameter, expected_parameter in zip(task.joined.net.parameters(), net.parameters(), strict=True):
+        assert torch.equal(parameter.grad, expected_parameter.grad)
 
 
 def test_checkpoints_hold_network_loss_and_averages(tmp_path):
     from timm.task import resume_task_checkpoint
     from timm.utils import CheckpointSaver
 
-    task = made()
+    task = build_task()
     task.setup_ema(decay=0.9)
     optimizer = optimizer_of(task)
     epoch_of(task, optimizer, 0, steps=3)
     saver = CheckpointSaver(task.get_eval_model(), optimizer, task=task, checkpoint_dir=str(tmp_path))
     saver.save_checkpoint(0)
-    saved = torch.load(tmp_path / "last.pth.tar", weights_only=True)
-    assert saved["state_dict"].keys() == network().state_dict().keys()  # any program of timm can read it
+    checkpoint = torch.load(tmp_path / "last.pth.tar", weights_only=True)
+    assert checkpoint["state_dict"].keys() == network().state_dict().keys()  # any program of timm can read it
 
     torch.manual_seed(1)
-    resumed = made()
+    resumed = build_task()
     resumed.setup_ema(decay=0.9)
-    other = optimizer_of(resumed)
-    assert resume_task_checkpoint(resumed, str(tmp_path / "last.pth.tar"), other, log_info=False) == 1
-    resumed.load_checkpoint_state(saved["state_dict_ema"], saved["task_state_ema"], ema=True)
-    same(resumed, task)
+    resumed_optimizer = optimizer_of(resumed)
+    assert resume_task_checkpoint(resumed, str(tmp_path / "last.pth.tar"), resumed_optimizer, log_info=False) == 1
+    resumed.load_checkpoint_state(checkpoint["state_dict_ema"], checkpoint["task_state_ema"], ema=True)
+    assert_equal_states(resumed, task)
     assert not torch.equal(task.joined.loss.smoothing.nci.mean, torch.tensor(20.0).double())
-    assert epoch_of(task, optimizer, 1, steps=3) == epoch_of(resumed, other, 1, steps=3)
-    same(resumed, task)
+    assert epoch_of(task, optimizer, 1, steps=3) == epoch_of(resumed, resumed_optimizer, 1, steps=3)
+    assert_equal_states(resumed, task)
 
 
-def same(one: Any, other: Any) -> None:
+def assert_equal_states(first: Any, second: Any) -> None:
     for ema in (False, True):
-        mine, theirs = (task.get_trainable_module(ema=ema).state_dict() for task in (one, other))
-        assert mine.keys() == theirs.keys()
-        for name, value in mine.items():
-            torch.testing.assert_close(value, theirs[name], rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
+        state, expected_state = (task.get_trainable_module(ema=ema).state_dict() for task in (first, second))
+        assert state.keys() == expected_state.keys()
+        for name, value in state.items():
+            torch.testing.assert_close(
+                value, expected_state[name], rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}"
+            )
 
 
 def test_averages_are_those_of_network_and_gate():
-    task = made()
+    task = build_task()
     averages = task.setup_ema(decay=0.5)
     before = {name: value.clone() for name, value in averages.module.state_dict().items()}
     epoch_of(task, optimizer_of(task), 0, steps=3)
@@ -160,21 +162,21 @@ def test_a_compiled_task_computes_the_same():
     x, labels, _ = digit_batches.batches(0)[0]
     torch.manual_seed(0)
     model, loss = digit_batches.network(), fedlas.build_loss("fedlas_ls", num_classes=10)
-    plain, compiled = calibration_task(copy.deepcopy(model), copy.deepcopy(loss)), calibration_task(model, loss)
+    eager, compiled = calibration_task(copy.deepcopy(model), copy.deepcopy(loss)), calibration_task(model, loss)
     validated = compiled.compile(backend="eager", fullgraph=True)
     assert compiled.get_eval_model() is validated
     for _ in range(2):
-        first, second = plain(x, labels), compiled(x, labels)
+        first, second = eager(x, labels), compiled(x, labels)
         second["loss"].backward()
         torch.testing.assert_close(first, second)
     torch.testing.assert_close(validated(x), second["output"])
     state = compiled.get_checkpoint_state()
     assert state["state_dict"].keys() == digit_batches.network().state_dict().keys()
-    torch.testing.assert_close(state["task_state"], plain.get_task_state())
+    torch.testing.assert_close(state["task_state"], eager.get_task_state())
 
 
 def task_without_batch_norm() -> Any:
-    """Statistics of a batch norm would be those of each process's part."""
+    """Return a task without batch norm, whose statistics would differ between processes."""
     torch.manual_seed(0)
     return calibration_task(digit_batches.network(), fedlas.build_loss("fedlas_ls", num_classes=10))
 
@@ -184,8 +186,8 @@ def steps(task: Any, rank: int = 0, world: int = 1) -> list[Tensor]:
     optimizer = torch.optim.SGD(task.get_trainable_module().parameters(), lr=0.1, momentum=0.9)
     values = []
     for x, labels, _ in digit_batches.batches(0)[:6]:
-        mine = slice(rank * len(x) // world, (rank + 1) * len(x) // world)
-        value = task(x[mine], labels[mine])["loss"]
+        rows = slice(rank * len(x) // world, (rank + 1) * len(x) // world)
+        value = task(x[rows], labels[rows])["loss"]
         optimizer.zero_grad()
         value.backward()
         nn.utils.clip_grad_norm_(task.get_clip_parameters(), 2.0)
@@ -211,20 +213,22 @@ def train_as_rank(rank: int, folder: str) -> None:
 def test_two_processes_equal_one(tmp_path):
     mp.start_processes(train_as_rank, args=(str(tmp_path),), nprocs=2, start_method=START_METHOD)
     first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))
-    alone = task_without_batch_norm()
-    start = {name: value.clone() for name, value in alone.get_task_state()["loss"].items()}
-    values = steps(alone)
+    reference = task_without_batch_norm()
+    start = {name: value.clone() for name, value in reference.get_task_state()["loss"].items()}
+    values = steps(reference)
     mean = (torch.stack(first["values"]) + torch.stack(second["values"])) / 2
     torch.testing.assert_close(mean, torch.stack(values), rtol=1e-4, atol=1e-5)
-    state = alone.get_checkpoint_state()
-    for item, other, whole in (
+    state = reference.get_checkpoint_state()
+    for first_state, second_state, expected in (
         (first["state_dict"], second["state_dict"], state["state_dict"]),
         (first["task_state"]["loss"], second["task_state"]["loss"], state["task_state"]["loss"]),
     ):
-        assert item.keys() == whole.keys()
-        for name, value in whole.items():
-            assert torch.equal(item[name], other[name]), name
-            torch.testing.assert_close(item[name], value, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        assert first_state.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(first_state[name], second_state[name]), name
+            torch.testing.assert_close(
+                first_state[name], value, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
     assert not torch.equal(
         start["smoothing.bcg.fc_in.weight"], first["task_state"]["loss"]["smoothing.bcg.fc_in.weight"]
     )
@@ -240,7 +244,7 @@ def test_losses_without_features_are_plain_criteria():
 
 
 def test_losses_with_index_are_updated_between_epochs():
-    task = made("crl", num_samples=digit_batches.TRAINING)
+    task = build_task("crl", num_samples=digit_batches.TRAINING)
     for x, labels, index in digit_batches.batches(0)[:3]:
         task(images(x), labels, index)["loss"].backward()
     before = {name: value.clone() for name, value in task.get_task_state()["loss"].items()}
@@ -249,7 +253,7 @@ def test_losses_with_index_are_updated_between_epochs():
 
 
 def test_the_head_of_the_network_is_left_out_of_clipping_on_request():
-    task = made()
-    every, rest = task.get_clip_parameters(), task.get_clip_parameters(exclude_head=True)
+    task = build_task()
+    all_parameters, without_head = task.get_clip_parameters(), task.get_clip_parameters(exclude_head=True)
     head = {id(p) for p in task.joined.net.model.fc.parameters()}
-    assert {id(p) for p in every} - {id(p) for p in rest} == head
+    assert {id(p) for p in all_parameters} - {id(p) for p in without_head} == head

@@ -55,7 +55,7 @@ def pieces() -> list[tuple[Tensor, Tensor]]:
 
 
 def work(rank: int, folder: str) -> None:
-    """Feed two pieces to each process; what they compute is what one process computes of all four."""
+    """Update with two of the four chunks on each process, and save the synchronised results."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     collection = collect({name: build(name) for name in METRICS})
@@ -75,7 +75,7 @@ def test_one_update_equals_the_metric(name, given):
     metric.update(logits if given == "logits" else probs, labels)
     value = metric.compute()
     assert value.dtype == torch.float64
-    # The log-loss of logits needs no probabilities; ours takes them as Predictions.
+    # The NLL of logits needs no probabilities; fedlas takes logits as Predictions.
     of_logits = name == "nll" and given == "logits"
     expected = function(fedlas.Predictions(logits, labels)) if of_logits else function(probs, labels)
     assert float(value) == pytest.approx(float(expected), abs=1e-12)
@@ -98,43 +98,43 @@ def test_updates_reset_and_batch_values(name):
 def test_ignored_samples_do_not_count(name):
     function = METRICS[name]
     logits, labels = samples()
-    kept = labels != 2
+    valid = labels != 2
     metric = build(name, ignore_index=2)
     metric.update(logits, labels)
-    metric.update(logits[~kept], labels[~kept])  # a piece of which nothing counts
-    assert float(metric.compute()) == pytest.approx(function(logits[kept].softmax(1), labels[kept]), rel=1e-6)
+    metric.update(logits[~valid], labels[~valid])  # a chunk without valid samples
+    assert float(metric.compute()) == pytest.approx(function(logits[valid].softmax(1), labels[valid]), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", METRICS)
 def test_copies_and_saved_states_continue(name):
-    (first, *others), whole = pieces(), build(name)
-    whole.update(*samples())
+    (first, *remaining), reference = pieces(), build(name)
+    reference.update(*samples())
     metric, restored = build(name), build(name)
     metric.persistent(True)
     restored.persistent(True)
     metric.update(*first)
     restored.load_state_dict(metric.state_dict())
-    for piece in others:
+    for piece in remaining:
         metric.update(*piece)
         restored.update(*piece)
-    assert float(metric.clone().compute()) == pytest.approx(float(whole.compute()), abs=1e-12)
+    assert float(metric.clone().compute()) == pytest.approx(float(reference.compute()), abs=1e-12)
     assert float(restored.compute()) == float(metric.compute())
 
 
 def test_metrics_of_the_same_bins_share_sums_in_a_collection():
-    grouped, alone = collect(), collect(compute_groups=False)
+    grouped, separate = collect(), collect(compute_groups=False)
     for logits, labels in pieces():
         grouped.update(logits, labels)
-        alone.update(logits, labels)
+        separate.update(logits, labels)
     groups = {frozenset(group) for group in grouped.compute_groups.values()}
     shared = frozenset({"ece", "over_ece", "under_ece"})
     assert groups == {frozenset({"accuracy"}), shared, frozenset({"aece"}), frozenset({"nll"})}
-    assert grouped.compute() == alone.compute()
+    assert grouped.compute() == separate.compute()
 
 
 @pytest.mark.parametrize("other", [{"ignore_index": 4}, {"compat": "netcal"}, {"bins": 10}])
 def test_metrics_with_other_rules_do_not_share_sums(other):
-    """A first batch may look the same under both rules; a collection would then take them for one metric."""
+    """A first batch may give equal states for both; a collection would then merge the two metrics."""
     collection = collect({"plain": build("ece"), "other": build("ece", **other)})
     logits, labels = samples()
     collection.update(logits[labels < 4], labels[labels < 4])
@@ -170,16 +170,16 @@ def test_metrics_work_in_a_training_loop():
     history = []
     for epoch in range(4):
         collection.reset()
-        seen = []
+        outputs = []
         for x, labels, _ in digit_batches.batches(epoch):
             logits, features = net(x)
             optimizer.zero_grad()
             loss(logits, labels, features).backward()
             optimizer.step()
             collection.update(logits.detach(), labels)
-            seen.append((logits.detach(), labels))
+            outputs.append((logits.detach(), labels))
         history.append({name: float(value) for name, value in collection.compute().items()})
-    logits, labels = (torch.cat(parts) for parts in zip(*seen, strict=True))
+    logits, labels = (torch.cat(parts) for parts in zip(*outputs, strict=True))
     assert history[-1]["ece"] == pytest.approx(metrics.ece(logits.softmax(1), labels), abs=1e-12)
     assert history[-1]["nll"] == pytest.approx(metrics.nll(fedlas.Predictions(logits, labels)), rel=1e-12)
     assert history[-1]["accuracy"] > 0.8 > history[0]["accuracy"]
@@ -188,12 +188,12 @@ def test_metrics_work_in_a_training_loop():
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_two_processes_equal_one(tmp_path: Path):
-    whole = {name: build(name) for name in METRICS}
+    reference = {name: build(name) for name in METRICS}
     mp.start_processes(work, args=(str(tmp_path),), nprocs=2, start_method=START_METHOD)
-    for metric in whole.values():
+    for metric in reference.values():
         metric.update(*samples())
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
-    for result, again in (first, second):
-        assert result == again
-        for name, metric in whole.items():
+    for result, second_result in (first, second):
+        assert result == second_result
+        for name, metric in reference.items():
             assert float(result[name]) == pytest.approx(float(metric.compute()), abs=1e-12), name

@@ -44,7 +44,7 @@ def pixels(report) -> tuple[int, int]:
 
 
 def send(tracker: AbstractTracker, run, report) -> None:
-    """Return everything that can be logged."""
+    """Log everything that can be logged."""
     with tracker:
         tracker.settings(run.recipe.to_dict())
         tracker.log_all(run.log)
@@ -78,8 +78,8 @@ def test_tensorboard_shows_the_run(run, report, tmp_path):
     events.Reload()
     for record in run.log:
         for name, value in numbers_in(record).items():
-            shown = {event.step: event.value for event in events.Scalars(name)}
-            assert shown[record["epoch"]] == pytest.approx(value, rel=1e-6)
+            logged = {event.step: event.value for event in events.Scalars(name)}
+            assert logged[record["epoch"]] == pytest.approx(value, rel=1e-6)
     for name, value in numbers_of(report).items():
         assert [event.value for event in events.Scalars(name)] == [pytest.approx(value, rel=1e-6)]
     first, second = events.Histograms("gate/gamma")
@@ -97,25 +97,25 @@ def test_a_trained_run_and_the_tracker_write_the_same_file(run, tmp_path):
     fedlas.fit(run.recipe.replace(tensorboard=True), out=run.folder, device="cpu")
     with TensorBoard(tmp_path) as tracker:
         tracker.log_all(run.log)
-    shown = []
+    contents = []
     for folder in (run.folder / "tensorboard", tmp_path):
         events = EventAccumulator(str(folder), size_guidance={"histograms": 0})
         events.Reload()
         names = events.Tags()["scalars"]
         scalars = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}
-        shown.append((scalars, [event.histogram_value for event in events.Histograms("gate/gamma")]))
-    assert shown[0] == shown[1]
+        contents.append((scalars, [event.histogram_value for event in events.Histograms("gate/gamma")]))
+    assert contents[0] == contents[1]
 
 
 def offline_records(folder):
-    """What an offline run of wandb wrote, read with wandb's own reader; nothing as long as its end is not there."""
+    """Return the records that an offline wandb run wrote; empty until the run has ended."""
     from wandb.proto.wandb_internal_pb2 import Record
     from wandb.sdk.internal.datastore import DataStore
 
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     store, result = DataStore(), []
     store.open_for_scan(str(path))
-    with closing(store._fp), suppress(AssertionError):  # its complaint about half a record
+    with closing(store._fp), suppress(AssertionError):  # raised for an incomplete record
         while (content := store.scan_data()) is not None:
             result.append(Record())
             result[-1].ParseFromString(content)
@@ -130,27 +130,27 @@ def test_wandb_logs_the_run(run, report, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     tracker = WeightsAndBiases(project="fedlas", dir=str(tmp_path), mode="offline")
     send(tracker, run, report)
-    written = until(lambda: offline_records(tmp_path))  # a process of wandb's own writes, also after the end
-    history = [items(item.history.item) for item in written if item.WhichOneof("record_type") == "history"]
-    for record in run.log:
-        (line,) = [item for item in history if item.get("epoch") == record["epoch"] and "val/ece" in item]
-        assert {name: line[name] for name in numbers_in(record)} == pytest.approx(numbers_in(record))
+    records = until(lambda: offline_records(tmp_path))  # a separate process of wandb writes, also after the end
+    history = [items(item.history.item) for item in records if item.WhichOneof("record_type") == "history"]
+    for epoch_record in run.log:
+        (line,) = [item for item in history if item.get("epoch") == epoch_record["epoch"] and "val/ece" in item]
+        assert {name: line[name] for name in numbers_in(epoch_record)} == pytest.approx(numbers_in(epoch_record))
     gamma = [item for item in history if "gate/gamma/values" in item]
-    counts = [record["gate"]["gamma_histogram"]["counts"] for record in run.log]
+    counts = [epoch_record["gate"]["gamma_histogram"]["counts"] for epoch_record in run.log]
     assert [item["gate/gamma/values"] for item in gamma] == counts
     assert len(gamma[0]["gate/gamma/bins"]) == len(counts[0]) + 1
     (image,) = [item for item in history if "reliability/_type" in item]
     assert ((image["reliability/width"], image["reliability/height"]), image["epoch"]) == (pixels(report), 2)
     summary: dict = {}
-    for item in written:
+    for item in records:
         summary |= items(item.summary.update)
     assert {name: summary[name] for name in numbers_of(report)} == pytest.approx(numbers_of(report))
     config: dict = {}
-    for item in written:
+    for item in records:
         config |= items(item.config.update)
     assert config["loss"] == "fedlas_ls"
-    (ended,) = [item.exit for item in written if item.WhichOneof("record_type") == "exit"]
-    assert ended.exit_code == 0
+    (exit_record,) = [item.exit for item in records if item.WhichOneof("record_type") == "exit"]
+    assert exit_record.exit_code == 0
 
 
 def test_docs_pass_a_folder_to_every_wandb_run():
@@ -162,8 +162,8 @@ def test_docs_pass_a_folder_to_every_wandb_run():
     assert [call for call in calls if "dir=" not in call] == []
 
 
-class Pretended:
-    """Use a run that was started elsewhere."""
+class FakeRun:
+    """A wandb run that was started elsewhere."""
 
     def __init__(self) -> None:
         self.logged: list[dict] = []
@@ -173,17 +173,17 @@ class Pretended:
 
 
 def test_a_given_run_stays_open():
-    begun = Pretended()
-    with WeightsAndBiases(begun) as tracker:
+    fake_run = FakeRun()
+    with WeightsAndBiases(fake_run) as tracker:
         tracker.log({"epoch": 3, "val": {"ece": 0.5}})
-    assert begun.logged == [{"epoch": 3, "val/ece": 0.5}]
+    assert fake_run.logged == [{"epoch": 3, "val/ece": 0.5}]
     with pytest.raises(TypeError, match="project"):
-        WeightsAndBiases(begun, project="other")
+        WeightsAndBiases(fake_run, project="other")
 
 
 @pytest.fixture
 def store(tmp_path, monkeypatch) -> str:
-    """A store of MLflow in a folder, which it wants to be asked for twice; nothing is sent anywhere."""
+    """A store of MLflow in a folder, which needs to be enabled explicitly; telemetry is disabled."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("DO_NOT_TRACK", "true")
     return (tmp_path / "mlruns").as_uri()
@@ -211,8 +211,8 @@ def test_mlflow_logs_the_run(run, report, store):
         failing.numbers({"a (b)": 1 / 0})
     assert client.get_run(failing.run_id).info.status == "FAILED"
     assert client.get_run(failing.run_id).info.experiment_id == result.info.experiment_id
-    with MLflow(store, run_id=failing.run_id) as again:
-        again.numbers({"a (b)": 1.0})
+    with MLflow(store, run_id=failing.run_id) as resumed:
+        resumed.numbers({"a (b)": 1.0})
     assert client.get_run(failing.run_id).data.metrics == {"a _b_": 1.0}
     assert client.get_run(failing.run_id).info.status == "FAILED"
 
