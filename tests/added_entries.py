@@ -13,7 +13,7 @@ import pytest
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection() -> None:
     import fedlas
-    from data import twins
+    from data import synthetic
 
     added = Path(os.environ["FEDLAS_ADDED"])
     for package in (fedlas.losses, fedlas.data, fedlas.posthoc):
@@ -23,6 +23,6 @@ def pytest_collection() -> None:
         assert names <= set(package.CATALOG.entries)
         if package is fedlas.losses:
             package.CATALOG.entries = {name: cls for name, cls in package.CATALOG.entries.items() if name in names}
-    for path in (added / "twins").glob("*.py"):
-        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), vars(twins))
-        twins.TWINS[path.stem] = vars(twins)[path.stem]
+    for path in (added / "synthetic").glob("*.py"):
+        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), vars(synthetic))
+        synthetic.WRITERS[path.stem] = vars(synthetic)[path.stem]

@@ -141,12 +141,12 @@ def test_saved_states_keep_their_confidence_correctness_pairs():
     for state, expected in ((report.before, predictions), (report.after["temperature"], after)):
         assert torch.equal(state.pairs.confidence, expected.confidence)
         assert torch.equal(state.pairs.correct, expected.correct)
-        assert state.pairs.about.n == len(predictions)
+        assert state.pairs.definition.n == len(predictions)
     loaded = Report.from_dict(json.loads(report.to_json()))
     for state, expected in zip(loaded.states, report.states, strict=True):
         for name in ("confidence", "correct", "log_uncertainty"):
             assert torch.equal(getattr(state.pairs, name), getattr(expected.pairs, name))
-        assert state.pairs.about == expected.pairs.about
+        assert state.pairs.definition == expected.pairs.definition
     assert Report.from_dict(report.to_dict(samples=False)).before.pairs is None
 
 

@@ -40,8 +40,8 @@ def test_howto_examples_pass_the_contract_tests(tmp_path):
         (tmp_path / file).parent.mkdir()
         (tmp_path / file).write_text(python_of(page)[0], encoding="utf-8")
     (synthetic_data_code,) = (code for code in python_of("add_a_data_set.md") if "def kmnist(" in code)
-    (tmp_path / "twins").mkdir()
-    (tmp_path / "twins" / "kmnist.py").write_text(synthetic_data_code, encoding="utf-8")
+    (tmp_path / "synthetic").mkdir()
+    (tmp_path / "synthetic" / "kmnist.py").write_text(synthetic_data_code, encoding="utf-8")
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
     result = subprocess.run(
         [

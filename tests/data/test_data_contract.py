@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fedlas
-from data import twins
+from data import synthetic
 from fedlas.data import DamagedFileError, Loader, MissingFileError, Resident
 
 RECORDS = {record.name: record for record in fedlas.list_data()}
@@ -23,8 +23,8 @@ def name(request):
     return request.param
 
 
-def test_every_data_set_has_a_synthetic_twin():
-    assert set(twins.TWINS) == set(NAMES)
+def test_every_data_set_has_synthetic_files():
+    assert set(synthetic.WRITERS) == set(NAMES)
 
 
 def test_catalogue_lists_all_data_sets():
@@ -68,7 +68,7 @@ def test_invalid_seed_raises(name, seed):
 
 
 def test_class_names_and_transform_are_consistent(name, tmp_path, monkeypatch):
-    data = twins.build(name, tmp_path, monkeypatch)
+    data = synthetic.build(name, tmp_path, monkeypatch)
     assert len(data.class_names) == data.num_classes == len(set(data.class_names))
     assert data.title
     assert data.transform.channels == len(data.transform.mean)
@@ -90,17 +90,17 @@ def test_published_class_counts_add_up_to_split_sizes(name):
 
 def test_published_options_are_accepted(name, tmp_path, monkeypatch):
     assert set(RECORDS[name].cls.published) <= set(RECORDS[name].keywords)
-    data = twins.build(name, tmp_path, monkeypatch, **RECORDS[name].cls.published)
+    data = synthetic.build(name, tmp_path, monkeypatch, **RECORDS[name].cls.published)
     assert len(data.split("val"))
 
 
 def test_all_splits_share_one_transform(name, tmp_path, monkeypatch):
-    data = twins.build(name, tmp_path, monkeypatch)
+    data = synthetic.build(name, tmp_path, monkeypatch)
     assert {data.transform_for(split) for split in data.splits} == {data.transform}
 
 
 def test_splits_have_consistent_images_labels_and_index(name, tmp_path, monkeypatch):
-    data = twins.build(name, tmp_path, monkeypatch)
+    data = synthetic.build(name, tmp_path, monkeypatch)
     train, val, test = (data.split(split) for split in ("train", "val", "test"))
     for split in (train, val, test):
         assert split.labels.dtype == split.index.dtype == torch.int64
@@ -123,7 +123,7 @@ def test_splits_have_consistent_images_labels_and_index(name, tmp_path, monkeypa
 
 
 def test_labels_stay_aligned_with_images_after_splitting(name, tmp_path, monkeypatch):
-    data = twins.build(name, tmp_path, monkeypatch)
+    data = synthetic.build(name, tmp_path, monkeypatch)
     part = data.part("all" if name == "folder" else "train")
     part_index = torch.arange(len(part.labels)) if part.index is None else part.index
     rows = {sample: position for position, sample in enumerate(part_index.tolist())}
@@ -136,7 +136,7 @@ def test_labels_stay_aligned_with_images_after_splitting(name, tmp_path, monkeyp
 
 
 def test_seed_changes_only_the_train_val_split(name, tmp_path, monkeypatch):
-    first = twins.build(name, tmp_path, monkeypatch, seed=1)
+    first = synthetic.build(name, tmp_path, monkeypatch, seed=1)
     options = {"path": "pets"} if name == "folder" else {}
     same_seed = fedlas.build_data(name, root=tmp_path, seed=1, **options)
     other = fedlas.build_data(name, root=tmp_path, seed=2, **options)
@@ -147,7 +147,7 @@ def test_seed_changes_only_the_train_val_split(name, tmp_path, monkeypatch):
 
 
 def test_resident_and_loader_give_equal_batches(name, tmp_path, monkeypatch):
-    data = twins.build(name, tmp_path, monkeypatch)
+    data = synthetic.build(name, tmp_path, monkeypatch)
     split = data.split("train")
     resident = Resident(split, data.transform, train=True, seed=5)
     loader = Loader(split, data.transform, batch_size=7, train=True, seed=5, workers=0)
@@ -161,7 +161,7 @@ def test_resident_and_loader_give_equal_batches(name, tmp_path, monkeypatch):
 
 
 def test_evaluation_batches_have_the_index_of_the_split(name, tmp_path, monkeypatch):
-    data = twins.build(name, tmp_path, monkeypatch)
+    data = synthetic.build(name, tmp_path, monkeypatch)
     split = data.split("val")
     for batches in (
         Resident(split, data.transform, train=False).batches(4),
@@ -174,7 +174,7 @@ def test_evaluation_batches_have_the_index_of_the_split(name, tmp_path, monkeypa
 
 def test_ood_images_are_resized_to_the_transform_of_the_training_data(name, tmp_path, monkeypatch):
     """OOD images of any size and number of channels get the size and normalisation of the training data."""
-    data = twins.build(name, tmp_path / "a", monkeypatch)
+    data = synthetic.build(name, tmp_path / "a", monkeypatch)
     split = data.split("test")
     for training_name in ("cifar10", "mnist"):
         transform = RECORDS[training_name].cls.transform
@@ -187,7 +187,7 @@ def test_ood_images_are_resized_to_the_transform_of_the_training_data(name, tmp_
 
 @pytest.mark.parametrize("name", WITH_CLASS_COUNTS)
 def test_missing_sample_raises(name, tmp_path, monkeypatch):
-    data = twins.build(name, tmp_path, monkeypatch)
+    data = synthetic.build(name, tmp_path, monkeypatch)
     cls = RECORDS[name].cls
     monkeypatch.setattr(cls, "sizes", {part: size + 1 for part, size in cls.sizes.items()})
     with pytest.raises(DamagedFileError, match=rf"train.*\b{cls.sizes['train']}\b"):
@@ -196,17 +196,17 @@ def test_missing_sample_raises(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", WITH_CLASS_COUNTS)
 def test_class_with_missing_samples_raises(name, tmp_path, monkeypatch):
-    data = twins.build(name, tmp_path, monkeypatch)
+    data = synthetic.build(name, tmp_path, monkeypatch)
     cls = RECORDS[name].cls
     monkeypatch.setattr(cls, "per_class", {"test": (*cls.per_class["test"][:-1], 99)})
-    with pytest.raises(DamagedFileError, match=f"class {cls.num_classes - 1} .*{twins.TEST} .*99"):
+    with pytest.raises(DamagedFileError, match=f"class {cls.num_classes - 1} .*{synthetic.TEST} .*99"):
         data.split("test")
     monkeypatch.setattr(cls, "per_class", {"test": range(70, 80)})
-    with pytest.raises(DamagedFileError, match=f"class 0 .*{twins.TEST} .*70.*79"):
+    with pytest.raises(DamagedFileError, match=f"class 0 .*{synthetic.TEST} .*70.*79"):
         data.split("test")
 
 
 def test_out_of_range_label_raises(name, tmp_path, monkeypatch):
-    data = twins.build(name, tmp_path, monkeypatch)
+    data = synthetic.build(name, tmp_path, monkeypatch)
     with pytest.raises(DamagedFileError, match=r"labels.*0.*3000"):
         data.check("test", torch.tensor(np.array([0, 3000])))

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import fedlas
-from data import twins
+from data import synthetic
 from fedlas.data import DamagedFileError, MissingFileError, Resident
 from fedlas.data.base.formats import plain_unpickled, read_cifar_binary, read_cifar_pickle, read_idx
 
@@ -33,14 +33,14 @@ def escaped(path: Path) -> str:
 def test_read_idx_reads_plain_and_compressed_files(tmp_path, compressed, shape):
     array = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
     path = tmp_path / ("a.gz" if compressed else "a")
-    twins.idx(path, array, compressed)
+    synthetic.idx(path, array, compressed)
     assert np.array_equal(read_idx(path), array)
 
 
 @pytest.mark.parametrize("keep", [0, 3, 4, 9, 16, 40, 75])
 def test_truncated_idx_file_raises(tmp_path, keep):
     path = tmp_path / "images"
-    twins.idx(path, np.zeros((3, 4, 5), np.uint8), compressed=False)
+    synthetic.idx(path, np.zeros((3, 4, 5), np.uint8), compressed=False)
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(DamagedFileError, match=escaped(path)):
         read_idx(path)
@@ -48,7 +48,7 @@ def test_truncated_idx_file_raises(tmp_path, keep):
 
 def test_trailing_bytes_after_an_idx_array_raise(tmp_path):
     path = tmp_path / "images"
-    twins.idx(path, np.zeros((3, 4, 5), np.uint8), compressed=False)
+    synthetic.idx(path, np.zeros((3, 4, 5), np.uint8), compressed=False)
     path.write_bytes(path.read_bytes() + b"x")
     with pytest.raises(DamagedFileError, match=r"3 x 4 x 5.*61"):
         read_idx(path)
@@ -57,7 +57,7 @@ def test_trailing_bytes_after_an_idx_array_raise(tmp_path):
 @pytest.mark.parametrize("damage", [lambda b: b[:-9], lambda b: b[:30] + b"xxxx" + b[34:], lambda _: b"no gzip"])
 def test_damaged_gzip_file_raises(tmp_path, damage):
     path = tmp_path / "images.gz"
-    twins.idx(path, np.random.default_rng(0).integers(0, 256, (30, 40), np.uint8), compressed=True)
+    synthetic.idx(path, np.random.default_rng(0).integers(0, 256, (30, 40), np.uint8), compressed=True)
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DamagedFileError, match=escaped(path)):
         read_idx(path)
@@ -71,7 +71,7 @@ def test_idx_file_of_another_dtype_raises(tmp_path):
 
 def test_idx_checksum_is_of_the_decompressed_content(tmp_path, monkeypatch):
     """Debian recompresses the files, so their compressed bytes have another checksum."""
-    data = twins.build("fashion_mnist", tmp_path, monkeypatch)
+    data = synthetic.build("fashion_mnist", tmp_path, monkeypatch)
     path = tmp_path / "fashion-mnist" / "train-images-idx3-ubyte.gz"
     path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()), compresslevel=1, mtime=1))
     assert len(data.split("train"))
@@ -79,11 +79,11 @@ def test_idx_checksum_is_of_the_decompressed_content(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("folder", ["FashionMNIST/raw", "debian"])
 def test_fashion_mnist_is_found_in_alternative_folders(tmp_path, monkeypatch, folder):
-    data = twins.build("fashion_mnist", tmp_path, monkeypatch)
+    data = synthetic.build("fashion_mnist", tmp_path, monkeypatch)
     monkeypatch.setattr(type(data), "folders", ("fashion-mnist", "FashionMNIST/raw", str(tmp_path / "debian")))
     (tmp_path / folder).parent.mkdir(exist_ok=True)
     (tmp_path / "fashion-mnist").rename(tmp_path / folder)
-    assert len(data.split("test")) == 10 * twins.TEST
+    assert len(data.split("test")) == 10 * synthetic.TEST
 
 
 def test_fashion_mnist_searches_the_debian_package_folder():
@@ -93,7 +93,7 @@ def test_fashion_mnist_searches_the_debian_package_folder():
 
 
 def test_changed_pixel_fails_the_checksum(tmp_path, monkeypatch):
-    data = twins.build("mnist", tmp_path, monkeypatch)
+    data = synthetic.build("mnist", tmp_path, monkeypatch)
     path = tmp_path / "mnist" / "t10k-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:-1] + b"\x07")
     with pytest.raises(DamagedFileError, match=f"{escaped(path)}.*MD5"):
@@ -121,7 +121,7 @@ def test_cifar_file_with_partial_records_raises(tmp_path, content):
 
 
 def test_truncated_cifar_batch_raises(tmp_path, monkeypatch):
-    data = twins.build("cifar10", tmp_path, monkeypatch)
+    data = synthetic.build("cifar10", tmp_path, monkeypatch)
     path = tmp_path / "cifar-10-batches-bin" / "data_batch_3.bin"
     path.write_bytes(path.read_bytes()[:-3073])
     with pytest.raises(DamagedFileError, match=f"{escaped(path)}.*MD5"):
@@ -130,7 +130,7 @@ def test_truncated_cifar_batch_raises(tmp_path, monkeypatch):
 
 
 def test_missing_cifar_batch_raises(tmp_path, monkeypatch):
-    data = twins.build("cifar10", tmp_path, monkeypatch)
+    data = synthetic.build("cifar10", tmp_path, monkeypatch)
     (tmp_path / "cifar-10-batches-bin" / "data_batch_3.bin").unlink()
     with pytest.raises(MissingFileError, match=r"data_batch_3\.bin"):
         data.split("train")
@@ -138,8 +138,8 @@ def test_missing_cifar_batch_raises(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
 def test_cifar_pickle_and_binary_versions_are_equal(tmp_path, monkeypatch, name):
-    binary = twins.build(name, tmp_path, monkeypatch).part("train")
-    twins.pickled_cifar(tmp_path, monkeypatch, name, protocol=4)
+    binary = synthetic.build(name, tmp_path, monkeypatch).part("train")
+    synthetic.pickled_cifar(tmp_path, monkeypatch, name, protocol=4)
     pickled = fedlas.build_data(name, root=tmp_path).part("train")
     assert torch.equal(binary.images, pickled.images)
     assert torch.equal(binary.labels, pickled.labels)
@@ -168,7 +168,7 @@ def test_python_2_pickle_is_read(tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (4, 3072), np.uint8)
     path = tmp_path / "data_batch_1"
     path.write_bytes(python2_pickle(images, [3, 1, 4, 1]))
-    read_images, labels = read_cifar_pickle(path, "labels", twins.md5(path))
+    read_images, labels = read_cifar_pickle(path, "labels", synthetic.md5(path))
     assert np.array_equal(read_images.reshape(4, 3072), images)
     assert labels.tolist() == [3, 1, 4, 1]
 
@@ -203,7 +203,7 @@ def test_malicious_pickle_is_not_executed(tmp_path, payload, protocol):
     path.write_bytes(pickle.dumps(EVIL[payload], protocol))
     called = "exec|open|getattr|fromfile|default_rng|set|encode"
     with pytest.raises(DamagedFileError, match=rf"{escaped(path)}.*\b({called})\b"):
-        read_cifar_pickle(path, "labels", twins.md5(path))
+        read_cifar_pickle(path, "labels", synthetic.md5(path))
 
 
 def test_self_referential_pickle_terminates():
@@ -250,21 +250,21 @@ def test_pickle_of_other_content_raises(tmp_path, content):
     path = tmp_path / "data_batch_1"
     path.write_bytes(content)
     with pytest.raises(DamagedFileError, match=escaped(path)):
-        read_cifar_pickle(path, "labels", twins.md5(path))
+        read_cifar_pickle(path, "labels", synthetic.md5(path))
 
 
 # SVHN
 
 
 def test_svhn_label_10_is_digit_0(tmp_path, monkeypatch):
-    images, labels = twins.labelled(twins.TEST, 10, (32, 32, 3), 1)
-    test = twins.build("svhn", tmp_path, monkeypatch).split("test")
+    images, labels = synthetic.labelled(synthetic.TEST, 10, (32, 32, 3), 1)
+    test = synthetic.build("svhn", tmp_path, monkeypatch).split("test")
     assert test.labels.tolist() == labels.tolist()
     assert np.array_equal(test.images.permute(0, 2, 3, 1).numpy(), images)
 
 
 def test_changed_mat_file_fails_the_checksum(tmp_path, monkeypatch):
-    data = twins.build("svhn", tmp_path, monkeypatch)
+    data = synthetic.build("svhn", tmp_path, monkeypatch)
     path = tmp_path / "svhn" / "test_32x32.mat"
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(DamagedFileError, match=f"{escaped(path)}.*MD5"):
@@ -273,17 +273,17 @@ def test_changed_mat_file_fails_the_checksum(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("content", [b"", b"x" * 500])
 def test_unreadable_mat_file_raises(tmp_path, monkeypatch, content):
-    data = twins.build("svhn", tmp_path, monkeypatch)
+    data = synthetic.build("svhn", tmp_path, monkeypatch)
     path = tmp_path / "svhn" / "test_32x32.mat"
     path.write_bytes(content)
-    monkeypatch.setattr(type(data), "files", {path.name: twins.md5(path)})
+    monkeypatch.setattr(type(data), "files", {path.name: synthetic.md5(path)})
     with pytest.raises(DamagedFileError, match=escaped(path)):
         data.split("test")
 
 
 def svhn_with_rebuilt_crops(tmp_path, monkeypatch, **changes):
-    cls = twins.expect(monkeypatch, "svhn", 10)
-    images, labels = twins.labelled(twins.TEST, 10, (32, 32, 3), 1)
+    cls = synthetic.expect(monkeypatch, "svhn", 10)
+    images, labels = synthetic.labelled(synthetic.TEST, 10, (32, 32, 3), 1)
     monkeypatch.setattr(cls, "rebuilt_md5", hashlib.md5(images.tobytes()).hexdigest())
     (tmp_path / "svhn_rebuilt").mkdir()
     np.savez(tmp_path / "svhn_rebuilt" / "test.npz", **({"images": images, "labels": labels} | changes))
@@ -301,7 +301,7 @@ def test_svhn_rebuilt_crops_are_read_and_named_in_the_title(tmp_path, monkeypatc
 
 def test_svhn_prefers_the_official_file_over_rebuilt_crops(tmp_path, monkeypatch):
     _, _, data = svhn_with_rebuilt_crops(tmp_path, monkeypatch)
-    twins.svhn(tmp_path, monkeypatch)
+    synthetic.svhn(tmp_path, monkeypatch)
     (tmp_path / "svhn_rebuilt" / "test.npz").write_bytes(b"")
     assert data.title == "SVHN"
     assert len(data.split("test"))
@@ -334,7 +334,7 @@ def test_npz_file_that_is_not_an_archive_raises(tmp_path, monkeypatch, content):
 
 
 def test_tiny_imagenet_classes_are_sorted_by_name(tmp_path, monkeypatch):
-    data = twins.build("tiny_imagenet", tmp_path, monkeypatch)
+    data = synthetic.build("tiny_imagenet", tmp_path, monkeypatch)
     assert data.class_names == ("n01", "n02", "n03")
     part = data.part("train")
     assert part.labels.tolist() == sorted(part.labels.tolist())
@@ -346,14 +346,14 @@ def test_tiny_imagenet_classes_are_sorted_by_name(tmp_path, monkeypatch):
 
 def test_tiny_imagenet_test_labels_come_from_the_annotations(tmp_path, monkeypatch):
     """Reading the folder `val/images` as one class would give an accuracy of 0.5 %."""
-    data = twins.build("tiny_imagenet", tmp_path, monkeypatch)
+    data = synthetic.build("tiny_imagenet", tmp_path, monkeypatch)
     test = data.split("test")
-    assert test.labels.tolist() == [1, 0, 2] * twins.TEST
+    assert test.labels.tolist() == [1, 0, 2] * synthetic.TEST
     assert [path.stem for path in test.images[:3]] == ["val_0", "val_1", "val_2"]
 
 
 def test_grey_images_are_converted_to_rgb(tmp_path, monkeypatch):
-    data = twins.build("tiny_imagenet", tmp_path, monkeypatch)
+    data = synthetic.build("tiny_imagenet", tmp_path, monkeypatch)
     split = data.split("train").decoded(data.transform)
     assert split.images.shape[1:] == (3, 64, 64)
     grey = [n for n, path in enumerate(data.split("train").images) if path.stem.endswith("_3")]
@@ -363,7 +363,7 @@ def test_grey_images_are_converted_to_rgb(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda _: b"", lambda _: b"no image"])
 def test_damaged_image_raises_with_its_path(tmp_path, monkeypatch, damage):
-    data = twins.build("tiny_imagenet", tmp_path, monkeypatch)
+    data = synthetic.build("tiny_imagenet", tmp_path, monkeypatch)
     path = tmp_path / "tiny-imagenet-200" / "val" / "images" / "val_4.JPEG"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DamagedFileError, match=escaped(path)):
@@ -382,7 +382,7 @@ def test_damaged_image_raises_with_its_path(tmp_path, monkeypatch, damage):
     ],
 )
 def test_damaged_tiny_imagenet_raises(tmp_path, monkeypatch, change, message):
-    data = twins.build("tiny_imagenet", tmp_path, monkeypatch)
+    data = synthetic.build("tiny_imagenet", tmp_path, monkeypatch)
     change(tmp_path / "tiny-imagenet-200")
     with pytest.raises((DamagedFileError, MissingFileError), match=message):
         data.split("test")
@@ -392,11 +392,11 @@ def test_damaged_tiny_imagenet_raises(tmp_path, monkeypatch, change, message):
 
 
 def test_cub_classes_and_splits_follow_its_lists(tmp_path, monkeypatch):
-    data = twins.build("cub200", tmp_path, monkeypatch)
+    data = synthetic.build("cub200", tmp_path, monkeypatch)
     assert data.class_names == ("Bird_0", "Bird_1", "Bird_2")
-    per_class = twins.TRAIN + twins.TEST
+    per_class = synthetic.TRAIN + synthetic.TEST
     test = data.split("test")
-    assert test.index.tolist() == [c * per_class + n for c in range(3) for n in range(twins.TEST)]
+    assert test.index.tolist() == [c * per_class + n for c in range(3) for n in range(synthetic.TEST)]
     assert test.labels.tolist() == [n // per_class for n in test.index.tolist()]
     assert all(path.stem == f"bird_{n}" for path, n in zip(test.images, test.index.tolist(), strict=True))
 
@@ -411,17 +411,17 @@ def test_cub_classes_and_splits_follow_its_lists(tmp_path, monkeypatch):
     ],
 )
 def test_damaged_cub_raises(tmp_path, monkeypatch, change, message):
-    data = twins.build("cub200", tmp_path, monkeypatch)
+    data = synthetic.build("cub200", tmp_path, monkeypatch)
     change(tmp_path / "CUB_200_2011")
     with pytest.raises((DamagedFileError, MissingFileError), match=message):
         data.split("train")
 
 
 def test_aircraft_classes_follow_the_variants_file(tmp_path, monkeypatch):
-    data = twins.build("aircraft", tmp_path, monkeypatch)
+    data = synthetic.build("aircraft", tmp_path, monkeypatch)
     assert data.class_names == ("707-320", "A300B4", "F/A-18 x")
     assert data.part("train").labels[:3].tolist() == [1, 0, 2]
-    assert len(data.split("train")) + len(data.split("val")) == 3 * twins.TRAIN
+    assert len(data.split("train")) + len(data.split("val")) == 3 * synthetic.TRAIN
 
 
 @pytest.mark.parametrize(
@@ -433,7 +433,7 @@ def test_aircraft_classes_follow_the_variants_file(tmp_path, monkeypatch):
     ],
 )
 def test_damaged_aircraft_raises(tmp_path, monkeypatch, change, message):
-    data = twins.build("aircraft", tmp_path, monkeypatch)
+    data = synthetic.build("aircraft", tmp_path, monkeypatch)
     change(tmp_path / "fgvc-aircraft-2013b" / "data")
     with pytest.raises(DamagedFileError, match=message):
         data.split("train")
@@ -441,13 +441,13 @@ def test_damaged_aircraft_raises(tmp_path, monkeypatch, change, message):
 
 @pytest.mark.parametrize("name", ["cub200", "aircraft"])
 def test_validation_on_the_test_split_is_opt_in(tmp_path, monkeypatch, name):
-    data = twins.build(name, tmp_path, monkeypatch)
-    assert data.split("val").labels.bincount().tolist() == [twins.TRAIN // 10] * 3
+    data = synthetic.build(name, tmp_path, monkeypatch)
+    assert data.split("val").labels.bincount().tolist() == [synthetic.TRAIN // 10] * 3
     assert not set(data.split("val").images) & set(data.split("test").images)
     options = {"image_size": 24, "resize": 28, "root": tmp_path}
     official = fedlas.build_data(name, selection="official", **options)
     assert official.split("val").images == official.split("test").images
-    assert len(official.split("train")) == 3 * twins.TRAIN
+    assert len(official.split("train")) == 3 * synthetic.TRAIN
     with pytest.raises(ValueError, match=r"selection.*'test'"):
         fedlas.build_data(name, selection="test", **options)
     with pytest.raises(ValueError, match=r"'halve'.*'half'"):

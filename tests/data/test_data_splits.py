@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fedlas
-from data import twins
+from data import synthetic
 from fedlas.data import Transform, data_root
 from fedlas.data.base import held_out, held_out_of_each_class
 
@@ -49,7 +49,7 @@ def test_tiny_imagenet_files_give_the_published_split(tmp_path, monkeypatch):
     """Read files from disk up to `index`, with 500 one-pixel images per class."""
     from PIL import Image
 
-    twins.expect(monkeypatch, "tiny_imagenet", 1, train=500)
+    synthetic.expect(monkeypatch, "tiny_imagenet", 1, train=500)
     folder = tmp_path / "tiny-imagenet-200"
     (folder / "train" / "n01" / "images").mkdir(parents=True)
     (folder / "wnids.txt").write_text("n01\n")

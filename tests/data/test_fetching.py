@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import fedlas
-from data import twins
+from data import synthetic
 from fedlas.data import DamagedFileError, MissingFileError
 from fedlas.data.base import fetching
 from fedlas.data.base.fetching import Source, fetch, locked, md5_of, unpack
@@ -147,7 +147,7 @@ def test_wrong_partial_file_is_discarded(server, tmp_path):
 
 
 def test_wrong_checksum_leaves_no_file(server, tmp_path):
-    with pytest.raises(MissingFileError, match=f"MD5 {hashlib.md5(CONTENT).hexdigest()}"):
+    with pytest.raises(MissingFileError, match=f"MD5 is {hashlib.md5(CONTENT).hexdigest()}"):
         fetch(source(server, md5="0" * 32), tmp_path)
     assert file_names_in(tmp_path) == []
 
@@ -155,7 +155,7 @@ def test_wrong_checksum_leaves_no_file(server, tmp_path):
 def test_wrong_sha256_raises_despite_a_correct_md5(server, tmp_path):
     """MD5 collisions can be constructed."""
     forged = Source((f"{server.url}/a.bin",), hashlib.md5(CONTENT).hexdigest(), "0" * 64)
-    with pytest.raises(MissingFileError, match=f"SHA-256 {hashlib.sha256(CONTENT).hexdigest()}"):
+    with pytest.raises(MissingFileError, match=f"SHA-256 is {hashlib.sha256(CONTENT).hexdigest()}"):
         fetch(forged, tmp_path)
     assert file_names_in(tmp_path) == []
     (tmp_path / "x.tar.gz").write_bytes(tar_of({"inside/b.txt": b"hello"}))
@@ -346,7 +346,7 @@ def test_missing_archive_error_names_url_and_destination(tmp_path):
 
 
 def test_cifar10_is_downloaded_from_its_url(server, tmp_path, monkeypatch):
-    twins.cifar(tmp_path / "made", monkeypatch, "cifar10")
+    synthetic.cifar(tmp_path / "made", monkeypatch, "cifar10")
     folder = tmp_path / "made" / "cifar-10-batches-bin"
     server.files["/cifar-10-binary.tar.gz"] = tar_of(
         {f"{folder.name}/{path.name}": path.read_bytes() for path in folder.iterdir()}
@@ -354,13 +354,13 @@ def test_cifar10_is_downloaded_from_its_url(server, tmp_path, monkeypatch):
     monkeypatch.setattr("fedlas.data.cifar10.CIFAR10.archive", source(server, "/cifar-10-binary.tar.gz"))
     calls = []
     data = fedlas.build_data("cifar10", root=tmp_path / "root", progress=lambda *call: calls.append(call))
-    assert len(data.split("test")) == 10 * twins.TEST
+    assert len(data.split("test")) == 10 * synthetic.TEST
     assert calls[-1][1] == 1.0
     assert file_names_in(tmp_path / "root") == ["cifar-10-batches-bin", "cifar-10-binary.tar.gz"]
 
 
 def test_mnist_files_are_downloaded_from_their_urls(server, tmp_path, monkeypatch):
-    twins.TWINS["mnist"](tmp_path / "made", monkeypatch)
+    synthetic.WRITERS["mnist"](tmp_path / "made", monkeypatch)
     cls, files, sha256 = fedlas.data.MNIST, {}, {}
     for name, (_, content) in cls.files.items():
         path = tmp_path / "made" / "mnist" / name
@@ -373,5 +373,5 @@ def test_mnist_files_are_downloaded_from_their_urls(server, tmp_path, monkeypatc
     monkeypatch.setattr(cls, "sha256", sha256)
     monkeypatch.setattr(cls, "addresses", (server.url,))
     data = fedlas.build_data("mnist", root=tmp_path / "root")
-    assert len(data.split("test")) == 10 * twins.TEST
+    assert len(data.split("test")) == 10 * synthetic.TEST
     assert file_names_in(tmp_path / "root" / "mnist") == ["t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"]

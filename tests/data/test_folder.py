@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fedlas
-from data import twins
+from data import synthetic
 from fedlas.data import DamagedFileError, MissingFileError
 from fedlas.data.base.images import decode
 
@@ -17,7 +17,7 @@ def write_images(folder: Path, counts: dict[str, int]) -> None:
     random = np.random.default_rng(0)
     for name, count in counts.items():
         for n in range(count):
-            twins.picture(folder / name / f"{n}.png", (20, 20), random)
+            synthetic.picture(folder / name / f"{n}.png", (20, 20), random)
 
 
 def test_each_subdirectory_is_a_class(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedlas
-from data import twins
+from data import synthetic
 from fedlas.data import DamagedFileError, Loader
 from fedlas.data.base.images import decode
 from fedlas.data.loading import usual_workers
@@ -30,7 +30,7 @@ def equal_batches(first, second):
 
 @pytest.fixture
 def dataset(tmp_path, monkeypatch):
-    return twins.build("cub200", tmp_path / "root", monkeypatch)
+    return synthetic.build("cub200", tmp_path / "root", monkeypatch)
 
 
 def test_worker_processes_do_not_change_batches(dataset):
@@ -180,7 +180,7 @@ def test_default_workers_are_divided_among_local_ranks(monkeypatch):
 def test_changed_image_invalidates_the_cache(dataset, tmp_path):
     split, cache = dataset.split("val"), tmp_path / "cache"
     before = split.decoded(dataset.transform, cache=cache).images
-    twins.picture(split.images[0], (33, 44), np.random.default_rng(9))
+    synthetic.picture(split.images[0], (33, 44), np.random.default_rng(9))
     os.utime(split.images[0], (time.time() + 5,) * 2)
     after = split.decoded(dataset.transform, cache=cache).images
     assert not torch.equal(before[0], after[0])

@@ -8,7 +8,7 @@ import torch._dynamo
 from torchvision.transforms import v2
 
 import fedlas
-from data import twins
+from data import synthetic
 from fedlas.data import Resident, Transform
 from fedlas.data.base.keyed import bits, crops, mixed, order
 
@@ -27,7 +27,7 @@ def by_torchvision(image, transform: Transform, top: int, left: int, mirrored: b
 @pytest.mark.parametrize("transform", [CIFAR, PHOTO], ids=["pad", "resize"])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_augmented_images_equal_torchvision(transform, channels_last):
-    split = twins.split_of(transform)
+    split = synthetic.split_of(transform)
     data = Resident(split, transform, train=True, seed=3, channels_last=channels_last)
     for epoch in range(4):
         data.set_epoch(epoch)
@@ -123,7 +123,7 @@ def test_orders_are_uniform_over_epochs():
 
 
 def test_augmentation_is_independent_of_the_batch():
-    split = twins.split_of(CIFAR)
+    split = synthetic.split_of(CIFAR)
     data = Resident(split, CIFAR, train=True, seed=1)
     data.set_epoch(3)
     all_images = data.batch(torch.arange(20))
@@ -134,7 +134,7 @@ def test_augmentation_is_independent_of_the_batch():
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("train", [True, False])
 def test_ranks_partition_the_samples(world, train):
-    split = twins.split_of(CIFAR)
+    split = synthetic.split_of(CIFAR)
     data = [Resident(split, CIFAR, train=train, seed=1) for _ in range(world + 1)]
     for item in data:
         item.set_epoch(1)
@@ -151,11 +151,11 @@ def test_ranks_partition_the_samples(world, train):
 
 def test_rank_beyond_the_world_size_raises():
     with pytest.raises(ValueError, match="rank 2 of 2"):
-        next(Resident(twins.split_of(CIFAR), CIFAR, train=True).batches(8, rank=2, world=2))
+        next(Resident(synthetic.split_of(CIFAR), CIFAR, train=True).batches(8, rank=2, world=2))
 
 
 def test_training_epoch_visits_every_sample_once():
-    split = twins.split_of(CIFAR)
+    split = synthetic.split_of(CIFAR)
     data = Resident(split, CIFAR, train=True, seed=1)
     epochs = []
     for epoch in range(2):
@@ -170,7 +170,7 @@ def test_training_epoch_visits_every_sample_once():
 
 
 def test_evaluation_uses_center_crops():
-    split = twins.split_of(PHOTO)
+    split = synthetic.split_of(PHOTO)
     data = Resident(split, PHOTO, train=False)
     before = data.batch(torch.arange(20))
     data.set_epoch(5)
@@ -181,7 +181,7 @@ def test_evaluation_uses_center_crops():
 
 
 def test_padding_is_black_before_normalisation():
-    split = twins.split_of(CIFAR, 60)
+    split = synthetic.split_of(CIFAR, 60)
     split.images.fill_(255)
     data = Resident(split, CIFAR, train=True, seed=1)
     images = data.batch(torch.arange(60))
@@ -199,8 +199,8 @@ def test_flip_false_never_mirrors():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_resident_applies_dtype_and_channels_last(dtype, channels_last):
-    data = Resident(twins.split_of(CIFAR), CIFAR, train=True, dtype=dtype, channels_last=channels_last)
-    exact = Resident(twins.split_of(CIFAR), CIFAR, train=True)
+    data = Resident(synthetic.split_of(CIFAR), CIFAR, train=True, dtype=dtype, channels_last=channels_last)
+    exact = Resident(synthetic.split_of(CIFAR), CIFAR, train=True)
     images = data.batch(torch.arange(8))
     assert images.dtype == dtype
     layout = torch.channels_last if channels_last else torch.contiguous_format
@@ -209,7 +209,7 @@ def test_resident_applies_dtype_and_channels_last(dtype, channels_last):
 
 
 def test_epoch_and_seed_may_be_tensors():
-    first, second = (Resident(twins.split_of(CIFAR), CIFAR, train=True, seed=seed) for seed in (1, 4))
+    first, second = (Resident(synthetic.split_of(CIFAR), CIFAR, train=True, seed=seed) for seed in (1, 4))
     first.set_epoch(torch.tensor(6), torch.tensor(4))
     second.set_epoch(6)
     assert torch.equal(first.batch(torch.arange(20)), second.batch(torch.arange(20)))
@@ -219,7 +219,7 @@ def test_epoch_and_seed_may_be_tensors():
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.campaign)])
 def test_batch_compiles_once_as_one_graph(backend):
     torch._dynamo.reset()
-    data = Resident(twins.split_of(CIFAR), CIFAR, train=True, channels_last=True)
+    data = Resident(synthetic.split_of(CIFAR), CIFAR, train=True, channels_last=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         batch = torch.compile(data.batch, fullgraph=True, backend=backend)
         for epoch in range(3):

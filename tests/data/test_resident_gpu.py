@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from data import twins
+from data import synthetic
 from fedlas.data import Resident, Transform
 
 pytestmark = [
@@ -18,7 +18,7 @@ CIFAR = Transform(size=32, channels=3, mean=(0.4914, 0.4822, 0.4465), std=(0.202
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_captured_batch_follows_the_epoch_and_equals_the_cpu(compiled):
-    split = twins.split_of(CIFAR, 500)
+    split = synthetic.split_of(CIFAR, 500)
     on_cpu = Resident(split, CIFAR, train=True, seed=1)
     on_gpu = Resident(split, CIFAR, train=True, seed=1, device="cuda")
     batch = torch.compile(on_gpu.batch, fullgraph=True) if compiled else on_gpu.batch
@@ -43,7 +43,7 @@ def test_a_captured_batch_follows_the_epoch_and_equals_the_cpu(compiled):
 
 
 def test_resident_batches_do_not_synchronise():
-    data = Resident(twins.split_of(CIFAR, 500), CIFAR, train=True, device="cuda")
+    data = Resident(synthetic.split_of(CIFAR, 500), CIFAR, train=True, device="cuda")
     torch.cuda.synchronize()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that this mode is a prototype

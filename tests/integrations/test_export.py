@@ -86,8 +86,8 @@ def test_an_exported_program_round_trips(name, tmp_path):
         "this calibrator changes nothing, so the test could not detect an error"
     )
     torch.testing.assert_close(loaded.model(images), expected, atol=CLOSE, rtol=0)
-    assert loaded.about == json.loads(json.dumps(model.about))
-    assert loaded.about["class_names"] == list("abc"[:classes])
+    assert loaded.metadata == json.loads(json.dumps(model.metadata))
+    assert loaded.metadata["class_names"] == list("abc"[:classes])
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -140,7 +140,7 @@ def test_feature_clipping_is_exported_with_its_network(onnx, tmp_path):
     save_program(model, images, tmp_path / "model.pt2")
     loaded = load_program(tmp_path / "model.pt2")
     torch.testing.assert_close(loaded.model(images), expected, atol=CLOSE, rtol=0)
-    assert loaded.about["calibrator"] == {"name": "feature_clipping", "threshold": clipping.threshold}
+    assert loaded.metadata["calibrator"] == {"name": "feature_clipping", "threshold": clipping.threshold}
 
 
 class TwoInputs(nn.Module):

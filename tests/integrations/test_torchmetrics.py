@@ -24,11 +24,11 @@ NEED_CLASSES = {"classwise_ece", "brier"}
 # torchmetrics takes seconds to import, so it is imported where it is used, in functions.
 
 
-def build(name: str, given: str = "logits", **options: Any) -> Any:
+def build(name: str, inputs: str = "logits", **options: Any) -> Any:
     from fedlas.integrations import torchmetrics
 
     classes = {"num_classes": CLASSES} if name in NEED_CLASSES else {}
-    return torchmetrics.CalibrationMetric(name, given, **classes, **options)
+    return torchmetrics.CalibrationMetric(name, inputs, **classes, **options)
 
 
 def collect(metrics: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -65,18 +65,18 @@ def work(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("given", ["logits", "probs"])
+@pytest.mark.parametrize("inputs", ["logits", "probs"])
 @pytest.mark.parametrize("name", METRICS)
-def test_one_update_equals_the_metric(name, given):
+def test_one_update_equals_the_metric(name, inputs):
     function = METRICS[name]
     logits, labels = samples()
     probs = logits.softmax(1)
-    metric = build(name, given)
-    metric.update(logits if given == "logits" else probs, labels)
+    metric = build(name, inputs)
+    metric.update(logits if inputs == "logits" else probs, labels)
     value = metric.compute()
     assert value.dtype == torch.float64
     # The NLL of logits needs no probabilities; fedlas takes logits as Predictions.
-    of_logits = name == "nll" and given == "logits"
+    of_logits = name == "nll" and inputs == "logits"
     expected = function(fedlas.Predictions(logits, labels)) if of_logits else function(probs, labels)
     assert float(value) == pytest.approx(float(expected), abs=1e-12)
 
@@ -150,7 +150,7 @@ def test_the_type_of_updates_is_required(monkeypatch):
     with pytest.raises(ValueError, match="row 0"):
         build("ece", "probs").update(logits, labels)
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the checks of the tests would come first
-    with pytest.raises(ValueError, match=r'softmax.*given="logits".*given="probs"'):
+    with pytest.raises(ValueError, match=r'softmax.*inputs="logits".*inputs="probs"'):
         build("ece", "softmax")
 
 

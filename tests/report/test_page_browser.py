@@ -411,7 +411,7 @@ def test_navigation_is_folded_in_a_narrow_window(open_tab, three_model_page):
     tab.page.click("nav summary")
     assert tab.page.locator("nav a").first.is_visible()
     tab.page.set_viewport_size({"width": WIDE, "height": 900})
-    tab.page.wait_for_function("document.getElementById('contents').open")
+    tab.page.wait_for_selector("#contents[open]", state="attached")
     assert not tab.page.locator("nav summary").is_visible()
     assert tab.page.locator("nav a").first.is_visible()
 
@@ -421,7 +421,7 @@ def test_navigation_links_reach_and_open_sections(open_tab, three_model_page):
     for link in tab.page.locator("nav a").all():
         link.click()
         assert tab.page.evaluate("location.hash") == link.get_attribute("href")
-    tab.page.wait_for_function("document.querySelector('nav a[aria-current]') !== null")
+    tab.page.wait_for_selector("nav a[aria-current]", state="attached")
     for summary in tab.page.locator("#method summary, #summary summary").all():
         content = summary.locator("xpath=following-sibling::*[1]")
         assert not content.is_visible()

@@ -135,7 +135,9 @@ def test_class_diagram_equals_the_histogram_of_its_samples():
     data = page_data.class_data(predictions)
     predicted_as_3 = predictions.prediction == 3
     class_bins = metrics.histogram(
-        Pairs(predictions.confidence[predicted_as_3], predictions.correct[predicted_as_3], pairs(predictions).about),
+        Pairs(
+            predictions.confidence[predicted_as_3], predictions.correct[predicted_as_3], pairs(predictions).definition
+        ),
         bins=10,
     ).bins
     cells = cells_of(data, "of_predictions", 3)

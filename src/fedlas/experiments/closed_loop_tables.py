@@ -190,7 +190,7 @@ def control_tables(ledger: Ledger, choice: Choice) -> list[Table]:
     }
     if not any(lines.values()):
         return []
-    description = {row: f"{design.CONTROLS['rows'][row]['description']} + TS" for row in design.control_rows(choice)}
+    description = {row: f"{design.CONTROLS['rows'][row]['about']} + TS" for row in design.control_rows(choice)}
     rows = [
         Row(row, description, tuple(_cell(lines[data, row], measured, len(seeds)) for data, measured in measures))
         for row, description in description.items()

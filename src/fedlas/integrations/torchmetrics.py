@@ -1,8 +1,8 @@
 """Metrics of `fedlas.metrics` for torchmetrics: in a `MetricCollection`, in Lightning's `self.log`, on several ranks.
 
-`CalibrationMetric("ece", given="logits")` wraps the accumulator of a metric. Its states are those of the accumulator:
+`CalibrationMetric("ece", inputs="logits")` wraps the accumulator of a metric. Its states are those of the accumulator:
 sums, which are added across ranks, or lists of samples, which are concatenated. Values are float64 and equal those of
-`fedlas.metrics` to 1e-12 for any split into updates and ranks. `given` declares whether updates are "logits" or
+`fedlas.metrics` to 1e-12 for any split into updates and ranks. `inputs` declares whether updates are "logits" or
 "probs". Metrics with equal states share them in a `MetricCollection` (compute groups).
 """
 
@@ -34,7 +34,7 @@ class CalibrationMetric(Metric):
 
     Args:
         name: name of the metric, such as "ece" or "nll".
-        given: type of the updates, "logits" or "probs".
+        inputs: type of the updates, "logits" or "probs".
         num_classes: number of classes; needed by "classwise_ece" and "brier".
         options: options of the metric, such as `bins` and `ignore_index`, and keywords of `torchmetrics.Metric`.
     """
@@ -42,17 +42,17 @@ class CalibrationMetric(Metric):
     is_differentiable = False
     full_state_update = False
 
-    def __init__(self, name: str, given: InputKind, *, num_classes: int | None = None, **options: Any) -> None:
+    def __init__(self, name: str, inputs: InputKind, *, num_classes: int | None = None, **options: Any) -> None:
         super().__init__(**{key: options.pop(key) for key in OF_TORCHMETRICS if key in options})
-        if given not in get_args(InputKind):
-            raise UserError(f'given is {given!r}; pass given="logits" or given="probs", the type of the updates')
-        self.metric, self.given, self.options = find_metric(name), given, options
+        if inputs not in get_args(InputKind):
+            raise UserError(f'inputs is {inputs!r}; pass inputs="logits" or inputs="probs", the type of the updates')
+        self.metric, self.inputs, self.options = find_metric(name), inputs, options
         self.num_classes = num_classes
         store = self._accumulator().store
         # A collection groups metrics whose states are equal after the first batch. A hash of the settings is a state
         # too, because settings may have an effect only later. It is stored as bytes, because large numbers are
         # compared with five digits only.
-        rules = repr((given, store.settings())).encode()
+        rules = repr((inputs, store.settings())).encode()
         self.add_state("rule_bytes", torch.tensor(list(zlib.crc32(rules).to_bytes(4, "big"))), dist_reduce_fx="max")
         self.names = list(state := store.empty_state(num_classes))
         for key, value in state.items():
@@ -70,9 +70,9 @@ class CalibrationMetric(Metric):
         return self.metric.accumulator(**self.options)
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        """Add samples: logits or probabilities, depending on `given`, and their labels."""
+        """Add samples: logits or probabilities, depending on `inputs`, and their labels."""
         batch = self._accumulator()
-        (batch.update_logits if self.given == "logits" else batch.update)(preds, target)
+        (batch.update_logits if self.inputs == "logits" else batch.update)(preds, target)
         for key, value in batch.store.state().items():
             state = getattr(self, key)
             if isinstance(value, list):
@@ -92,10 +92,10 @@ class CalibrationMetric(Metric):
         return torch.tensor(float(accumulator.compute()), dtype=torch.float64, device=self.device)
 
 
-def calibration_metrics(given: InputKind, bins: int = 15, **options: Any) -> dict[str, Metric]:
+def calibration_metrics(inputs: InputKind, bins: int = 15, **options: Any) -> dict[str, Metric]:
     """Return the default metrics for a `MetricCollection`; metrics with equal-width bins share their sums."""
     return {
-        name: CalibrationMetric(name, given, **({"bins": bins} if metric.is_binned else {}), **options)
+        name: CalibrationMetric(name, inputs, **({"bins": bins} if metric.is_binned else {}), **options)
         for name, metric in logged_metrics().items()
     }
 

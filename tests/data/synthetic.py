@@ -1,6 +1,6 @@
-"""Small synthetic copies (twins) of the published data sets: random pixels in the official layouts.
+"""Synthetic versions of the published data sets: random pixels in the official layouts.
 
-A twin writes its files below a root and patches the counts and checksums of the class accordingly. It returns further
+Each function writes such files below a root, and patches the counts and checksums of the class accordingly. It returns further
 keywords to build the data set with.
 """
 
@@ -51,7 +51,7 @@ def idx(path: Path, array: np.ndarray, compressed: bool) -> None:
     path.write_bytes(gzip.compress(content) if compressed else content)
 
 
-def idx_twin(name: str, folder: str) -> Callable[[Path, pytest.MonkeyPatch], dict[str, Any]]:
+def idx_writer(name: str, folder: str) -> Callable[[Path, pytest.MonkeyPatch], dict[str, Any]]:
     def make(root: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         cls = expect(patch, name, 10)
         files = {}
@@ -90,7 +90,7 @@ def cifar(root: Path, patch: pytest.MonkeyPatch, name: str) -> dict[str, Any]:
 
 
 def pickled_cifar(root: Path, patch: pytest.MonkeyPatch, name: str, protocol: int = 2) -> None:
-    """Turn the binary twin of CIFAR into a pickled one."""
+    """Turn the binary files of CIFAR into pickled ones."""
     cls = cls_of(name)
     coarse = name == "cifar100"
     old, new = ("cifar-100-binary", "cifar-100-python") if coarse else ("cifar-10-batches-bin", "cifar-10-batches-py")
@@ -193,23 +193,23 @@ def digits(root: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {}
 
 
-TWINS: dict[str, Callable[[Path, pytest.MonkeyPatch], dict[str, Any]]] = {
+WRITERS: dict[str, Callable[[Path, pytest.MonkeyPatch], dict[str, Any]]] = {
     "aircraft": aircraft,
     "cifar10": lambda root, patch: cifar(root, patch, "cifar10"),
     "cifar100": lambda root, patch: cifar(root, patch, "cifar100"),
     "cub200": cub200,
     "digits": digits,
-    "fashion_mnist": idx_twin("fashion_mnist", "fashion-mnist"),
+    "fashion_mnist": idx_writer("fashion_mnist", "fashion-mnist"),
     "folder": folder,
-    "mnist": idx_twin("mnist", "mnist"),
+    "mnist": idx_writer("mnist", "mnist"),
     "svhn": svhn,
     "tiny_imagenet": tiny_imagenet,
 }
 
 
 def build(name: str, root: Path, patch: pytest.MonkeyPatch, **options: Any) -> Any:
-    """Write a twin and build the data set that reads it."""
-    extra_options = TWINS[name](root, patch)
+    """Write a synthetic data set and build the class that reads it."""
+    extra_options = WRITERS[name](root, patch)
     return fedlas.build_data(name, root=root, download=False, **extra_options, **options)
 
 
