@@ -1,7 +1,7 @@
 """Synthetic versions of the published data sets: random pixels in the official layouts.
 
-Each function writes such files below a root, and patches the counts and checksums of the class accordingly. It returns further
-keywords to build the data set with.
+Each function writes such files below a root, and patches the counts and checksums of the class accordingly. It returns
+further keywords to build the data set with.
 """
 
 import gzip
