@@ -63,22 +63,22 @@ def _purposes(split: str) -> set[str]:
 
 def _reorder(first: AnyPredictions, second: AnyPredictions, field: str) -> AnyPredictions:
     """Return the samples of the second model in the order of the first, by their ids or index."""
-    ours, theirs = _names(first, field), _names(second, field)
-    if ours == theirs:
+    first_names, second_names = _names(first, field), _names(second, field)
+    if first_names == second_names:
         return second
-    for which, names in {"first": ours, "second": theirs}.items():
+    for which, names in {"first": first_names, "second": second_names}.items():
         name, count = Counter(names).most_common(1)[0]
         if count > 1:
             raise UserError(f"samples differ in order, and {field} of the {which} model has {name!r} {count} times")
-    extra = set(ours) - set(theirs), set(theirs) - set(ours)
+    extra = set(first_names) - set(second_names), set(second_names) - set(first_names)
     if any(extra):
         counts = [f"{len(names):,}{f' (such as {min(names)!r})' if names else ''}" for names in extra]
         raise UserError(
             f"the models were evaluated on different samples: by their {field}, {counts[0]} occur only in the first "
             f"and {counts[1]} only in the second"
         )
-    rows = {name: row for row, name in enumerate(theirs)}
-    return second[[rows[name] for name in ours]]
+    rows = {name: row for row, name in enumerate(second_names)}
+    return second[[rows[name] for name in first_names]]
 
 
 def _names(predictions: AnyPredictions, field: str) -> list[Any]:
@@ -140,8 +140,8 @@ def _check_labels(first: AnyPredictions, second: AnyPredictions) -> None:
         raise UserError(f"the soft labels have {labels[0].shape[1]} and {labels[1].shape[1]} classes")
     hard = labels[0].ndim == 1
     names = _label_names(first, second)
-    ours, theirs = _common_numbers(labels, names) if hard and names is not None else labels
-    same = ours == theirs if hard else (ours == theirs).all(1)
+    first_labels, second_labels = _common_numbers(labels, names) if hard and names is not None else labels
+    same = first_labels == second_labels if hard else (first_labels == second_labels).all(1)
     if bool(same.all()):
         return
     row, count = int((~same).nonzero()[0]), int((~same).sum())

@@ -147,9 +147,9 @@ class RunsComparison:
             {"seed": seed, "second_seed": self.second_seeds.get(seed, seed)} | comparison.to_dict()
             for seed, comparison in self.by_seed.items()
         ]
-        about = {"metric": self.metric, "difference": self.difference, "standard_error": self.standard_error}
-        about |= {"over_seeds": None if self.over_seeds is None else self.over_seeds.to_dict(self.level)}
-        return about | {"pairs": pairs}
+        fields = {"metric": self.metric, "difference": self.difference, "standard_error": self.standard_error}
+        fields |= {"over_seeds": None if self.over_seeds is None else self.over_seeds.to_dict(self.level)}
+        return fields | {"pairs": pairs}
 
 
 def _scale(comparison: Comparison) -> int:

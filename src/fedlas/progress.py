@@ -16,12 +16,17 @@ def progress_bars() -> Iterator[Progress]:
     rich = optional_module("rich.progress", "train")
     escape = optional_module("rich.markup", "train").escape
     console = optional_module("rich.console", "train").Console(stderr=True)
-    with rich.Progress(console=console, transient=True) as bars:
-        tasks: dict[str, Any] = {}
+    bars = rich.Progress(console=console, transient=True)
+    tasks: dict[str, Any] = {}
 
-        def update(step: str, fraction: float | None) -> None:
-            if step not in tasks:
-                tasks[step] = bars.add_task(escape(step), total=None)  # file names may look like markup
-            bars.update(tasks[step], completed=fraction, total=None if fraction is None else 1.0)
+    def update(step: str, fraction: float | None) -> None:
+        if step not in tasks:
+            bars.start()  # not earlier: while bars are shown, rich redirects standard output and error
+            tasks[step] = bars.add_task(escape(step), total=None)  # file names may look like markup
+        bars.update(tasks[step], completed=fraction, total=None if fraction is None else 1.0)
 
+    try:
         yield update
+    finally:
+        if tasks:
+            bars.stop()

@@ -80,7 +80,7 @@ leftovers, count = len(temporary_files(folder / "1")), count_lines(folder / "res
 checks = [differences(runs[0], runs[0]), differences(*runs), leftovers, count]
 failures = {name: trials[0].failures for name, trials in faults.items()}
 messages = {name: trials[0].message for name, trials in faults.items()}
-killed = [[(kill.code, kill.steps, kill.failures) for kill in campaign] for campaign in (kills, terminated)]
+killed = [[(trial.code, trial.steps, trial.failures) for trial in trials] for trials in (kills, terminated)]
 print(json.dumps([*killed, failures, messages, checks]))
 """
 

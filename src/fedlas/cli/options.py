@@ -123,7 +123,7 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
 def with_columns(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options for reading files to a command, which receives them as the argument `columns`."""
     signature = inspect.signature(command)
-    positional = [parameter for name, parameter in signature.parameters.items() if name != "columns"]
+    own_parameters = [parameter for name, parameter in signature.parameters.items() if name != "columns"]
     kind = inspect.Parameter.KEYWORD_ONLY
     added = [inspect.Parameter(name, kind, default=value, annotation=hint) for name, (hint, value) in COLUMNS.items()]
 
@@ -135,6 +135,6 @@ def with_columns(command: Callable[..., None]) -> Callable[..., None]:
             columns["header"] = False
         command(**options, columns=columns)
 
-    run.__signature__ = signature.replace(parameters=[*positional, *added])  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*positional, *added]}
+    run.__signature__ = signature.replace(parameters=[*own_parameters, *added])  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own_parameters, *added]}
     return run

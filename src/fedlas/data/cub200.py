@@ -56,8 +56,8 @@ class CUB200(AbstractFineGrained):
 def _rows(path: Path) -> list[tuple[str, str]]:
     rows = []
     for line in lines_of(path):
-        number, _, file_name = line.partition(" ")
-        if not number.isdigit() or not file_name:
+        number, _, value = line.partition(" ")
+        if not number.isdigit() or not value:
             raise DamagedFileError(f"{path} is damaged: the line {line!r} is not a number and a value")
-        rows.append((number, file_name))
+        rows.append((number, value))
     return rows

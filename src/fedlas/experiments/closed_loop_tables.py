@@ -190,10 +190,10 @@ def control_tables(ledger: Ledger, choice: Choice) -> list[Table]:
     }
     if not any(lines.values()):
         return []
-    description = {row: f"{design.CONTROLS['rows'][row]['about']} + TS" for row in design.control_rows(choice)}
+    descriptions = {row: f"{design.CONTROLS['rows'][row]['about']} + TS" for row in design.control_rows(choice)}
     rows = [
         Row(row, description, tuple(_cell(lines[data, row], measured, len(seeds)) for data, measured in measures))
-        for row, description in description.items()
+        for row, description in descriptions.items()
     ]
     ours = {data: primary_lines(ledger, choice, data, (OURS, None), seeds) for data in design.control_data_sets(choice)}
     rows.append(
@@ -209,7 +209,7 @@ def control_tables(ledger: Ledger, choice: Choice) -> list[Table]:
     differences = [
         Row(
             f"{data}/{row}/{metric}",
-            f"{data_name(data)}: closed loop - {description[row]}, {TESTED[metric]}",
+            f"{data_name(data)}: closed loop - {descriptions[row]}, {TESTED[metric]}",
             _difference(values.compare(ours[data], theirs, metric), metric),
         )
         for (data, row), theirs in lines.items()
@@ -235,12 +235,12 @@ def ablation_table(ledger: Ledger, choice: Choice) -> list[Table]:
     if not any(lines.values()):
         return []
     measures = _measures([data], ood=False)
-    description = {row: design.ABLATIONS["variants"][row]["about"] for row in lines}
+    descriptions = {row: design.ABLATIONS["variants"][row]["about"] for row in lines}
     row_lines = {OURS: primary_lines(ledger, choice, data, (OURS, None), seeds), **lines}
     rows = tuple(
         Row(
             row,
-            description.get(row, "selected configuration"),
+            descriptions.get(row, "selected configuration"),
             tuple(_cell(finished, measured, len(seeds)) for _, measured in measures),
         )
         for row, finished in row_lines.items()

@@ -140,8 +140,8 @@ class StoredPredictions:
                 return None
             logits[folds == fold] = scaling.transform(validation.logits[folds == fold])
             temperatures.append(float(scaling.learned[TEMPERATURE]))
-        about = {"name": TEMPERATURE, "fitted_on": "V2, the other half", TEMPERATURE: fmean(temperatures)}
-        return StoredPredictions({"labels": self.arrays["labels"], "logits": logits.numpy()}, about)
+        posthoc = {"name": TEMPERATURE, "fitted_on": "V2, the other half", TEMPERATURE: fmean(temperatures)}
+        return StoredPredictions({"labels": self.arrays["labels"], "logits": logits.numpy()}, posthoc)
 
     def _fitted(self) -> AbstractCalibrator | None:
         """Fit a temperature on the stored validation logits; return None without logits or without an optimum."""
@@ -329,7 +329,7 @@ def record(run: Run, protocol: str, ledger: Ledger, split: str = TEST) -> None:
         "file": f"predictions/{line_id(recipe, None, split)}.npz",
         "sha256": hashlib.sha256(content).hexdigest(),
     }
-    date, about = datetime.now(UTC).date().isoformat(), _about(run)
+    date, run_fields = datetime.now(UTC).date().isoformat(), _describe_run(run)
     lines = [
         Line(
             id=line_id(recipe, None if stored.posthoc is None else TEMPERATURE, split),
@@ -341,7 +341,7 @@ def record(run: Run, protocol: str, ledger: Ledger, split: str = TEST) -> None:
             split=split,
             predictions=file,
             date=date,
-            **about,
+            **run_fields,
         )
         for stored in (predictions, predictions.scaled())
         if stored is not None
@@ -412,7 +412,7 @@ def _differences(line: Line, stored: StoredPredictions, intervals: bool) -> Iter
                 yield f"{ood} {name} is {written[name]} in the ledger and {computed[name]} now".strip()
 
 
-def _about(run: Run) -> dict[str, Any]:
+def _describe_run(run: Run) -> dict[str, Any]:
     """Return the fields of a line that describe the run."""
     log, environment = run.log, dict(run.environment)
     speeds = [record[MACHINE]["images_per_second"] for record in log if not record[MACHINE]["continued_at_step"]]

@@ -107,9 +107,9 @@ def _expected_label(label: str, names: Sequence[str], named: bool) -> str:
     known = short_list(names)
     if len(names) == 2 and names[0] == f"not {names[1]}":
         known += f" (add a column for {label[:80]!r}, or write {names[0]!r})"
-    texts = f"one of the classes {known}" if named else f"a class name or a whole number; the classes are {known}"
+    expected = f"one of the classes {known}" if named else f"a class name or a whole number; the classes are {known}"
     meant = next((name for name in names if _spelling(name) == _spelling(label)), None)
-    return texts if meant is None else f"{texts}; did you mean {meant!r}?"
+    return expected if meant is None else f"{expected}; did you mean {meant!r}?"
 
 
 def _check_spelling(labels: Sequence[str], names: Sequence[str], path: str | Path) -> None:

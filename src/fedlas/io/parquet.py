@@ -50,15 +50,17 @@ class ParquetFile:
         self._path = path
         with file_errors(path):
             parquet = optional_module("pyarrow.parquet")
-            about = parquet.read_metadata(str(path))
+            metadata = parquet.read_metadata(str(path))
             chunks = [
-                about.row_group(i).column(j) for i in range(about.num_row_groups) for j in range(about.num_columns)
+                metadata.row_group(i).column(j)
+                for i in range(metadata.num_row_groups)
+                for j in range(metadata.num_columns)
             ]
-            values = max(about.num_rows * about.num_columns, sum(chunk.num_values for chunk in chunks))
+            values = max(metadata.num_rows * metadata.num_columns, sum(chunk.num_values for chunk in chunks))
             check_unpacked(path, 8 * values)
             check_unpacked(path, sum(chunk.total_uncompressed_size for chunk in chunks))
             # Equal texts are read once: a small file may name a long one in every row.
-            self._file = parquet.ParquetFile(str(path), read_dictionary=_text_columns(about))
+            self._file = parquet.ParquetFile(str(path), read_dictionary=_text_columns(metadata))
         self.examples = {field.name: _example(field.type) for field in self._file.schema_arrow}
 
     def read_groups(self, names: Iterable[str]) -> dict[str, Any]:
@@ -92,9 +94,9 @@ class ParquetFile:
         }
 
 
-def _text_columns(about: Any) -> list[str]:
+def _text_columns(metadata: Any) -> list[str]:
     """Return the names of the columns that hold texts."""
-    columns = [about.schema.column(i) for i in range(about.num_columns)]
+    columns = [metadata.schema.column(i) for i in range(metadata.num_columns)]
     return [
         column.path for column in columns if column.physical_type == "BYTE_ARRAY" and column.max_repetition_level == 0
     ]

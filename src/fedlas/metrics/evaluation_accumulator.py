@@ -39,7 +39,7 @@ class EvaluationAccumulator:
         self.binning = Binning(bins)
         self.class_bins: Bins | None = None
         self.metrics = all_metrics()
-        self._definition: list[Definition] = []
+        self._definitions: list[Definition] = []
         self._parts: list[dict[str, Tensor]] = []
         self._tables: list[tuple[Tensor, Tensor]] | None = []  # probabilities and labels; None if they are too many
 
@@ -49,7 +49,7 @@ class EvaluationAccumulator:
         columns = {"confidence": top.confidence, "correct": top.correct}
         if top.log_uncertainty is not None:
             columns["log_uncertainty"] = top.log_uncertainty
-        self._definition.append(top.definition)
+        self._definitions.append(top.definition)
         if isinstance(part, Predictions):
             probs = part.probs
             self._keep_tables([(probs, part.labels)])
@@ -62,7 +62,7 @@ class EvaluationAccumulator:
 
     def merge(self, other: "EvaluationAccumulator") -> None:
         """Add the samples of another accumulator."""
-        self._definition += other._definition
+        self._definitions += other._definitions
         self._parts += other._parts
         self._keep_tables(other._tables)
         if other.class_bins is not None:
@@ -91,7 +91,7 @@ class EvaluationAccumulator:
         """Return an accumulator with a saved state; how many losses were floored is no longer known."""
         accumulator = cls(bins)
         definition = pairs(columns["confidence"], columns["correct"], "confidence").definition
-        accumulator._definition.append(replace(definition, scope="top-label", split=split))
+        accumulator._definitions.append(replace(definition, scope="top-label", split=split))
         samples = len(columns["confidence"])
         accumulator._tables = None
         accumulator._parts.append(
@@ -187,15 +187,15 @@ class EvaluationAccumulator:
         confidence, correct, uncertainty = columns
         assert confidence is not None
         assert correct is not None
-        return Pairs(confidence, correct, replace(self._definition[0], n=len(confidence)), uncertainty)
+        return Pairs(confidence, correct, replace(self._definitions[0], n=len(confidence)), uncertainty)
 
     def _of_columns(
         self, metric: AbstractMetric, columns: Mapping[str, Tensor], how: Resampling | None
     ) -> Result | None:
         if self.class_bins is None:
             return None
-        scope = (self._definition[0].scope or "").replace("top-label", "class-wise")
-        definition = replace(self._definition[0], scope=scope, n=len(columns["confidence"]))
+        scope = (self._definitions[0].scope or "").replace("top-label", "class-wise")
+        definition = replace(self._definitions[0], scope=scope, n=len(columns["confidence"]))
         result = metric.of_columns(columns, self.class_bins, definition)
         if result is None or how is None or metric.interval is None:
             return result

@@ -37,9 +37,9 @@ def list_calibrators() -> list[CatalogRecord[AbstractCalibrator]]:
 
 def load_calibrator(path: str | Path) -> AbstractCalibrator:
     """Read a calibrator of any class from its file."""
-    about, tensors = read(path)
+    metadata, tensors = read(path)
     with file_errors(path):
-        return CATALOG.find(about["name"]).restore(about, tensors)
+        return CATALOG.find(metadata["name"]).restore(metadata, tensors)
 
 
 def __getattr__(name: str) -> Any:

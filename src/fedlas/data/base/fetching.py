@@ -26,8 +26,6 @@ from fedlas.errors import UserError
 from fedlas.https import HTTPSRedirectHandler
 from fedlas.progress import Progress
 
-# Called during a download with the name of the file, the bytes so far, and the total number of bytes if it is known.
-
 BLOCK = 1 << 20
 TRIES = 3
 PATIENCE = 30.0  # timeout of the connection in seconds

@@ -285,22 +285,22 @@ class AbstractCalibrator(ABC):
         """Write the calibrator to a safetensors file, atomically."""
         if self.fitted is None:
             raise RuntimeError(f"{self.name} is not fitted yet; there is nothing to save")
-        about = {"format": FORMAT, "name": self.name, "options": self.options, "fitted": asdict(self.fitted)}
+        content = {"format": FORMAT, "name": self.name, "options": self.options, "fitted": asdict(self.fitted)}
         tensors = {key: value.cpu().contiguous() for key, value in self.learned.items()}
-        metadata = {key: json.dumps(value) for key, value in (about | {CHECKSUM: _checksum(tensors)}).items()}
+        metadata = {key: json.dumps(value) for key, value in (content | {CHECKSUM: _checksum(tensors)}).items()}
         write_atomic(Path(path), to_safetensors(metadata, tensors))
 
     @classmethod
     def load(cls: type[Kind], path: str | Path) -> Kind:
         """Read a file that `save` wrote; `fedlas.posthoc.load_calibrator` reads files of any calibrator."""
-        about, tensors = read(path)
-        if about.get("name") != cls.name:
-            raise UserError(f"{path} holds a {about.get('name')!r} calibrator, not {cls.name!r}")
+        metadata, tensors = read(path)
+        if metadata.get("name") != cls.name:
+            raise UserError(f"{path} holds a {metadata.get('name')!r} calibrator, not {cls.name!r}")
         with file_errors(path):
-            return cls.restore(about, tensors)
+            return cls.restore(metadata, tensors)
 
     @classmethod
-    def restore(cls: type[Kind], about: Mapping[str, Any], tensors: dict[str, Tensor]) -> Kind:
+    def restore(cls: type[Kind], metadata: Mapping[str, Any], tensors: dict[str, Tensor]) -> Kind:
         """Build a fitted calibrator from the content of a file."""
         for name, value in tensors.items():
             valid = value.isfinite() | UNKNOWN[name](value) if name in UNKNOWN else value.isfinite()
@@ -309,8 +309,8 @@ class AbstractCalibrator(ABC):
             if not bool(valid.all()):
                 above = " and above 0" if name == "temperature" else ""
                 raise UserError(f"{name} is {float(value[~valid].flatten()[0]):g}; it must be finite{above}")
-        calibrator = cls(**about["options"])
-        calibrator.learned, calibrator.fitted = tensors, Fit.from_dict(about["fitted"])
+        calibrator = cls(**metadata["options"])
+        calibrator.learned, calibrator.fitted = tensors, Fit.from_dict(metadata["fitted"])
         return calibrator
 
     def __repr__(self) -> str:
@@ -330,15 +330,15 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         start = file.read(9)
     if start[8:] != b"{":  # safetensors: eight bytes of length, then JSON
         raise UserError(f"{path} is {'no calibrator' if start else 'empty'}; {KIND}")
-    metadata, tensors = read_safetensors(path)
-    if metadata.get("format") != json.dumps(FORMAT):
+    texts, tensors = read_safetensors(path)
+    if texts.get("format") != json.dumps(FORMAT):
         content = " but holds predictions" if {"logits", "probs"} & set(tensors) else ""
         raise UserError(f"{path} is no calibrator{content}; {KIND}")
     with file_errors(path):
-        about = {key: json.loads(value) for key, value in metadata.items()}
-    if about.get(CHECKSUM, _checksum(tensors)) != _checksum(tensors):  # files of earlier versions have no checksum
+        metadata = {key: json.loads(value) for key, value in texts.items()}
+    if metadata.get(CHECKSUM, _checksum(tensors)) != _checksum(tensors):  # files of earlier versions have no checksum
         raise UserError(f"{path} is damaged: the checksum of its tensors does not match")
-    return about, tensors
+    return metadata, tensors
 
 
 def _checksum(tensors: Mapping[str, Tensor]) -> str:
