@@ -14,6 +14,10 @@ from fedlas.training import recipe_for
 ROOT = Path(__file__).parents[2]
 
 
+def test_ledger_metrics_are_reproduced_from_stored_predictions():
+    assert list(problems(Ledger(ROOT / "results"))) == []
+
+
 @pytest.mark.campaign
 def test_ledger_metrics_and_intervals_are_reproduced_from_stored_predictions():
     assert list(problems(Ledger(ROOT / "results"), intervals=True)) == []

@@ -219,6 +219,10 @@ def test_invalid_options_raise(tmp_path):
         CalibratedModel(linear(), Temperature())
     with pytest.raises(RuntimeError, match=r"feature clipping.*fit\("):
         CalibratedModel(linear(), FeatureClipping(torch.ones(3, 6)))
+    with pytest.raises(TypeError, match="calibrator"):
+        CalibratedModel(linear(), "temperature.safetensors")
+    with pytest.raises(TypeError, match="model"):  # the shape checks may raise first
+        save_onnx(linear(), example, tmp_path / "model.onnx")
     with pytest.raises((ValueError, TypeError), match="output"):  # the shape checks may raise first
         CalibratedModel(linear(), calibrator, output="scores")
     with pytest.raises(ValueError, match=r"class_names.*2.*3 classes"):

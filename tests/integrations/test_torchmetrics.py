@@ -1,5 +1,6 @@
 """Metrics in torchmetrics equal fedlas metrics: over several updates, in collections and over two processes."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,16 @@ def test_the_type_of_updates_is_required(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the checks of the tests would come first
     with pytest.raises(ValueError, match=r'softmax.*inputs="logits".*inputs="probs"'):
         build("ece", "softmax")
+
+
+def test_probabilities_given_as_logits_warn_once():
+    logits, labels = samples()
+    metric = build("ece", "logits")
+    with pytest.warns(UserWarning, match='pass inputs="probs"'):
+        metric.update(logits.softmax(1), labels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        metric.update(logits.softmax(1), labels)
 
 
 @pytest.mark.parametrize("name", METRICS)

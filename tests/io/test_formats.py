@@ -536,6 +536,12 @@ def test_a_file_without_labels_raises_an_error_that_names_it(tmp_path):
         evaluate_files([tmp_path / "a.csv", tmp_path / "b.csv"])
 
 
+def test_class_numbers_that_count_from_one_are_named(tmp_path):
+    (tmp_path / "one.csv").write_text("prob_0,prob_1,prob_2,label\n0.5,0.3,0.2,1\n0.5,0.3,0.2,3\n0.5,0.3,0.2,2\n")
+    with pytest.raises(ValueError, match=r"line 3 has label '3'.*count from 1: subtract 1$"):
+        read_predictions(tmp_path / "one.csv")
+
+
 @pytest.mark.parametrize(
     ("labels", "message"),
     [

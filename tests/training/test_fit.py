@@ -154,9 +154,11 @@ def test_equal_recipes_give_equal_bytes(finished, tmp_path):
     assert prediction_bytes(other) != prediction_bytes(finished)
 
 
-def test_a_finished_run_is_not_repeated(finished):
+def test_a_finished_run_is_not_repeated(finished, caplog):
     before = finished.log_file.stat().st_mtime_ns
-    assert fit(short(), out=finished.folder).folder == finished.folder
+    with caplog.at_level("INFO", "fedlas"):
+        assert fit(short(), out=finished.folder).folder == finished.folder
+    assert "is already finished and is not trained again" in caplog.text
     assert fit(short(checkpoint_every=4), out=finished.folder, resume=True).finished
     assert finished.log_file.stat().st_mtime_ns == before
 

@@ -50,7 +50,7 @@ def calibrate_fit(
                 calibrator.fit(predictions)
             report(f"fitting {posthoc}", 1.0)
             calibrator.save(out)
-        titles = {"standard_error": "standard error of its logarithm"}
+        titles = {"standard_error": "standard error of the log-temperature"}
         scalars = {name: value for name, value in calibrator.learned.items() if value.numel() == 1}
         parameters = [f"{titles.get(name, name)} {float(value):.4g}" for name, value in scalars.items()]
         zeros = int(nll(predictions).details["floored"])

@@ -45,7 +45,7 @@ def find_runs(text: str, ledger: Ledger, **columns: Any) -> ModelRuns:
     if not lines:
         known = ", ".join(_known(ledger)) or "none, because it is empty or missing; see --ledger"
         raise UserError(
-            f"{text!r} is neither a run folder nor a file nor in the ledger {ledger.folder}; rows of the ledger "
+            f"there is no file or run folder {text!r}, and no such row in the ledger {ledger.folder}, whose rows are "
             f"(data/protocol/method): {known}"
         )
     predictions_of_seed: dict[int | None, AnyPredictions] = {}

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedlas.errors import UserError
+from fedlas.errors import UserError, UserTypeError
 from fedlas.extras import optional_module
 from fedlas.io.atomic import write_atomic
 from fedlas.io.untrusted import file_errors
@@ -65,6 +65,8 @@ class CalibratedModel(nn.Module):
         super().__init__()
         if output not in {"probs", "logits"}:
             raise UserError(f'output is {output!r}; expected "probs" or "logits"')
+        if not isinstance(calibrator, AbstractCalibrator | FeatureClipping | None):
+            raise UserTypeError(f"calibrator is {calibrator!r:.100}; load a file of one by load_calibrator")
         _check_fitted(calibrator)
         needs_features = isinstance(calibrator, FeatureClipping) and not isinstance(net, WithFeatures)
         self.net = WithFeatures(net) if needs_features else net
@@ -118,6 +120,8 @@ def program(model: CalibratedModel, example: Inputs) -> torch.export.ExportedPro
         model: the network and its calibrator.
         example: inputs of the right shape and type, on the network's device; one sample is enough.
     """
+    if not isinstance(model, CalibratedModel):
+        raise UserTypeError(f"the model is a {type(model).__name__}; wrap it in CalibratedModel(model)")
     inputs = _two_or_more(example)
     with _predicting(model), torch.no_grad():
         output = model(*inputs)  # raise errors of the network or its inputs here rather than in the tracer

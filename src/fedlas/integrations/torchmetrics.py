@@ -12,10 +12,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from fedlas.errors import MissingPackageError, UserError
+from fedlas.errors import MissingPackageError, UserError, warn_caller
 from fedlas.extras import needed
 from fedlas.metrics.accumulators import Accumulator
 from fedlas.metrics.registry import find_metric, logged_metrics
+from fedlas.predictions.arrays import are_probabilities
 
 try:
     from torchmetrics import Metric
@@ -47,7 +48,7 @@ class CalibrationMetric(Metric):
         if inputs not in get_args(InputKind):
             raise UserError(f'inputs is {inputs!r}; pass inputs="logits" or inputs="probs", the type of the updates')
         self.metric, self.inputs, self.options = find_metric(name), inputs, options
-        self.num_classes = num_classes
+        self.num_classes, self._was_checked = num_classes, False
         store = self._accumulator().store
         # A collection groups metrics whose states are equal after the first batch. A hash of the settings is a state
         # too, because settings may have an effect only later. It is stored as bytes, because large numbers are
@@ -72,6 +73,10 @@ class CalibrationMetric(Metric):
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Add samples: logits or probabilities, depending on `inputs`, and their labels."""
         batch = self._accumulator()
+        if not self._was_checked:
+            self._was_checked = True
+            if self.inputs == "logits" and are_probabilities(preds):
+                warn_caller('the logits are probabilities, whose softmax says nothing: pass inputs="probs"')
         (batch.update_logits if self.inputs == "logits" else batch.update)(preds, target)
         for key, value in batch.store.state().items():
             state = getattr(self, key)

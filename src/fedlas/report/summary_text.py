@@ -112,7 +112,7 @@ def headline(report: "Report") -> str:
             "unchanged": f"{_lowered_nll(done)}does not change the ECE significantly",
             "worse": "makes it significantly worse",
             "harm": "does harm",
-            "untested": "was not tested",
+            "untested": "was not tested for significance",
         }
         doubted = any(fit.doubt for fit in done.fits)
         parts.append(f"{_called(done)} {'cannot be relied on' if doubted else verdict[effect(done)]}")

@@ -8,6 +8,7 @@ for each epoch
 predictions of the last and of the best weights
 """
 
+import logging
 import math
 import resource
 import time
@@ -39,6 +40,8 @@ from fedlas.training.schedule import lr_factor
 from fedlas.training.session import Session
 from fedlas.training.signals import StoppedError, StopSignals
 from fedlas.training.validation import halves, validation_metrics
+
+logger = logging.getLogger(__name__)
 
 TRAINING_SPLITS = ("train", "val")  # splits used for training and model selection
 CPUS_WITHOUT_BF16 = ("DEFAULT", "NO AVX", "AVX2")  # capabilities without bfloat16 instructions
@@ -89,6 +92,8 @@ def fit(
         if decide_on_rank_zero(lambda: run.completed(recipe)):  # no lock: the folder may be read-only
             if recipe.tensorboard and is_rank_zero():
                 write_board(run)
+            if is_rank_zero():
+                logger.info("%s is already finished and is not trained again", run.folder)
             return run
         check_parts(recipe)  # before a folder is created; every rank raises alike
         decide_on_rank_zero(lambda: stack.enter_context(locked(run.folder)))

@@ -135,7 +135,8 @@ class Run:
         path = self.predictions_file(name)
         if not path.exists():
             available = ", ".join(sorted(p.stem for p in path.parent.glob("*.safetensors"))) or "none"
-            raise RunError(f"{path} does not exist; predictions of this run: {available}")
+            unfinished = "" if self.finished else "; the run is not finished: continue it with --resume"
+            raise RunError(f"{path} does not exist; predictions of this run: {available}{unfinished}")
         predictions = read_predictions(path)
         if not isinstance(predictions, Predictions):
             raise RunError(f"{path} holds no predictions of a run: it has only the top class of each sample")
