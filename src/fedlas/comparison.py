@@ -371,11 +371,11 @@ class _PairedRuns:
                 different_seeds,
             )
         values = {
-            seed: (self.first.values(seed, name, ours), self.second.values(self.seeds[seed], name, theirs))
-            for seed, (ours, theirs) in self.aligned.items()
+            seed: (self.first.values(seed, name, first), self.second.values(self.seeds[seed], name, second))
+            for seed, (first, second) in self.aligned.items()
         }
         by_seed = {seed: paired_method(metric).compare_means(metric, *both, how) for seed, both in values.items()}
-        same_size = len({len(ours.values) for ours, _ in values.values()}) == 1
+        same_size = len({len(first.values) for first, _ in values.values()}) == 1
         across_seeds = None
         if len(values) > 1 and same_size:
             across_seeds = over_seeds(*([both[side].values for both in values.values()] for side in (0, 1)))

@@ -60,12 +60,12 @@ class MMCE(AbstractLoss):
         return difference * kernel_sum / valid.sum().clamp_min(1)
 
     def _weighted(self, confidence: Tensor, correct: Tensor, valid: Tensor) -> Tensor:
-        correct_mask, incorrect_mask = correct * valid, (1 - correct) * valid
-        m, n = correct_mask.sum(), incorrect_mask.sum()
+        correct_weight, incorrect_weight = correct * valid, (1 - correct) * valid
+        m, n = correct_weight.sum(), incorrect_weight.sum()
         both_occur = (m > 0) & (n > 0)
         m, n = torch.where(both_occur, m, 1), torch.where(both_occur, n, 1)
         # Divide before the product: with soft labels m can be so small that m * m underflows.
-        p, q = correct_mask / m * (1 - confidence), incorrect_mask / n * confidence
+        p, q = correct_weight / m * (1 - confidence), incorrect_weight / n * confidence
         kernel_p, kernel_q = kernel_sums(confidence, torch.stack([p, q], 1)).unbind(1)
         t = self._normalised(p @ kernel_p, m * m) + self._normalised(q @ kernel_q, n * n)
         t = t - 2 * self._normalised(p @ kernel_q, m * n)

@@ -333,17 +333,17 @@ def as_rows(batch: Pairs | Rows) -> Rows:
     return batch
 
 
-def merge_definitions(mine: Definition, other: Definition) -> Definition:
+def merge_definitions(first: Definition, second: Definition) -> Definition:
     """Return the definition for the samples of two stores."""
-    if mine.n == 0 or other.n == 0:
-        return other if mine.n == 0 else mine
-    merged = {name: _both(getattr(mine, name), getattr(other, name)) for name in ("dtype", "split", "scope")}
-    return replace(mine, n=mine.n + other.n, **merged)
+    if first.n == 0 or second.n == 0:
+        return second if first.n == 0 else first
+    merged = {name: _both(getattr(first, name), getattr(second, name)) for name in ("dtype", "split", "scope")}
+    return replace(first, n=first.n + second.n, **merged)
 
 
-def _both(mine: str | None, other: str | None) -> Any:
+def _both(first: str | None, second: str | None) -> Any:
     """Join two lists of names without duplicates."""
-    names = dict.fromkeys(name for text in (mine, other) if text for name in text.split(" and "))
+    names = dict.fromkeys(name for text in (first, second) if text for name in text.split(" and "))
     return " and ".join(names) or None
 
 

@@ -240,14 +240,16 @@ def across_seeds(results: Sequence[float]) -> Result:
     first = results[0]
     definition = first.definition if isinstance(first, Result) else Definition(estimator="mean over seeds", unit="")
     for other in results[1:]:
-        theirs = other.definition if isinstance(other, Result) else definition
-        if (theirs.estimator, theirs.bins, theirs.edges, theirs.scope) != (
+        other_definition = other.definition if isinstance(other, Result) else definition
+        if (other_definition.estimator, other_definition.bins, other_definition.edges, other_definition.scope) != (
             definition.estimator,
             definition.bins,
             definition.edges,
             definition.scope,
         ):
-            raise UserError(f"runs measured by different metrics cannot be averaged: {definition} and {theirs}")
+            raise UserError(
+                f"runs measured by different metrics cannot be averaged: {definition} and {other_definition}"
+            )
     values = [float(value) for value in results]
     deviation = stdev(values) if len(values) > 1 else math.nan
     return Result(fmean(values), definition, None, {"std": deviation, "seeds": len(values), "values": tuple(values)})
