@@ -167,7 +167,8 @@ class PairedMeans(AbstractPairedMethod):
         # If the difference is due to few samples, this interval is too short. Extend it by quantiles of the noise, so
         # that it agrees with the p-value.
         above, below = (observed - float(np.quantile(noise, tail)) for tail in ((1 - level) / 2, (1 + level) / 2))
-        low, high = min(low, least, below), max(high, most, above)
+        of_means = float(first_mean) - float(second_mean)  # rounding may leave it outside by its last digit
+        low, high = min(low, least, below, of_means), max(high, most, above, of_means)
         if p_value >= 1 - level:  # the p-value and the interval may disagree by one resample
             low, high = min(low, 0.0), max(high, 0.0)
         p_value = max(p_value, 1 - level) if low <= 0 <= high else p_value
