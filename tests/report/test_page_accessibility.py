@@ -54,7 +54,7 @@ def test_accessibility_rules_detect_violations(open_tab: Any, three_model_page: 
     }
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.campaign)])
 def test_axe_finds_no_violation(open_tab: Any, three_model_page: Path, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python", reason="needs axe-core: pip install axe-playwright-python")
     script = (Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
