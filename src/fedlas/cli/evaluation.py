@@ -130,8 +130,8 @@ def evaluate_command(
             if html is not None:
                 from fedlas.report.html import save_page
 
-                labels = {"title": " and ".join(result.models), "command": command_line()}
-                written.append(save_page(result, html, bins=bins, **options, **labels))
+                header = {"title": " and ".join(result.models), "command": command_line()}
+                written.append(save_page(result, html, bins=bins, **options, **header))
             if figures is not None:
                 from fedlas.report.figures import save_figures
 

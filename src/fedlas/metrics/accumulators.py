@@ -313,10 +313,8 @@ class MeanStore(AbstractStore):
         return {"total": _scalar(self.total), "samples": _count(self.definition.n)}
 
     def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
-        self.total, self.definition = (
-            float(_one(state, "total")),
-            replace(self.definition, n=int(_one(state, "samples"))),
-        )
+        self.total = float(_one(state, "total"))
+        self.definition = replace(self.definition, n=int(_one(state, "samples")))
 
 
 def as_pairs(batch: Pairs | Rows) -> Pairs:
