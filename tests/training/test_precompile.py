@@ -94,27 +94,19 @@ def test_a_kernel_that_cannot_be_compiled_raises_when_it_runs():
 
 
 @pytest.mark.usefixtures("without_cuda")
-def test_a_kernel_that_could_not_be_loaded_is_loaded_when_it_runs():
-    class Heavy(Kernel):
-        """As in Triton, `run` is set before the kernel is loaded."""
-
-        _run, loaded = None, False
-
+def test_a_kernel_that_cannot_be_loaded_raises():
+    class TooLarge(Kernel):
         @property
         def run(self):
-            if self._run is None:
-                self._run, self.ready = "started", self.ready + 1
-                if self.ready == 1:
-                    raise MemoryError
-                self.loaded = True
-            return self._run
+            raise torch.OutOfMemoryError("no room for the kernel")
 
-    kernel = Heavy()
-    with pytest.warns(UserWarning, match="MemoryError"), precompilation(CPU) as context, context.active():
-        launch(kernel, (1,))
-    assert not kernel.loaded
-    assert kernel.run == "started"
-    assert kernel.loaded
+    with (
+        pytest.raises(torch.OutOfMemoryError, match="no room"),
+        precompilation(CPU) as context,
+        context.active(),
+    ):
+        launch(TooLarge(), (1,))
+    assert not precompiling()
 
 
 @pytest.mark.usefixtures("without_cuda")

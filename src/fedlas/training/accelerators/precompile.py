@@ -35,7 +35,8 @@ class Precompilation:
         self.requested: set[tuple[Any, ...]] = set()
         self.tried: set[Any] = set()
         self.compiling: list[Future[Any]] = []
-        self.loading: list[Future[Any]] = []
+        self.failed: list[Exception] = []
+        self.loading: list[Future[None]] = []
         self.pool = ThreadPoolExecutor(_processors())
 
     @contextmanager
@@ -62,20 +63,19 @@ class Precompilation:
             arguments = tuple(_placeholder(argument) for argument in arguments)
             self.compiling.append(self.pool.submit(self._compile, kernel, grid, arguments, options))
 
-    # Errors of these two methods are raised again when the kernel first runs.
     def _compile(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         with torch.cuda.device(self.device):
             return kernel.warmup(*arguments, grid=grid, **options)
 
     def _load(self, compilation: Future[Any]) -> None:
         """Wait until a kernel is compiled, and load it with its launcher."""
-        kernel = compilation.result()
         try:
+            kernel = compilation.result()
+        except Exception as error:  # it is compiled again when it first runs, and raises then
+            self.failed.append(error)
+        else:
             with torch.cuda.device(self.device):
                 kernel.run  # noqa: B018  # the property loads the kernel
-        except Exception:
-            kernel._run = None  # Triton sets it before it loads the binary and would launch without one
-            raise
 
 
 _active: list[Precompilation] = []  # the last one is active
@@ -99,6 +99,8 @@ def precompiling() -> Precompilation | None:
 def precompilation(device: torch.device, meanwhile: Callable[[], object] | None = None) -> Iterator[Precompilation]:
     """Yield a precompilation; at the end, wait until all kernels are compiled and loaded.
 
+    A kernel that cannot be loaded, for lack of memory for example, raises: Triton would launch it without its binary.
+
     Args:
         device: device of the kernels.
         meanwhile: function to run in the background; its errors are ignored.
@@ -112,9 +114,10 @@ def precompilation(device: torch.device, meanwhile: Callable[[], object] | None 
         active.pool.shutdown(cancel_futures=True)
         raise
     active.pool.shutdown()
-    failed = [error for future in active.loading if (error := future.exception()) is not None]
-    if failed:  # each is compiled again when it first runs, and raises then
-        warnings.warn(f"{len(failed)} kernels were not pre-compiled: {failed[0]!r}", stacklevel=3)
+    if active.failed:
+        warnings.warn(f"{len(active.failed)} kernels were not pre-compiled: {active.failed[0]!r}", stacklevel=3)
+    for future in active.loading:
+        future.result()
 
 
 def _processors() -> int:
