@@ -1,6 +1,6 @@
 """Images per second of training on CIFAR-10, rung by rung from a plain loop to one captured graph, in one run.
 
-    python benchmarks/train.py [--synthetic] [--settings resnet50_cifar:128,resnet18_cifar:512] [--rungs graph,...]
+    python benchmarks/train.py [--synthetic] [--settings resnet50_cifar:128,resnet18_tiny:512] [--rungs graph,...]
                                [--losses NAMES] [--epochs N] [--json FILE] [--profile] [--no-first-step]
                                [--data-root DIR]
 
@@ -16,7 +16,8 @@ Before all rungs: the first step of a fresh process with an empty compiler cache
 whole epochs, after warm-up; of several, the median. On the last rung the losses of `--losses` alternate with `ce`, so
 that a slow moment of the machine affects all of them; the update of a loss after an epoch is included. Then: a
 validation pass over 5,000 images, and the FLOPs and bytes of an image relative to the limits of the GPU.
-`--synthetic` needs no data. `--profile` lists the kernels that take most of the time.
+`--synthetic` needs no data: random images, 32 x 32 or, for networks named `_tiny`, 64 x 64 with 200 classes as in
+Tiny-ImageNet. `--profile` lists the kernels that take most of the time.
 """
 
 import argparse
@@ -42,9 +43,10 @@ from torch import Tensor, nn
 from fedlas.data import CATALOG, AbstractDataset
 from fedlas.data.base import Part
 from fedlas.data.base.images import CIFAR, Transform
+from fedlas.models import CATALOG as MODELS
 from fedlas.models import build_model
 from fedlas.predictions import Predictions
-from fedlas.training import Recipe, recipe_for
+from fedlas.training import Recipe
 from fedlas.training.backend_flags import backend_flags, enable_cudnn_benchmark
 from fedlas.training.build import select_device
 from fedlas.training.prediction import predictions_of
@@ -70,7 +72,7 @@ ROUNDS = 7  # in which losses alternate
 
 
 class Synthetic(AbstractDataset):
-    """Random images, as many as CIFAR-10 has."""
+    """Random images of the size of CIFAR-10's, and as many."""
 
     name = "synthetic"
     title = "Synthetic"
@@ -82,14 +84,22 @@ class Synthetic(AbstractDataset):
     @property
     def class_names(self) -> tuple[str, ...]:
         """Numbers."""
-        return tuple("0123456789")
+        return tuple(map(str, range(self.num_classes)))
 
     def read(self, part: str) -> Part:
         """Draw the images."""
         generator = torch.Generator().manual_seed(0)
-        count = self.sizes[part]
-        images = torch.randint(0, 256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
-        return Part(images, torch.randint(0, 10, (count,), generator=generator))
+        count, size = self.sizes[part], self.transform.size
+        images = torch.randint(0, 256, (count, 3, size, size), generator=generator, dtype=torch.uint8)
+        return Part(images, torch.randint(0, self.num_classes, (count,), generator=generator))
+
+
+class SyntheticTiny(Synthetic):
+    """Random images of the size of Tiny-ImageNet's, half as many."""
+
+    name = "synthetic_tiny"
+    num_classes = 200
+    transform = Transform(size=64, channels=3, mean=CIFAR[0], std=CIFAR[1], pad=4, flip=True)
 
 
 def recipe(data: str, model: str, rows: int, loss: str, rung: str) -> Recipe:
@@ -144,7 +154,7 @@ class PILImages(torch.utils.data.Dataset[tuple[Tensor, int]]):
         from torchvision import transforms
 
         self.images, self.labels = images.permute(0, 2, 3, 1).numpy(), labels.tolist()
-        crop = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
+        crop = [transforms.RandomCrop(images.shape[-1], padding=4), transforms.RandomHorizontalFlip()]
         self.transform = transforms.Compose([*crop, transforms.ToTensor(), transforms.Normalize(*CIFAR)])
 
     def __len__(self) -> int:
@@ -170,7 +180,7 @@ def reference(data: AbstractDataset, model: str, rows: int, device: torch.device
         pin_memory=device.type == "cuda",
         persistent_workers=True,
     )
-    net = build_model(model, 10).to(device)
+    net = build_model(model, data.num_classes).to(device)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
 
@@ -259,13 +269,13 @@ def work_per_image(model: str) -> tuple[float, float]:
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    net = build_model(model, 10).eval()
+    net, size = build_model(model, 10).eval(), MODELS.find(model).image_size or 32
     sizes: list[int] = []
     for layer in net.modules():
         if not list(layer.children()):
             layer.register_forward_hook(lambda _m, _i, output: sizes.append(output.numel()))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        net(torch.zeros(1, 3, 32, 32))
+        net(torch.zeros(1, 3, size, size))
     return 3 * counter.get_total_flops() / 1e9, 6 * 2 * sum(sizes) / 1e6
 
 
@@ -359,6 +369,13 @@ def roofline(model: str, speed: float, machine_name: str) -> dict[str, Any]:
     return limits
 
 
+def data_for(model: str, options: argparse.Namespace) -> str:
+    """Return the name of the data set for a network."""
+    if options.synthetic:
+        return (SyntheticTiny if model.endswith("_tiny") else Synthetic).name
+    return "tiny_imagenet" if model.endswith("_tiny") else "cifar10"
+
+
 def name_of(device: torch.device) -> str:
     """Return the name of the GPU, or CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -388,16 +405,15 @@ def main() -> None:
         if hasattr(torch._dynamo.config, name):
             setattr(torch._dynamo.config, name, 4096)
     if options.synthetic:
-        CATALOG.entries[Synthetic.name] = Synthetic
-    data = Synthetic.name if options.synthetic else recipe_for("cifar10").data
+        CATALOG.entries |= {data_set.name: data_set for data_set in (Synthetic, SyntheticTiny)}
     settings = [text.partition(":") for text in options.settings.split(",")]
     pairs = [(model, int(rows)) for model, _, rows in settings]
     if options.first_step:
-        first_step(data, *pairs[0], select_device(options.device), options.data_root)
+        first_step(data_for(pairs[0][0], options), *pairs[0], select_device(options.device), options.data_root)
         return
-    print(f"torch {torch.__version__}, {name_of(torch.device(options.device))}, {data}", flush=True)
+    print(f"torch {torch.__version__}, {name_of(torch.device(options.device))}", flush=True)
     with empty_compiler_cache():
-        ladders = [ladder(options, data, model, rows) for model, rows in pairs]
+        ladders = [ladder(options, data_for(model, options), model, rows) for model, rows in pairs]
     if options.json:
         options.json.write_text(json.dumps({"torch": torch.__version__, "ladders": ladders}, indent=1) + "\n")
 
