@@ -72,7 +72,7 @@ def results_tables(ledger: Ledger, like: Choice | None = None, name: str = "sota
         if named is not None and data not in named:
             continue
         choice = replace(like or Choice(), protocol=protocol, data=(data,), models=(model,))
-        for table in experiment.tables(ledger, choice):
+        for number, table in enumerate(experiment.tables(ledger, choice)):
             shown = [n for n, column in enumerate(table.columns) if column.group != RANKS]
             if not shown:  # the experiment says nothing about such data
                 continue
@@ -80,7 +80,7 @@ def results_tables(ledger: Ledger, like: Choice | None = None, name: str = "sota
             rows = tuple(row for row in every if any(cell.values for cell in row.cells))
             others = tuple(row for row in every if row not in rows)
             columns = tuple(replace(table.columns[n], group="") for n in shown)
-            title = f"{table.columns[0].group}, {protocol} protocol"
+            title = f"{table.columns[0].group}, {protocol} protocol" + (f": {table.title.lower()}" if number else "")
             if rows:
                 small = replace(table, title=title, columns=columns, rows=rows, left_out=others, notes=_said(table))
                 made.append(small)

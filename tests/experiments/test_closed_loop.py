@@ -19,7 +19,7 @@ from fedlas.experiments.closed_loop_design import (
     search_recipe,
     select_configuration,
 )
-from fedlas.experiments.ledger import TEMPERATURE, V2, Ledger
+from fedlas.experiments.ledger import TEMPERATURE, V2, Ledger, epoch_ledger
 from fedlas.experiments.planning import experiment_named, make_plan
 from fedlas.experiments.reproduce import reproduce
 from fedlas.experiments.stored_predictions import load_stored_predictions, problems
@@ -84,7 +84,7 @@ def test_the_search_selects_by_nll_on_v2_and_the_selected_configuration_is_train
         (line,) = [item for item in ledger.lines.values() if item.split == "test" and item.posthoc is None
                    and item.recipe.loss_options == search_recipe("digits", chosen, CHOICE).loss_options]  # fmt: skip
         assert line.seed == 1
-    search, primary = experiment_named("closed_loop").tables(ledger, CHOICE)
+    search, primary, _ = experiment_named("closed_loop").tables(ledger, CHOICE)
     assert all(cell.values for row in (*search.rows, *primary.rows) for cell in row.cells)
     assert list(problems(ledger)) == []
     drawing = Drawing(ledger, CHOICE, evaluated / "figures", lambda _: None)
@@ -102,11 +102,13 @@ def test_comparisons_appear_when_all_runs_are_there(evaluated, monkeypatch):
         return [line] * len(choice.seeds)
 
     choice = replace(CHOICE, losses=None, seeds=(1, 2, 3, 4, 5))
-    assert len(experiment_named("closed_loop").tables(ledger, choice)) == 2
+    names = [table.name for table in experiment_named("closed_loop").tables(ledger, choice)]
+    assert names == ["closed_loop-search", "closed_loop-primary", "closed_loop-selection"]
     monkeypatch.setattr(closed_loop_tables, "primary_lines", stored)
-    assert len(experiment_named("closed_loop").tables(ledger, choice)) == 2, "a part of the family is not corrected"
+    unchanged = [table.name for table in experiment_named("closed_loop").tables(ledger, choice)]
+    assert unchanged == names, "a part of the family is not corrected"
     monkeypatch.setattr(closed_loop_design, "FAMILIES", [["digits"]])
-    _, _, tests, margins = experiment_named("closed_loop").tables(ledger, choice)
+    _, _, tests, margins, _ = experiment_named("closed_loop").tables(ledger, choice)
     result = {row.name: [cell.values[0] for cell in row.cells] for row in tests.rows}
     assert len(result) == 6
     assert result["digits/pskd/nll"][0] == 0
@@ -119,18 +121,17 @@ def test_comparisons_appear_when_all_runs_are_there(evaluated, monkeypatch):
 
 def test_selection_table_has_the_metrics_of_last_and_best_epoch(evaluated, tmp_path):
     ledger = Ledger(shutil.copytree(evaluated / "results", tmp_path / "results"))
-    lines = [line for line in ledger.lines.values() if line.split == "test"]
-    best = {line.id: replace(line, metrics=line.metrics | {"ece": (0.5, None, None)}) for line in lines}
+    lines = {line.posthoc is None: line for line in epoch_ledger(ledger, "best").lines.values()}
+    changed = replace(lines[True], metrics=lines[True].metrics | {"ece": (0.5, None, None)})
     file = ledger.folder / "best_epoch" / "digits-standard.jsonl"
-    file.parent.mkdir()
-    file.write_text("".join(f"{line.to_json()}\n" for line in best.values()))
+    file.write_text(f"{changed.to_json()}\n{lines[False].to_json()}\n")
     table = next(
         candidate
         for candidate in experiment_named("closed_loop").tables(ledger, CHOICE)
         if "selection" in candidate.name
     )
     cells = {row.name: [cell.values for cell in row.cells] for row in table.rows}
-    raw = next(line for line in lines if line.posthoc is None)
+    raw = ledger.lines[lines[True].id]
     assert cells["closed_loop/last"] == [(raw.metrics[name][0],) for name in ("accuracy", "ece", "nll")]
     assert cells["closed_loop/best"] == [(raw.metrics["accuracy"][0],), (0.5,), (raw.metrics["nll"][0],)]
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from fedlas.cli import app
 from fedlas.evaluation import evaluate
-from fedlas.experiments.ledger import Ledger, Line, line_id
+from fedlas.experiments.ledger import Ledger, Line, epoch_ledger, line_id
 from fedlas.experiments.planning import experiment_named, make_plan
 from fedlas.experiments.stored_predictions import StoredPredictions, load_stored_predictions, problems, record
 from fedlas.io import write_predictions
@@ -49,6 +49,30 @@ def test_every_run_has_an_uncalibrated_and_a_temperature_scaled_line(ledger):
     assert methods == [(m, s) for m in ("ce", "ce+temperature", "ls", "ls+temperature") for s in (1, 2)]
     for line in ledger.lines.values():
         assert line.predictions == ledger.find(line.recipe).predictions, "both are computed from one file"
+
+
+def test_the_other_epoch_is_in_a_ledger_of_its_own(ledger, trained, choice):
+    last = epoch_ledger(ledger, "last")
+    assert last.lines.keys() == ledger.lines.keys()
+    assert not list(problems(last))
+    table = experiment_named("sota").tables(ledger, choice)[-1]
+    cells = {row.name: row.cells for row in table.rows}
+    assert list(cells) == [
+        f"{method}/{epoch}" for method in ("ce", "ls", "ce+temperature") for epoch in ("best", "last")
+    ]
+    assert [len(cell.values) for cell in cells["ls/last"]] == [2, 2, 2]
+    nll_of = {line.seed: line.metrics["nll"][0] for line in last.lines.values() if line.method == "ls"}
+    assert cells["ls/last"][2].values == (nll_of[1], nll_of[2])
+
+
+def test_other_weights_than_those_of_the_recipe_can_be_recorded(copy, ledger):
+    line = next(line for line in ledger.lines.values() if line.method == "ce")
+    run, other = Run(copy / "runs" / line.recipe.name), Ledger(copy / "results" / "new_epoch")
+    predictions = run.predictions("last-test")
+    opposite = Predictions(-predictions.logits, predictions.labels, split="test")
+    write_predictions(opposite, run.predictions_file("last-test"))
+    record(run, line.protocol, other, state="last")
+    assert other.find(line.recipe).metrics["accuracy"][0] == float(accuracy(opposite)) != line.metrics["accuracy"][0]
 
 
 def test_line_records_recipe_protocol_environment_and_data(ledger, trained):

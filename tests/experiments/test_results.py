@@ -19,8 +19,11 @@ def test_ledger_metrics_are_reproduced_from_stored_predictions():
 
 
 @pytest.mark.campaign
-def test_ledger_metrics_and_intervals_are_reproduced_from_stored_predictions():
-    assert list(problems(Ledger(ROOT / "results"), intervals=True)) == []
+@pytest.mark.parametrize("folder", ["results", "results/best_epoch"])
+def test_ledger_metrics_and_intervals_are_reproduced_from_stored_predictions(folder):
+    ledger = Ledger(ROOT / folder)
+    assert ledger.lines
+    assert list(problems(ledger, intervals=True)) == []
 
 
 def test_reproduction_page_lists_finished_and_missing_runs(ledger):
@@ -34,8 +37,9 @@ def test_reproduction_page_lists_finished_and_missing_runs(ledger):
 
 
 def test_results_tables_contain_only_finished_runs(ledger, choice, tmp_path):
-    (table,) = results_tables(ledger, choice)
+    table, epochs = results_tables(ledger, choice)
     assert table.title == "digits, small_cnn, small protocol"
+    assert epochs.title == f"{table.title}: last epoch and best epoch"
     assert [row.name for row in table.rows] == list(choice.losses)
     assert [column.name for column in table.columns] == ["accuracy %", "ECE %", "AECE %"]
     assert all(len(cell.values) == 2 for row in table.rows for cell in row.cells)

@@ -1,7 +1,6 @@
 """Tables of the evaluation of `closed_loop`: search, primary table, tests, margins, selection, controls, ablations."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 
 from torch import Tensor
@@ -18,8 +17,9 @@ from fedlas.experiments.closed_loop_design import (
     row_name,
     select_configuration,
 )
+from fedlas.experiments.epochs import epoch_table
 from fedlas.experiments.grid import Measured
-from fedlas.experiments.ledger import TEMPERATURE, V2, Ledger, Line
+from fedlas.experiments.ledger import TEMPERATURE, V2, Ledger, Line, epoch_ledger
 from fedlas.experiments.paper import data_name
 from fedlas.experiments.stored_predictions import load_stored_predictions
 from fedlas.metrics.paired import of_each_sample
@@ -39,7 +39,6 @@ METRICS = (
     Measured("brier", "Brier", percent=False, digits=4),
     Measured("aurc", "AURC x 1000", percent=False),
 )
-SELECTION = ("accuracy", "ece", "nll")
 MARGINS = {"accuracy": ("accuracy", -0.005), "ece": ("ECE", 0.005), "brier": ("Brier", 0.005)}
 
 
@@ -103,22 +102,14 @@ def primary_lines(
 
 def selection_table(ledger: Ledger, choice: Choice) -> list[Table]:
     """Return the table of results of the last epoch and of the best epoch on V1; no table without the latter."""
-    best_epoch = Ledger(ledger.folder / "best_epoch")
-    sets = [data for data in data_sets(choice) if any(line.recipe.data == data for line in best_epoch.lines.values())]
-    measures = [(data, measured) for data in sets for measured in METRICS if measured.metric in SELECTION]
-    rows = []
-    for method, posthoc in product(methods(choice), POSTHOC):
-        last = {data: primary_lines(ledger, choice, data, (method, posthoc)) for data in sets}
-        best = {
-            data: [best_epoch.lines[line.id] for line in lines if line.id in best_epoch.lines]
-            for data, lines in last.items()
+    rows = {
+        (row_name(method, posthoc), _label(method, posthoc)): {
+            data_name(data): primary_lines(ledger, choice, data, (method, posthoc)) for data in data_sets(choice)
         }
-        for epoch, lines in (("last", last), ("best", best)):
-            cells = tuple(_cell(lines[data], measured, len(choice.seeds)) for data, measured in measures)
-            rows.append(Row(f"{row_name(method, posthoc)}/{epoch}", f"{_label(method, posthoc)}, {epoch} epoch", cells))
-    columns = tuple(replace(column, ranked=False) for column in _columns(measures))
-    note = "Best epoch: highest accuracy on V1. Mean and standard deviation over seeds of the same runs."
-    return [Table("closed_loop-selection", "Last epoch and best epoch", columns, tuple(rows), (note,))] if sets else []
+        for method, posthoc in product(methods(choice), POSTHOC)
+    }
+    epochs = {"last": ledger, "best": epoch_ledger(ledger, "best")}
+    return epoch_table("closed_loop-selection", rows, epochs, len(choice.seeds), "Best epoch: highest accuracy on V1.")
 
 
 def comparison_tables(ledger: Ledger, choice: Choice) -> list[Table]:

@@ -153,7 +153,7 @@ class AbstractGrid(AbstractExperiment):
             (benchmark, measured) for benchmark in benchmarks for measured in self.measured(benchmark.data, choice)
         ]
         compared = choice.protocol in PAPER_PROTOCOLS and not choice.changes
-        columns = [measured.column(_heading(benchmark), compared=compared) for benchmark, measured in cells]
+        columns = [measured.column(heading(benchmark), compared=compared) for benchmark, measured in cells]
         filled = [
             Row(
                 row,
@@ -233,13 +233,17 @@ class AbstractGrid(AbstractExperiment):
 
     def _cells(self, ledger: Ledger, choice: Choice, benchmark: Benchmark, row: str) -> list[Cell]:
         """Return the cells of a row for one data set and model, one per metric."""
+        lines = self.lines(ledger, choice, benchmark, row)
+        return [
+            self._cell(lines, choice, benchmark, row, measured) for measured in self.measured(benchmark.data, choice)
+        ]
+
+    def lines(self, ledger: Ledger, choice: Choice, benchmark: Benchmark, row: str) -> list[Line]:
+        """Return the ledger lines of a row for one data set and model, one per seed."""
         recipes = [self.recipe(benchmark, row, seed, choice, ledger) for seed in choice.seeds]
         posthoc, available = calibrator_of(row), [recipe for recipe in recipes if recipe is not None]
         lines = [ledger.find(recipe, posthoc, evaluated_split(recipe, choice)) for recipe in available]
-        finished = [line for line in lines if line is not None]
-        return [
-            self._cell(finished, choice, benchmark, row, measured) for measured in self.measured(benchmark.data, choice)
-        ]
+        return [line for line in lines if line is not None]
 
     def _cell(self, lines: Sequence[Line], choice: Choice, benchmark: Benchmark, row: str, measured: Measured) -> Cell:
         measures = [measure for line in lines if (measure := measured.of(line)) is not None]
@@ -266,5 +270,6 @@ def calibrator_of(row: str) -> str | None:
     return row.partition("+")[2] or None
 
 
-def _heading(benchmark: Benchmark) -> str:
+def heading(benchmark: Benchmark) -> str:
+    """Return the common heading of the columns of a data set and model."""
     return f"{paper.data_name(benchmark.data)}, {benchmark.model}"

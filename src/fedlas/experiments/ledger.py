@@ -2,6 +2,7 @@
 
     results/<data>-<protocol>.jsonl           the lines, in JSON Lines format
     results/predictions/<id>.npz              the stored predictions from which both lines were computed
+    results/{best,last}_epoch/                a ledger of the same runs, evaluated with the weights of the other epoch
 
 All measured numbers in tables come from the ledger. A line is valid if the file of its predictions exists, has the
 stored checksum and yields the same numbers, which `stored_predictions.py` recomputes. A file lock allows one
@@ -213,6 +214,16 @@ class Ledger:
             for folder in (self.folder, self.own("predictions/any").parent):
                 remove_partial_files(folder)
             yield
+
+
+def other_epoch(recipe: Recipe) -> str:
+    """Return the weights that a recipe does not evaluate, "best" or "last"."""
+    return "last" if recipe.evaluated == "best" else "best"
+
+
+def epoch_ledger(ledger: Ledger, epoch: str) -> Ledger:
+    """Return the ledger of the same runs evaluated with the weights of the "best" or "last" epoch."""
+    return Ledger(ledger.folder / f"{epoch}_epoch")
 
 
 def line_id(recipe: Recipe, posthoc: str | None, split: str = TEST) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from fedlas.errors import UserError
 from fedlas.experiments.base import AbstractExperiment, Choice, Drawing
-from fedlas.experiments.ledger import Ledger
+from fedlas.experiments.ledger import TEST, Ledger, epoch_ledger, other_epoch
 from fedlas.experiments.planning import has_trained_run, make_plan
 from fedlas.experiments.scheduler import FailedRunsError, train_recipes
 from fedlas.experiments.stored_predictions import record
@@ -67,6 +67,9 @@ def reproduce(
                 planned = by_name[run.folder.name]
                 if planned.missing(ledger):  # not missing: trained again only for its figures
                     record(run, planned.protocol, ledger, planned.split)
+                    if planned.split == TEST:
+                        other = other_epoch(run.recipe)
+                        record(run, planned.protocol, epoch_ledger(ledger, other), state=other)
                 if count < len(new):
                     yield experiment.tables(ledger, choice)
         except FailedRunsError as error:  # runs that do not depend on the failed ones continue

@@ -309,7 +309,7 @@ def _of_line(line: Line, stored: StoredPredictions) -> StoredPredictions:
     return stored if scaled is None else scaled
 
 
-def record(run: Run, protocol: str, ledger: Ledger, split: str = TEST) -> None:
+def record(run: Run, protocol: str, ledger: Ledger, split: str = TEST, *, state: str | None = None) -> None:
     """Evaluate a finished run, as trained and after temperature scaling, and write both lines into the ledger.
 
     Args:
@@ -317,13 +317,14 @@ def record(run: Run, protocol: str, ledger: Ledger, split: str = TEST) -> None:
         protocol: protocol of the recipe.
         ledger: ledger to which the lines are added.
         split: split to evaluate; "V2" for a run without test predictions.
+        state: weights to evaluate, "best" or "last"; by default those that the recipe evaluates.
     """
-    recipe, state = run.recipe, run.recipe.evaluated
+    recipe, state = run.recipe, state or run.recipe.evaluated
     validation = run.predictions_file(f"{state}-val").exists()
     existing = [ledger.find(recipe, posthoc, split) for posthoc in ((None, TEMPERATURE) if validation else (None,))]
     if all(line is not None and set(recipe.ood) <= set(line.ood) for line in existing):
         return
-    predictions = _stored_validation(run) if split == V2 else _stored_test(run, split, validation=validation)
+    predictions = _stored_validation(run) if split == V2 else _stored_test(run, split, state, validation=validation)
     content = predictions.pack()
     file = {
         "file": f"predictions/{line_id(recipe, None, split)}.npz",
@@ -349,8 +350,8 @@ def record(run: Run, protocol: str, ledger: Ledger, split: str = TEST) -> None:
     ledger.add(lines, content)
 
 
-def _stored_test(run: Run, split: str, *, validation: bool) -> StoredPredictions:
-    recipe, state = run.recipe, run.recipe.evaluated
+def _stored_test(run: Run, split: str, state: str, *, validation: bool) -> StoredPredictions:
+    recipe = run.recipe
     test = run.predictions(f"{state}-{split}")
     ood = {name: run.predictions(f"{state}-ood-{name}") for name in recipe.ood}
     if not validation:
