@@ -27,6 +27,11 @@ class Benchmark(NamedTuple):
     data: str
     model: str
 
+    @property
+    def heading(self) -> str:
+        """The heading of its columns."""
+        return f"{paper.data_name(self.data)}, {self.model}"
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -117,14 +122,12 @@ class AbstractGrid(AbstractExperiment):
         benchmarks = []
         for data in data_sets:
             # If the protocol has no network for the data set, creating the recipe raises the error.
-            models = choice.models or self.models(data, choice.protocol) or (self._no_model(data, choice),)
+            models = choice.models or self.models(data, choice.protocol)
+            models = models or (recipe_for(data, protocol=choice.protocol).model,)
             benchmarks += [Benchmark(data, model) for model in models]
         if not benchmarks:
             raise UserError(f"the protocol {protocol.name!r} has no network for the data of this experiment")
         return benchmarks
-
-    def _no_model(self, data: str, choice: Choice) -> str:
-        return recipe_for(data, protocol=choice.protocol).model
 
     def rows(self, choice: Choice) -> list[str]:
         """Return the chosen rows."""
@@ -153,7 +156,7 @@ class AbstractGrid(AbstractExperiment):
             (benchmark, measured) for benchmark in benchmarks for measured in self.measured(benchmark.data, choice)
         ]
         compared = choice.protocol in PAPER_PROTOCOLS and not choice.changes
-        columns = [measured.column(_heading(benchmark), compared=compared) for benchmark, measured in cells]
+        columns = [measured.column(benchmark.heading, compared=compared) for benchmark, measured in cells]
         filled = [
             Row(
                 row,
@@ -264,7 +267,3 @@ def loss_of(row: str) -> str:
 def calibrator_of(row: str) -> str | None:
     """Return the calibrator of a row such as "ce+temperature"; None for a row without."""
     return row.partition("+")[2] or None
-
-
-def _heading(benchmark: Benchmark) -> str:
-    return f"{paper.data_name(benchmark.data)}, {benchmark.model}"

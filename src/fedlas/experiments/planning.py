@@ -15,6 +15,7 @@ from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import run_in
 
 NAMED = 3  # number of folders listed in an error message
+HEAD = ("data", "model", "row", "evaluated", "seed", "epochs", "folder")  # of `Plan.rows`
 
 CATALOG = Catalog("fedlas.experiments", AbstractExperiment, "experiment")  # type: ignore[type-abstract]
 
@@ -62,16 +63,14 @@ class Plan:
 
     def rows(self) -> list[list[str]]:
         """Return a row for each missing run: data, model, row, evaluation, seed, epochs, folder."""
-        return [_row(planned.recipe, planned) for planned in self.missing]
-
-
-HEAD = ("data", "model", "row", "evaluated", "seed", "epochs", "folder")
-
-
-def _row(recipe: Recipe, planned: PlannedRun) -> list[str]:
-    row = ", ".join(planned.rows) or recipe.loss
-    evaluated = ", ".join(posthoc or "as trained" for posthoc in planned.posthoc)
-    return [recipe.data, recipe.model, row, evaluated, str(recipe.seed), str(recipe.epochs), recipe.name]
+        rows = []
+        for planned in self.missing:
+            recipe, names = planned.recipe, ", ".join(planned.rows) or planned.recipe.loss
+            evaluated = ", ".join(posthoc or "as trained" for posthoc in planned.posthoc)
+            rows.append(
+                [recipe.data, recipe.model, names, evaluated, str(recipe.seed), str(recipe.epochs), recipe.name]
+            )
+        return rows
 
 
 def experiment_named(name: str) -> AbstractExperiment:
