@@ -300,7 +300,7 @@ def test_older_lines_with_separate_prediction_files_stay_valid(copy):
             [dataclasses.replace(line, metrics=stored_predictions.metrics(), predictions=file_record)], content
         )
     assert list(problems(old_ledger)) == []
-    loaded = [load_stored_predictions(line, old_ledger).predictions() for line in old_ledger.lines.values()]
+    loaded = [load_stored_predictions(line, old_ledger).predictions for line in old_ledger.lines.values()]
     assert [item is None for item in loaded] == [False, True]
     fit(recipe.replace(ood=("digits",)), out=run.folder, resume=True)
     record(run, "small", old_ledger)
@@ -365,7 +365,7 @@ def test_stored_predictions_reproduce_the_metrics_of_both_lines(classes, factor)
         for score in ("entropy", "max_probability"):
             value = float(exact_state.detection["far"][score].auroc)
             assert stored_state.detection()["far"][score][0] == pytest.approx(value, abs=5e-4)  # 10 of 20,000 pairs
-        assert (stored_state.predictions() is None) == (classes > 10)
+        assert (stored_state.predictions is None) == (classes > 10)
     assert stored.metrics()["ece_official"][0] == pytest.approx(float(ece(predictions, compat="official")), abs=1e-5)
 
 
@@ -393,7 +393,7 @@ def test_storing_keeps_the_predicted_class_and_large_logits():
     largest = torch.finfo(torch.float32).max
     logits = torch.tensor([[1.0, 1.0 + 1e-6], [1.0 + 1e-6, 1.0], [1e6, -1e6], [-largest, largest]])
     predictions = Predictions(logits, torch.tensor([1, 0, 0, 1]))
-    loaded = StoredPredictions.of(predictions).predictions()
+    loaded = StoredPredictions.of(predictions).predictions
     assert loaded.prediction.tolist() == [1, 0, 0, 1]
     assert float(accuracy(loaded)) == 1.0
     assert np.isfinite(float(nll(loaded)))

@@ -478,7 +478,7 @@ def test_compare_runs_pairs_models_by_seed(trained, ledger):
     line = next(line for line in ledger.lines.values() if (line.method, line.seed) == ("ce", 2))
     other = next(line for line in ledger.lines.values() if (line.method, line.seed) == ("ls", 2))
     direct = paired_bootstrap(
-        ece, load_stored_predictions(line, ledger).predictions(), load_stored_predictions(other, ledger).predictions()
+        ece, load_stored_predictions(line, ledger).predictions, load_stored_predictions(other, ledger).predictions
     )
     assert result[0].by_seed[2] == direct
     differences = [first.difference for first in result[0].by_seed.values()]

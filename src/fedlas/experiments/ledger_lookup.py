@@ -93,8 +93,7 @@ def _lines_of_row(data: str, protocol: Sequence[str], row: str, ledger: Ledger) 
         for name, model in sorted(benchmarks) if row in grid.methods else ():
             choice = Choice(data=(data,), models=(model,), losses=(row,), protocol=name, seeds=seeds)
             for planned in grid.plan(choice, ledger):
-                lines = [ledger.find(planned.recipe, posthoc, planned.split) for posthoc in planned.posthoc]
-                lines_by_id |= {line.id: line for line in lines if line is not None}
+                lines_by_id |= {line.id: line for line in planned.lines(ledger) if line is not None}
     return list(lines_by_id.values())
 
 
