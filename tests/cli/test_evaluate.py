@@ -21,7 +21,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from fedlas.cli import app, main
-from fedlas.cli.errors import one_line_errors
+from fedlas.cli.errors import format_warning, one_line_errors
 from fedlas.cli.terminal import progress
 from fedlas.evaluation import Report, evaluate
 from fedlas.io import read_predictions, write_predictions
@@ -379,25 +379,6 @@ def test_outputs_never_overwrite_inputs(files):
     assert (result.exit_code, ".safetensors" in result.stderr) == (1, True)
 
 
-def test_outputs_never_overwrite_files_of_another_kind(files):
-    calibrator_path = files / "c.safetensors"
-    assert call("calibrate", "fit", files / "val.csv", "--out", calibrator_path).exit_code == 0
-    write_predictions(sample_predictions(3), files / "run.safetensors")
-    (files / "notes.csv").write_text("these are,no predictions\n1,2\n")
-    test = files / "test.csv"
-    for arguments in (
-        ["calibrate", "fit", files / "val.csv", "--out", files / "run.safetensors"],
-        ["calibrate", "apply", calibrator_path, test, "--out", files / "notes.csv"],
-        ["evaluate", test, "--html", files / "val.csv"],
-        ["ood", test, f"far={files / 'far.npz'}", "--json", files / "val.csv"],
-    ):
-        before = Path(arguments[-1]).read_bytes()
-        result = call(*arguments)
-        assert (result.exit_code, result.stderr.count("\n")) == (1, 1), result.output
-        assert str(arguments[-1]) in result.stderr
-        assert Path(arguments[-1]).read_bytes() == before
-
-
 def test_calibrate_fit_reports_temperature_and_apply_keeps_probabilities(files):
     result = call("calibrate", "fit", files / "val.csv", "--out", files / "c.safetensors")
     calibrator = build_calibrator("temperature").fit(sample_predictions(1))
@@ -567,15 +548,6 @@ def test_integer_percentages_are_rejected_as_percentages(tmp_path, kind, name):
     assert result.exit_code == (1 if name == "probs" or kind == "npz" else 0)
 
 
-def test_compare_error_says_that_the_class_order_differs(tmp_path):
-    (tmp_path / "one.csv").write_text(ZEROS)
-    swapped = [line.split(",") for line in ZEROS.splitlines()]
-    (tmp_path / "two.csv").write_text("".join(f"{b},{a},{label}\n" for a, b, label in swapped))
-    result = call("compare", tmp_path / "one.csv", tmp_path / "two.csv")
-    assert result.exit_code == 1
-    assert re.search("classes.* order", result.stderr)
-
-
 def test_symlink_loop_fails_in_one_line(tmp_path):
     path = tmp_path / "loop.csv"
     path.symlink_to(path)
@@ -604,6 +576,7 @@ def test_temperature_at_its_bound_is_reported_as_doubtful(tmp_path):
     assert re.search(r"400 samples.*bound 0\.001", doubt)
     assert re.fullmatch(rf"warning: .*t\.safetensors.*: {re.escape(doubt)}", result.stderr.splitlines()[-1])
     assert result.stderr.count(doubt) == 1
+    assert format_warning(doubt.replace(" ", "\n"), DoubtfulFit, "file.py", 3) == f"fedlas: {doubt}\n"
     arguments = (
         "calibrate",
         "apply",

@@ -125,19 +125,6 @@ def test_loading_a_temperature_that_is_not_positive_raises(file, tmp_path, name,
         load_calibrator(tmp_path / "c.safetensors")
 
 
-def test_calibrate_fit_replaces_a_calibrator_only_with_overwrite(file, tmp_path):
-    out = tmp_path / "c.safetensors"
-    assert call("calibrate", "fit", file, "--out", out).exit_code == 0
-    before = out.read_bytes()
-    other = write_predictions(read_predictions(file)[:30], tmp_path / "other.csv")
-    assert_error_names(("calibrate", "fit", other, "--out", out), out, "--overwrite")
-    arguments = ("calibrate", "fit", file, "--out", out, "--posthoc", "vector_scaling")
-    assert_error_names(arguments, out, "--overwrite")
-    assert out.read_bytes() == before
-    assert call(*arguments, "--overwrite").exit_code == 0
-    assert out.read_bytes() != before
-
-
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
 def test_duplicate_json_keys_raise(tmp_path, suffix):
     path = tmp_path / f"p{suffix}"
