@@ -210,11 +210,7 @@ class AbstractGrid(AbstractExperiment):
         self, ledger: Ledger, choice: Choice, benchmarks: Sequence[Benchmark], row: str, seed: int
     ) -> float | None:
         """Return the mean accuracy of one seed; None if a run is missing."""
-        recipes = [self.recipe(benchmark, row, seed, choice, ledger) for benchmark in benchmarks]
-        lines = [
-            None if recipe is None else ledger.find(recipe, calibrator_of(row), evaluated_split(recipe, choice))
-            for recipe in recipes
-        ]
+        lines = [self._line(ledger, choice, benchmark, row, seed) for benchmark in benchmarks]
         accuracies = [line.metrics["accuracy"][0] for line in lines if line is not None]
         return fmean(accuracies) if len(accuracies) == len(benchmarks) else None
 
@@ -234,11 +230,14 @@ class AbstractGrid(AbstractExperiment):
         long = f"{short} {paper_note.format('of its network and its many epochs')}"
         return (*test, long if self.compared else short, *choice.changed)
 
+    def _line(self, ledger: Ledger, choice: Choice, benchmark: Benchmark, row: str, seed: int) -> Line | None:
+        """Return the ledger line of one run, if any."""
+        recipe = self.recipe(benchmark, row, seed, choice, ledger)
+        return None if recipe is None else ledger.find(recipe, calibrator_of(row), evaluated_split(recipe, choice))
+
     def _cells(self, ledger: Ledger, choice: Choice, benchmark: Benchmark, row: str) -> list[Cell]:
         """Return the cells of a row for one data set and model, one per metric."""
-        recipes = [self.recipe(benchmark, row, seed, choice, ledger) for seed in choice.seeds]
-        posthoc, available = calibrator_of(row), [recipe for recipe in recipes if recipe is not None]
-        lines = [ledger.find(recipe, posthoc, evaluated_split(recipe, choice)) for recipe in available]
+        lines = [self._line(ledger, choice, benchmark, row, seed) for seed in choice.seeds]
         finished = [line for line in lines if line is not None]
         return [
             self._cell(finished, choice, benchmark, row, measured) for measured in self.measured(benchmark.data, choice)
