@@ -127,6 +127,7 @@ def test_fail_if_exits_with_3_when_a_condition_holds(files):
         ("ece>5", r"5% .*0\.05"),  # a fraction is at most 1, so such a condition would hold always or never
         ("accuracy<90", "90%"),
         ("temperature.ece>=2", "2%"),
+        *((f"ece>{limit}", rf"ece>{re.escape(limit)}'.*ece>0\.05") for limit in ("1.2.3", ".", "1e", "0.1.")),
     ],
 )
 def test_fail_if_conditions_are_validated_before_files_are_read(tmp_path, condition, message):
