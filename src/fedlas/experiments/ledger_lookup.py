@@ -43,7 +43,8 @@ def find_runs(text: str, ledger: Ledger, **columns: Any) -> ModelRuns:
         return ModelRuns(text, {None: require_labels(read_predictions(path, **columns), path)})
     lines = [ledger.lines[text]] if text in ledger.lines else find_lines(text, ledger)
     if not lines:
-        known = ", ".join(_known(ledger)) or "none, because it is empty or missing; see --ledger"
+        rows = {f"{line.recipe.data}/{line.protocol}/{line.method}" for line in ledger.lines.values()}
+        known = ", ".join(sorted(rows)) or "none, because it is empty or missing; see --ledger"
         raise UserError(
             f"there is no file or run folder {text!r}, and no such row in the ledger {ledger.folder}, whose rows are "
             f"(data/protocol/method): {known}"
@@ -105,7 +106,3 @@ def _is_unchanged(line: Line) -> bool:
     except ValueError:  # a custom protocol
         return False
     return unchanged.name == recipe.name
-
-
-def _known(ledger: Ledger) -> list[str]:
-    return sorted({f"{line.recipe.data}/{line.protocol}/{line.method}" for line in ledger.lines.values()})
