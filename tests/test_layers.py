@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
         "comparison", "evaluation", "report",
     },
     "integrations": {
-        "extras", "io", "predictions", "losses", "metrics", "posthoc", "models.base", "evaluation", "report",
+        "extras", "io", "predictions", "ranks", "losses", "metrics", "posthoc", "models.base", "evaluation", "report",
         "records",
     },
 }  # fmt: skip

@@ -2,7 +2,6 @@
 
 import json
 import re
-import warnings
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from fedlas.cli import app
-from fedlas.cli.errors import format_warning, one_line_errors
+from fedlas.cli.errors import one_line_errors
 from fedlas.cli.training import is_same_search
 from fedlas.experiments.base import Choice
 from fedlas.experiments.demo import DemoResult
@@ -19,8 +18,7 @@ from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.planning import experiment_named, list_experiments
 from fedlas.experiments.search import Range, Search
 from fedlas.io import read_predictions, write_predictions
-from fedlas.posthoc import build_calibrator, load_calibrator
-from fedlas.posthoc.base import DoubtfulFit
+from fedlas.posthoc import load_calibrator
 from fedlas.predictions import Predictions
 from fedlas.training import recipe_for
 
@@ -206,21 +204,6 @@ def test_output_paths_are_checked_before_inputs_are_read(tmp_path, monkeypatch):
 
 
 OUTPUT_FOLDERS = (SOTA, SEARCH, TRAIN, ("demo",))
-
-
-def test_doubtful_fit_is_reported_once(tmp_path, monkeypatch):
-    write_predictions(Predictions(5 * torch.eye(3).repeat(9, 1), torch.arange(3).repeat(9)), tmp_path / "easy.csv")
-    monkeypatch.setattr("fedlas.posthoc.temperature.Temperature.doubt", lambda *_: "autre chose")
-    with pytest.warns(DoubtfulFit, match="autre chose"):
-        build_calibrator("temperature").fit(read_predictions(tmp_path / "easy.csv"))
-    with warnings.catch_warnings(record=True) as caught_warnings:
-        warnings.simplefilter("always")
-        result = call("calibrate", "fit", tmp_path / "easy.csv", "--out", tmp_path / "t.safetensors")
-    assert result.exit_code == 0, result.output
-    assert not [warning for warning in caught_warnings if "autre chose" in str(warning.message)]
-    assert result.stderr.count("autre chose") == 1
-    assert load_calibrator(tmp_path / "t.safetensors").fitted.doubt == "autre chose"
-    assert format_warning("autre\nchose", DoubtfulFit, "file.py", 3) == "fedlas: autre chose\n"
 
 
 def test_two_outputs_to_the_same_path_are_rejected(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ import fedlas
 from data import synthetic
 from fedlas.data import DamagedFileError, MissingFileError
 from fedlas.data.base import fetching
-from fedlas.data.base.fetching import Source, fetch, locked, md5_of, unpack
+from fedlas.data.base.fetching import Source, digest_of, fetch, locked, unpack
 from serving import serving
 
 # Python 3.12 and later warn of any fork in a process with threads; the children only fetch.
@@ -159,7 +159,7 @@ def test_wrong_sha256_raises_despite_a_correct_md5(server, tmp_path):
         fetch(forged, tmp_path)
     assert file_names_in(tmp_path) == []
     (tmp_path / "x.tar.gz").write_bytes(tar_of({"inside/b.txt": b"hello"}))
-    archive = Source(("https://example.org/x.tar.gz",), md5_of(tmp_path / "x.tar.gz"), "0" * 64)
+    archive = Source(("https://example.org/x.tar.gz",), digest_of(tmp_path / "x.tar.gz", "md5"), "0" * 64)
     with pytest.raises(DamagedFileError, match=r"x\.tar\.gz.*SHA-256.*0{64}"):
         unpack(archive, tmp_path, "inside")
     (tmp_path / "a.mat").write_bytes(CONTENT)
@@ -323,7 +323,7 @@ def test_damaged_archive_raises(tmp_path):
 
 def test_archive_without_the_expected_folder_raises(tmp_path):
     (tmp_path / "x.tar.gz").write_bytes(tar_of({"outside/b.txt": b"hello"}))
-    archive = Source(("https://example.org/x.tar.gz",), md5_of(tmp_path / "x.tar.gz"))
+    archive = Source(("https://example.org/x.tar.gz",), digest_of(tmp_path / "x.tar.gz", "md5"))
     with pytest.raises(DamagedFileError, match=r"x\.tar\.gz.*inside"):
         unpack(archive, tmp_path, "inside")
     assert file_names_in(tmp_path) == ["x.tar.gz"]
@@ -332,7 +332,7 @@ def test_archive_without_the_expected_folder_raises(tmp_path):
 def test_archive_cannot_write_outside_the_destination(tmp_path):
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "x.tar.gz").write_bytes(tar_of({"inside/a": b"", "../../evil.txt": b"hello"}))
-    archive = Source(("https://example.org/x.tar.gz",), md5_of(tmp_path / "root" / "x.tar.gz"))
+    archive = Source(("https://example.org/x.tar.gz",), digest_of(tmp_path / "root" / "x.tar.gz", "md5"))
     with pytest.raises(DamagedFileError, match=r"x\.tar\.gz.*outside the destination"):
         unpack(archive, tmp_path / "root", "inside")
     assert file_names_in(tmp_path / "root") == ["x.tar.gz"]

@@ -269,10 +269,3 @@ def test_options_set_the_transform(tmp_path):
     assert transform.mean == (0.5, 0.5, 0.5)
     with pytest.raises(TypeError, match="path"):
         fedlas.build_data("folder")
-
-
-def test_the_test_split_does_not_depend_on_the_seed(tmp_path):
-    write_images(tmp_path, {"dog": 20, "cat": 20})
-    first, second = (fedlas.build_data("folder", path=tmp_path, seed=seed) for seed in (1, 2))
-    assert torch.equal(first.split("test").index, second.split("test").index)
-    assert not set(first.split("test").index.tolist()) & set(second.split("val").index.tolist())

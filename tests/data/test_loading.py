@@ -203,12 +203,6 @@ def test_damaged_image_error_in_a_worker_names_the_file(dataset):
         list(loader)
 
 
-def test_loader_accepts_in_memory_images():
-    data = fedlas.build_data("digits")
-    loader = Loader(data.split("train"), data.transform, batch_size=100, train=True, workers=0)
-    assert sum(len(batch.labels) for batch in loader) == 800
-
-
 def test_antialias_changes_decoded_images(dataset):
     from dataclasses import replace
 

@@ -144,7 +144,7 @@ def test_the_last_weights_are_evaluated_and_the_temperature_is_fitted_on_v2(eval
     expected = build_calibrator("temperature").fit(v2)
     assert line.posthoc["fitted_on"] == V2
     assert line.posthoc["temperature"] == pytest.approx(float(expected.learned["temperature"]), rel=1e-3)
-    raw = load_stored_predictions(ledger.find(line.recipe), ledger).predictions()
+    raw = load_stored_predictions(ledger.find(line.recipe), ledger).predictions
     torch.testing.assert_close(raw.logits.float(), run.predictions("last-test").logits.float())
     assert len(line.curve[0]["loss_state"]["strengths"]) == len(line.curve[0]["loss_state"]["gaps"])
 

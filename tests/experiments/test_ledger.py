@@ -44,6 +44,15 @@ def copy(trained, tmp_path):
     return tmp_path / "copy"
 
 
+def change_lines(folder, change):
+    """Apply a function to the parsed lines of a ledger, and write them again."""
+    path = folder / "results" / "digits-small.jsonl"
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    change(lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Ledger(folder / "results")
+
+
 def test_every_run_has_an_uncalibrated_and_a_temperature_scaled_line(ledger):
     methods = sorted((line.method, line.seed) for line in ledger.lines.values())
     assert methods == [(m, s) for m in ("ce", "ce+temperature", "ls", "ls+temperature") for s in (1, 2)]
@@ -117,26 +126,22 @@ def test_temperature_scaling_is_fitted_on_validation_logits_and_keeps_the_accura
 
 
 def test_changed_metric_is_reported(copy):
-    path = copy / "results" / "digits-small.jsonl"
-    lines = [json.loads(text) for text in path.read_text().splitlines()]
-    lines[0]["metrics"]["ece"][0] += 1e-4
-    lines[1]["metrics"]["aece"][2] += 0.01
-    lines[2]["metrics"]["nll"][1:] = None, None  # as in lines written before the metric had an interval
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    values = list(problems(Ledger(copy / "results")))
-    assert len(values) == 1
-    assert "ece" in values[0]
-    assert len(list(problems(Ledger(copy / "results"), intervals=True))) == 2
+    def change(lines):
+        lines[0]["metrics"]["ece"][0] += 1e-4
+        lines[1]["metrics"]["aece"][2] += 0.01
+        lines[2]["metrics"]["nll"][1:] = None, None  # as in lines written before the metric had an interval
+
+    ledger = change_lines(copy, change)
+    (problem,) = problems(ledger)
+    assert "ece" in problem
+    assert len(list(problems(ledger, intervals=True))) == 2
 
 
 def test_changed_temperature_is_reported(copy):
-    path = copy / "results" / "digits-small.jsonl"
-    lines = [json.loads(text) for text in path.read_text().splitlines()]
-    position = next(number for number, line in enumerate(lines) if line["posthoc"])
-    lines[position]["posthoc"]["temperature"] *= 1.001
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (problem,) = problems(Ledger(copy / "results"))
-    assert f"{lines[position]['id']}: the temperature is" in problem
+    position, line = next(item for item in enumerate(Ledger(copy / "results").lines.values()) if item[1].posthoc)
+    temperature = 1.001 * line.posthoc["temperature"]
+    (problem,) = problems(change_lines(copy, lambda lines: lines[position]["posthoc"].update(temperature=temperature)))
+    assert f"{line.id}: the temperature is" in problem
 
 
 def test_missing_changed_and_unused_prediction_files_are_reported(copy):
@@ -152,11 +157,8 @@ def test_missing_changed_and_unused_prediction_files_are_reported(copy):
 
 
 def test_ood_metrics_without_predictions_are_reported(copy):
-    path = copy / "results" / "digits-small.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lines[0]["ood"]["mnist"] = {"entropy": [0.999, 0.998, 0.9995]}
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (problem,) = problems(Ledger(copy / "results"))
+    ood = {"mnist": {"entropy": [0.999, 0.998, 0.9995]}}
+    (problem,) = problems(change_lines(copy, lambda lines: lines[0]["ood"].update(ood)))
     assert re.search("mnist.*'entropy'", problem)
 
 
@@ -206,13 +208,10 @@ def test_damaged_line_raises_with_file_and_line_number(tmp_path, text):
         (lambda line: line["recipe"].update(loss="mbls"), "id.*digits-small_cnn-mbls"),
     ],
 )
-def test_invalid_line_raises_with_its_field(trained, tmp_path, change, message):
-    path = tmp_path / "digits-small.jsonl"
-    lines = [json.loads(text) for text in (trained / "results" / path.name).read_text().splitlines()]
-    change(lines[1])
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+def test_invalid_line_raises_with_its_field(copy, change, message):
+    ledger = change_lines(copy, lambda lines: change(lines[1]))
     with pytest.raises(ValueError, match=rf"digits-small\.jsonl:2\b.*{message}"):
-        _ = Ledger(tmp_path).lines
+        _ = ledger.lines
 
 
 def test_commands_report_an_invalid_ledger_line_in_one_line(copy):
@@ -324,7 +323,7 @@ def test_older_lines_with_separate_prediction_files_stay_valid(copy):
             [dataclasses.replace(line, metrics=stored_predictions.metrics(), predictions=file_record)], content
         )
     assert list(problems(old_ledger)) == []
-    loaded = [load_stored_predictions(line, old_ledger).predictions() for line in old_ledger.lines.values()]
+    loaded = [load_stored_predictions(line, old_ledger).predictions for line in old_ledger.lines.values()]
     assert [item is None for item in loaded] == [False, True]
     fit(recipe.replace(ood=("digits",)), out=run.folder, resume=True)
     record(run, "small", old_ledger)
@@ -389,7 +388,7 @@ def test_stored_predictions_reproduce_the_metrics_of_both_lines(classes, factor)
         for score in ("entropy", "max_probability"):
             value = float(exact_state.detection["far"][score].auroc)
             assert stored_state.detection()["far"][score][0] == pytest.approx(value, abs=5e-4)  # 10 of 20,000 pairs
-        assert (stored_state.predictions() is None) == (classes > 10)
+        assert (stored_state.predictions is None) == (classes > 10)
     assert stored.metrics()["ece_official"][0] == pytest.approx(float(ece(predictions, compat="official")), abs=1e-5)
 
 
@@ -417,7 +416,7 @@ def test_storing_keeps_the_predicted_class_and_large_logits():
     largest = torch.finfo(torch.float32).max
     logits = torch.tensor([[1.0, 1.0 + 1e-6], [1.0 + 1e-6, 1.0], [1e6, -1e6], [-largest, largest]])
     predictions = Predictions(logits, torch.tensor([1, 0, 0, 1]))
-    loaded = StoredPredictions.of(predictions).predictions()
+    loaded = StoredPredictions.of(predictions).predictions
     assert loaded.prediction.tolist() == [1, 0, 0, 1]
     assert float(accuracy(loaded)) == 1.0
     assert np.isfinite(float(nll(loaded)))

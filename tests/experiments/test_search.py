@@ -51,6 +51,8 @@ def test_search_json_records_all_trials(finished_search):
         assert list(trial.values) == values
         assert trial.mean == pytest.approx(sum(values) / 2)
         assert 0.01 <= trial.options["alpha"] <= 0.4
+    best = RECIPE.replace(loss_options={**RECIPE.loss_options, **result.best.options}, seed=1)
+    assert best.name == result.best.runs[0]
 
 
 def test_repeated_search_reuses_finished_runs(finished_search):
@@ -61,12 +63,6 @@ def test_repeated_search_reuses_finished_runs(finished_search):
     after = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
     assert {path: after[path] for path in before} == before
     assert len(after) == len(before) + 4
-
-
-def test_best_options_give_the_recipe_of_the_best_run(finished_search, tmp_path):
-    _folder, result = finished_search
-    recipe = RECIPE.replace(loss_options={**RECIPE.loss_options, **result.best.options}, seed=1)
-    assert recipe.name == result.best.runs[0]
 
 
 def test_diverged_trial_is_never_the_best(tmp_path):

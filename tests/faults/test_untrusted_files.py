@@ -21,7 +21,7 @@ from dangers import ADMITTED, dangers
 import fedlas
 from fedlas.data import DamagedFileError, MissingFileError
 from fedlas.data.base import fetching
-from fedlas.data.base.fetching import Source, checked_bytes, fetch, md5_of
+from fedlas.data.base.fetching import Source, checked_bytes, digest_of, fetch
 from fedlas.data.base.formats import read_idx
 from fedlas.data.base.images import decode
 from fedlas.data.loading import Loader
@@ -230,7 +230,7 @@ def test_device_file_raises(tmp_path, suffix):
 @pytest.mark.parametrize(
     "read",
     [fedlas.read_predictions, fedlas.load_calibrator, read_weights, read_official, Report.load, load_program, read_idx,
-     checkpoint.load, md5_of, lambda path: checked_bytes(path, None)],
+     checkpoint.load, lambda path: digest_of(path, "md5"), lambda path: checked_bytes(path, None)],
 )  # fmt: skip
 @pytest.mark.parametrize(("kind", "suffix"), [("pipe", ".csv"), ("device", ".csv"), ("pipe", ".safetensors")])
 def test_pipes_and_devices_are_not_read(tmp_path, read, kind, suffix):

@@ -667,7 +667,7 @@ def damaged_copies(kind: str, path: Path, folder: Path, copies: int) -> list[tup
 def readers() -> dict[str, Callable[[Path], Any]]:
     """Return the function that opens each kind of file, as a user would."""
     import fedlas
-    from fedlas.data.base.fetching import Source, checked_bytes, md5_of, unpack
+    from fedlas.data.base.fetching import Source, checked_bytes, digest_of, unpack
     from fedlas.data.base.formats import plain_unpickled, read_idx
     from fedlas.data.base.images import Transform, decode
     from fedlas.evaluation import Report
@@ -731,7 +731,10 @@ def readers() -> dict[str, Callable[[Path], Any]]:
         if path.name.startswith("."):
             raise ValueError(path)
         return unpack(
-            Source((f"https://nowhere.invalid/{path.name}",), md5_of(path)), path.parent, "inside", download=False
+            Source((f"https://nowhere.invalid/{path.name}",), digest_of(path, "md5")),
+            path.parent,
+            "inside",
+            download=False,
         )
 
     transform = Transform(size=8, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)

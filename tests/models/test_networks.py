@@ -8,7 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from fedlas.models import WithFeatures, build_model, list_models, resnet
+from fedlas.models import WithFeatures, build_model, list_models
 from fedlas.models.base import Head
 
 RECORDS = {record.name: record for record in list_models()}
@@ -21,12 +21,6 @@ SAME_BLOCKS = {
     "resnet101_tiny",
     "resnet50",
 }  # with a single block in each stage
-
-
-@pytest.fixture
-def single_block_resnets(monkeypatch):
-    """ResNets with one block in each stage: every layer of the deep ones, in a fraction of the time."""
-    monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, (1, 1, 1, 1)))
 
 
 def size(model):

@@ -9,15 +9,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from fedlas.models import build_model, resnet
+from fedlas.models import build_model
 from fedlas.models.pretrained import Source
 
+pytestmark = pytest.mark.usefixtures("single_block_resnets")
 VIT = {"img_size": 32, "depth": 1, "embed_dim": 48, "num_heads": 2}
-
-
-@pytest.fixture(autouse=True)
-def single_block_resnets(monkeypatch):
-    monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, (1, 1, 1, 1)))
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,6 @@ class Aircraft(AbstractFineGrained):
     name = "aircraft"
     title = "FGVC-Aircraft"
     citation = "Maji et al., Fine-Grained Visual Classification of Aircraft, 2013."
-    published: ClassVar = {"selection": "official", "antialias": False}
     num_classes = 100
     sizes: ClassVar = {"train": 6667, "test": 3333}
     per_class: ClassVar = {"train": range(66, 68), "test": range(33, 35)}

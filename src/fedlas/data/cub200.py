@@ -23,7 +23,6 @@ class CUB200(AbstractFineGrained):
     name = "cub200"
     title = "CUB-200-2011"
     citation = "Wah et al., The Caltech-UCSD Birds-200-2011 Dataset, California Institute of Technology 2011."
-    published: ClassVar = {"selection": "official", "antialias": False}
     num_classes = 200
     sizes: ClassVar = {"train": 5994, "test": 5794}
     per_class: ClassVar = {"train": range(29, 31), "test": range(11, 31)}

@@ -78,9 +78,9 @@ class Resident:
             epoch: number of the epoch.
             seed: if given, replaces the seed.
         """
-        _set(self.epoch, epoch)
+        self.epoch.fill_(epoch)
         if seed is not None:
-            _set(self.seed, seed)
+            self.seed.fill_(seed)
         if not self.train:
             return
         positions = torch.arange(len(self), device=self.device)
@@ -124,10 +124,3 @@ class Resident:
                 return
             part = part_of_batch(global_batch, rank, world) if self.train else global_batch
             yield Sample(self.batch(part), self.labels[part], part if self.train else self.index[part])
-
-
-def _set(tensor: Tensor, value: Number) -> None:
-    if isinstance(value, Tensor):
-        tensor.copy_(value)
-    else:
-        tensor.fill_(value)

@@ -70,8 +70,7 @@ def _variants() -> dict[str, Variant]:
         f"{MARGIN} {name}": Variant(MARGIN, description, options)
         for name, description, options in (
             ("margin_reduction=sum", "margins added up over classes", {"margin_reduction": "sum"}),
-            *((n, a, o) for n, a, o in changes if n.startswith("gate=")),
-            ("start=first_batch", "running statistics start with the first batch", {"start": "first_batch"}),
+            *(change for change in changes if change[0].startswith(("gate=", "start="))),
         )
     }
     return variants

@@ -5,6 +5,7 @@ seeds. Controls of the label budget and ablations follow. Fashion-MNIST uses the
 and methods can be selected; the protocol is always "standard".
 """
 
+from itertools import product
 from pathlib import Path
 
 from fedlas.experiments import closed_loop_design as design
@@ -22,7 +23,6 @@ from fedlas.experiments.ledger import V2, Ledger
 from fedlas.experiments.paper import data_name
 from fedlas.report.figures import feedback_data, feedback_figure, save_with_data
 from fedlas.report.tables import Table
-from fedlas.training.recipe import Recipe
 
 
 class ClosedLoopEvaluation(AbstractExperiment):
@@ -41,22 +41,28 @@ class ClosedLoopEvaluation(AbstractExperiment):
             for candidate in design.candidates(choice)
             if data not in design.CONFIRMATION
         ]
-        for data in design.data_sets(choice):
-            for method in design.methods(choice):
-                for posthoc in design.POSTHOC:
-                    recipes = [
-                        design.primary_recipe(data, (method, posthoc), seed, choice, ledger) for seed in choice.seeds
-                    ]
-                    row = design.row_name(method, posthoc)
-                    runs += [_planned_run(recipe, row) for recipe in recipes if recipe is not None]
-        for data in design.control_data_sets(choice):
-            for row in design.control_rows(choice):
-                recipes = [design.control_recipe(data, row, seed, choice, ledger) for seed in design.CONTROLS["seeds"]]
-                runs += [_planned_run(recipe, row) for recipe in recipes if recipe is not None]
-        for row in design.ablation_rows(choice):
-            recipes = [design.ablation_recipe(row, seed, choice, ledger) for seed in design.ABLATIONS["seeds"]]
-            runs += [_planned_run(recipe, row) for recipe in recipes if recipe is not None]
-        return runs
+        recipes = [
+            (design.row_name(*row), design.primary_recipe(data, row, seed, choice, ledger))
+            for data in design.data_sets(choice)
+            for row in product(design.methods(choice), design.POSTHOC)
+            for seed in choice.seeds
+        ]
+        recipes += [
+            (row, design.control_recipe(data, row, seed, choice, ledger))
+            for data in design.control_data_sets(choice)
+            for row in design.control_rows(choice)
+            for seed in design.CONTROLS["seeds"]
+        ]
+        recipes += [
+            (row, design.ablation_recipe(row, seed, choice, ledger))
+            for row in design.ablation_rows(choice)
+            for seed in design.ABLATIONS["seeds"]
+        ]
+        return runs + [
+            PlannedRun(recipe, design.PROTOCOL, design.POSTHOC, rows=(row,))
+            for row, recipe in recipes
+            if recipe is not None
+        ]
 
     def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
         """Return all tables; those of comparisons, controls and ablations only if their runs are finished."""
@@ -78,7 +84,3 @@ class ClosedLoopEvaluation(AbstractExperiment):
         if not feedback:
             return []
         return save_with_data(feedback_figure(feedback), feedback, drawing.folder, "closed_loop_feedback")
-
-
-def _planned_run(recipe: Recipe, row: str) -> PlannedRun:
-    return PlannedRun(recipe, design.PROTOCOL, design.POSTHOC, rows=(row,))

@@ -82,11 +82,9 @@ def primary_table(ledger: Ledger, choice: Choice) -> Table:
     """Return the primary table: every metric of every method, before and after temperature scaling."""
     measures = _measures(data_sets(choice))
     rows = []
-    for method in methods(choice):
-        for posthoc in POSTHOC:
-            lines = {data: primary_lines(ledger, choice, data, (method, posthoc)) for data in data_sets(choice)}
-            cells = tuple(_cell(lines[data], measured, len(choice.seeds)) for data, measured in measures)
-            rows.append(Row(row_name(method, posthoc), _label(method, posthoc), cells))
+    for row in product(methods(choice), POSTHOC):
+        lines = {data: primary_lines(ledger, choice, data, row) for data in data_sets(choice)}
+        rows.append(Row(row_name(*row), _label(*row), _cells(lines, measures, len(choice.seeds))))
     notes = ("Weights of the last epoch; the temperature is fitted on V2. Mean and standard deviation over seeds.",)
     title = "Closed loop, CE and PS-KD"
     return Table("closed_loop-primary", title, _columns(measures), tuple(rows), notes + choice.changed)
@@ -170,32 +168,28 @@ def _margin_table(
 
 def control_tables(ledger: Ledger, choice: Choice) -> list[Table]:
     """Return the tables of controls of the label budget, and of their differences from `closed_loop`."""
-    seeds, tables = design.CONTROLS["seeds"], []
-    measures = _measures(design.control_data_sets(choice), ood=False)
+    seeds, sets = design.CONTROLS["seeds"], design.control_data_sets(choice)
     lines = {
-        (data, row): _finished_lines(
+        (row, data): _finished_lines(
             ledger, [design.control_recipe(data, row, seed, choice, ledger) for seed in seeds], TEMPERATURE
         )
-        for data in design.control_data_sets(choice)
+        for data in sets
         for row in design.control_rows(choice)
     }
     if not any(lines.values()):
         return []
+    measures = _measures(sets, ood=False)
     descriptions = {row: f"{design.CONTROLS['rows'][row]['about']} + TS" for row in design.control_rows(choice)}
     rows = [
-        Row(row, description, tuple(_cell(lines[data, row], measured, len(seeds)) for data, measured in measures))
+        Row(row, description, _cells({data: lines[row, data] for data in sets}, measures, len(seeds)))
         for row, description in descriptions.items()
     ]
-    ours = {data: primary_lines(ledger, choice, data, (OURS, None), seeds) for data in design.control_data_sets(choice)}
-    rows.append(
-        Row(OURS, _label(OURS, None), tuple(_cell(ours[data], measured, len(seeds)) for data, measured in measures))
-    )
+    ours = {data: primary_lines(ledger, choice, data, (OURS, None), seeds) for data in sets}
+    rows.append(Row(OURS, _label(OURS, None), _cells(ours, measures, len(seeds))))
     note = (
         f"Seeds {', '.join(map(str, seeds))}; configurations of the + TS rows. Mean and standard deviation over seeds."
     )
-    tables.append(
-        Table("closed_loop-controls", "Controls of the label budget", _columns(measures), tuple(rows), (note,))
-    )
+    tables = [Table("closed_loop-controls", "Controls of the label budget", _columns(measures), tuple(rows), (note,))]
     values = _SampleValues(ledger)
     differences = [
         Row(
@@ -203,7 +197,7 @@ def control_tables(ledger: Ledger, choice: Choice) -> list[Table]:
             f"{data_name(data)}: closed loop - {descriptions[row]}, {TESTED[metric]}",
             _difference(values.compare(ours[data], theirs, metric), metric),
         )
-        for (data, row), theirs in lines.items()
+        for (row, data), theirs in lines.items()
         for metric in TESTED
         if len(theirs) == len(ours[data]) == len(seeds)
     ]
@@ -229,11 +223,7 @@ def ablation_table(ledger: Ledger, choice: Choice) -> list[Table]:
     descriptions = {row: design.ABLATIONS["variants"][row]["about"] for row in lines}
     row_lines = {OURS: primary_lines(ledger, choice, data, (OURS, None), seeds), **lines}
     rows = tuple(
-        Row(
-            row,
-            descriptions.get(row, "selected configuration"),
-            tuple(_cell(finished, measured, len(seeds)) for _, measured in measures),
-        )
+        Row(row, descriptions.get(row, "selected configuration"), _cells({data: finished}, measures, len(seeds)))
         for row, finished in row_lines.items()
     )
     note = f"Seeds {', '.join(map(str, seeds))}, without temperature scaling; one factor at a time."
@@ -254,10 +244,16 @@ def _columns(measures: Sequence[tuple[str, Measured]]) -> tuple[Column, ...]:
     return tuple(measured.column(data_name(data)) for data, measured in measures)
 
 
-def _cell(lines: Sequence[Line], measured: Measured, planned: int) -> Cell:
-    scale = 1000 if measured.metric == "aurc" else 1
-    measures = [measure for line in lines if (measure := measured.of(line)) is not None]
-    return Cell(tuple(scale * value for value, _, _ in measures), planned=planned)
+def _cells(
+    lines: Mapping[str, Sequence[Line]], measures: Sequence[tuple[str, Measured]], planned: int
+) -> tuple[Cell, ...]:
+    """Return the cells of a row, from the lines of each data set."""
+    cells = []
+    for data, measured in measures:
+        scale = 1000 if measured.metric == "aurc" else 1
+        values = [measure for line in lines[data] if (measure := measured.of(line)) is not None]
+        cells.append(Cell(tuple(scale * value for value, _, _ in values), planned=planned))
+    return tuple(cells)
 
 
 def _finished_lines(ledger: Ledger, recipes: Sequence[Recipe | None], posthoc: str | None) -> list[Line]:

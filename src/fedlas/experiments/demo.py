@@ -95,7 +95,7 @@ def run_demo(folder: Path, *, progress: bool | None = None, command: str | None 
     paper = compared_losses()
     diagrams = {
         "as trained": [_diagram(report.before, paper[name]) for name, report in reports.items()],
-        "temperature": [_diagram(_calibrated(report), paper[name]) for name, report in reports.items()],
+        "temperature": [_diagram(report.after["temperature"], paper[name]) for name, report in reports.items()],
     }
     figures = save_with_data(reliability_figure(diagrams), diagrams, folder / FIGURES, FIGURE, ("png",))
     compared = {name: models[name] for name in PAGE_LOSSES}
@@ -123,12 +123,8 @@ def _diagram(state: State, title: str) -> Reliability:
     return reliability_data(state.bins["width"], state["ece"], title)
 
 
-def _calibrated(report: Report) -> State:
-    return report.after["temperature"]
-
-
 def _rows(name: str, report: Report) -> list[list[str]]:
-    states = {"as trained": report.before, "temperature": _calibrated(report)}
+    states = {"as trained": report.before, "temperature": report.after["temperature"]}
     rows = [
         [label, _rounded(state["accuracy"]), state["ece"].cell(), state["nll"].cell()]
         for label, state in states.items()
@@ -144,7 +140,7 @@ def _rounded(result: Result) -> str:
 def _explanation(reports: Mapping[str, Report]) -> str:
     """Return the numbers of samples, and how to read the table."""
     report = reports["ce"]
-    (fit,) = _calibrated(report).fits
+    (fit,) = report.after["temperature"].fits
     return textwrap.fill(
         f"{count(report.n)} test images; the temperature is fitted on {count(fit.n)} validation images. Brackets hold "
         "95 % intervals. With one seed and few images, only large differences count.",
@@ -155,7 +151,7 @@ def _explanation(reports: Mapping[str, Report]) -> str:
 def _conclusion(reports: Mapping[str, Report]) -> str:
     """Return a sentence on the ECE of cross-entropy, as trained and after temperature scaling, and on the best loss."""
     before = {name: report.before["ece"] for name, report in reports.items()}
-    calibrated = _calibrated(reports["ce"])["ece"]
+    calibrated = reports["ce"].after["temperature"]["ece"]
     confidence_gap = reports["ce"].before["signed_ece"]
     direction = "over" if confidence_gap > 0 else "under"
     best = min(before, key=lambda name: before[name])

@@ -9,27 +9,18 @@ by psi = -sign(gamma), which makes alpha_i smaller than alpha. Therefore the tab
 and the fraction of samples with psi = -sign(gamma).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from fedlas.experiments.base import AbstractExperiment, Choice, Drawing, PlannedRun
+from fedlas.experiments.grid import Benchmark
 from fedlas.experiments.ledger import Ledger, Line
-from fedlas.experiments.paper import data_name
 from fedlas.report.figures import epoch_statistics, gate_data, gate_figure, save_with_data
 from fedlas.report.tables import Cell, Column, Row, Table
 from fedlas.training.protocols import compared_losses, list_recipes, recipe_for
 from fedlas.training.recipe import Recipe
 
 PAPER_DATA = "cifar10"
-
-
-class Benchmark(NamedTuple):
-    """A data set and a network; None stands for the first network of the protocol."""
-
-    data: str
-    model: str | None
 
 
 @dataclass(frozen=True)
@@ -78,7 +69,7 @@ class GateStability(AbstractExperiment):
         """Return a table of the first and the last epoch."""
         benchmarks, losses = _benchmarks(choice), _losses(choice)
         columns = tuple(
-            Column(statistic.heading, _heading(choice, benchmark), percent=statistic.percent, ranked=False)
+            Column(statistic.heading, benchmark.heading, percent=statistic.percent, ranked=False)
             for benchmark in benchmarks
             for statistic in STATISTICS
         )
@@ -116,11 +107,11 @@ class GateStability(AbstractExperiment):
             recipe = finished[0].recipe
             milestones = recipe.milestones if recipe.schedule == "multi_step" else ()
             curves = {
-                _curve_label(name, lines): [line.curve for line in lines]
+                f"{name} ({len(lines)} seed{'s' if len(lines) > 1 else ''})": [line.curve for line in lines]
                 for name, lines in lines_of_loss.items()
                 if lines
             }
-            title = f"{_heading(choice, benchmark)}, {choice.protocol} protocol{' (changed)' if choice.changes else ''}"
+            title = f"{benchmark.heading}, {choice.protocol} protocol{' (changed)' if choice.changes else ''}"
             data = gate_data(curves, title, milestones)
             name = f"{self.name}-{choice.protocol}-{recipe.data}-{recipe.model}"
             files += save_with_data(gate_figure(data), data, drawing.folder, name)
@@ -138,7 +129,11 @@ def _benchmarks(choice: Choice) -> list[Benchmark]:
     known = list(dict.fromkeys(r.data for protocol, r in list_recipes(["ce"]) if protocol == choice.protocol))
     default = [PAPER_DATA] if PAPER_DATA in known else known[:1]
     data_sets = choice.select(known, default if choice.data is None else choice.data, "data set")
-    return [Benchmark(data, model) for data in data_sets for model in choice.models or (None,)]
+    return [
+        Benchmark(data, model)
+        for data in data_sets
+        for model in choice.models or (recipe_for(data, protocol=choice.protocol).model,)
+    ]
 
 
 def _recipes(choice: Choice, benchmark: Benchmark, loss: str) -> list[Recipe]:
@@ -157,12 +152,3 @@ def _cell(ledger: Ledger, choice: Choice, benchmark: Benchmark, loss: str, stati
     ]
     values = tuple(epochs.mean[-1 if statistic.last else 0] for epochs in all_epochs if epochs.mean)
     return Cell(values, planned=len(choice.seeds))
-
-
-def _heading(choice: Choice, benchmark: Benchmark) -> str:
-    model = recipe_for(*benchmark, protocol=choice.protocol).model
-    return f"{data_name(benchmark.data)}, {model}"
-
-
-def _curve_label(name: str, lines: Sequence[Line]) -> str:
-    return f"{name} ({len(lines)} seed{'s' if len(lines) > 1 else ''})"

@@ -27,6 +27,11 @@ class Benchmark(NamedTuple):
     data: str
     model: str
 
+    @property
+    def heading(self) -> str:
+        """The heading of its columns."""
+        return f"{paper.data_name(self.data)}, {self.model}"
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -117,14 +122,12 @@ class AbstractGrid(AbstractExperiment):
         benchmarks = []
         for data in data_sets:
             # If the protocol has no network for the data set, creating the recipe raises the error.
-            models = choice.models or self.models(data, choice.protocol) or (self._no_model(data, choice),)
+            models = choice.models or self.models(data, choice.protocol)
+            models = models or (recipe_for(data, protocol=choice.protocol).model,)
             benchmarks += [Benchmark(data, model) for model in models]
         if not benchmarks:
             raise UserError(f"the protocol {protocol.name!r} has no network for the data of this experiment")
         return benchmarks
-
-    def _no_model(self, data: str, choice: Choice) -> str:
-        return recipe_for(data, protocol=choice.protocol).model
 
     def rows(self, choice: Choice) -> list[str]:
         """Return the chosen rows."""
@@ -153,7 +156,7 @@ class AbstractGrid(AbstractExperiment):
             (benchmark, measured) for benchmark in benchmarks for measured in self.measured(benchmark.data, choice)
         ]
         compared = choice.protocol in PAPER_PROTOCOLS and not choice.changes
-        columns = [measured.column(heading(benchmark), compared=compared) for benchmark, measured in cells]
+        columns = [measured.column(benchmark.heading, compared=compared) for benchmark, measured in cells]
         filled = [
             Row(
                 row,
@@ -207,11 +210,7 @@ class AbstractGrid(AbstractExperiment):
         self, ledger: Ledger, choice: Choice, benchmarks: Sequence[Benchmark], row: str, seed: int
     ) -> float | None:
         """Return the mean accuracy of one seed; None if a run is missing."""
-        recipes = [self.recipe(benchmark, row, seed, choice, ledger) for benchmark in benchmarks]
-        lines = [
-            None if recipe is None else ledger.find(recipe, calibrator_of(row), evaluated_split(recipe, choice))
-            for recipe in recipes
-        ]
+        lines = [self._line(ledger, choice, benchmark, row, seed) for benchmark in benchmarks]
         accuracies = [line.metrics["accuracy"][0] for line in lines if line is not None]
         return fmean(accuracies) if len(accuracies) == len(benchmarks) else None
 
@@ -231,6 +230,11 @@ class AbstractGrid(AbstractExperiment):
         long = f"{short} {paper_note.format('of its network and its many epochs')}"
         return (*test, long if self.compared else short, *choice.changed)
 
+    def _line(self, ledger: Ledger, choice: Choice, benchmark: Benchmark, row: str, seed: int) -> Line | None:
+        """Return the ledger line of one run, if any."""
+        recipe = self.recipe(benchmark, row, seed, choice, ledger)
+        return None if recipe is None else ledger.find(recipe, calibrator_of(row), evaluated_split(recipe, choice))
+
     def _cells(self, ledger: Ledger, choice: Choice, benchmark: Benchmark, row: str) -> list[Cell]:
         """Return the cells of a row for one data set and model, one per metric."""
         lines = self.lines(ledger, choice, benchmark, row)
@@ -240,9 +244,7 @@ class AbstractGrid(AbstractExperiment):
 
     def lines(self, ledger: Ledger, choice: Choice, benchmark: Benchmark, row: str) -> list[Line]:
         """Return the ledger lines of a row for one data set and model, one per seed."""
-        recipes = [self.recipe(benchmark, row, seed, choice, ledger) for seed in choice.seeds]
-        posthoc, available = calibrator_of(row), [recipe for recipe in recipes if recipe is not None]
-        lines = [ledger.find(recipe, posthoc, evaluated_split(recipe, choice)) for recipe in available]
+        lines = [self._line(ledger, choice, benchmark, row, seed) for seed in choice.seeds]
         return [line for line in lines if line is not None]
 
     def _cell(self, lines: Sequence[Line], choice: Choice, benchmark: Benchmark, row: str, measured: Measured) -> Cell:
@@ -268,8 +270,3 @@ def loss_of(row: str) -> str:
 def calibrator_of(row: str) -> str | None:
     """Return the calibrator of a row such as "ce+temperature"; None for a row without."""
     return row.partition("+")[2] or None
-
-
-def heading(benchmark: Benchmark) -> str:
-    """Return the common heading of the columns of a data set and model."""
-    return f"{paper.data_name(benchmark.data)}, {benchmark.model}"

@@ -44,7 +44,6 @@ from fedlas.report.figures import (
     theorem_data,
     theorem_figure,
 )
-from fedlas.report.tables import Table
 from fedlas.training.backend_flags import backend_flags
 from fedlas.training.build import select_device
 from fedlas.training.checkpoint import check_recipe, load, restore_module
@@ -78,6 +77,8 @@ class ModelOutputs:
 class Indicator(AbstractExperiment):
     """Feature norm and confidence, activations, and the theorem, for a small network."""
 
+    # It has no tables: the numbers need the model and are stored with the figures.
+
     name = "indicator"
     draws_runs = True
 
@@ -88,11 +89,6 @@ class Indicator(AbstractExperiment):
             known = [recipe for recipe in recipes if ledger.find(recipe) is not None]
             recipes = known[:1] or [next(recipe for recipe in recipes if _at_hand(recipe, choice.data_root))]
         return [PlannedRun(recipe, PROTOCOL) for recipe in recipes]
-
-    def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
-        """Return no tables: the numbers need the model and are stored with the figures."""
-        del ledger, choice
-        return []
 
     def draw(self, drawing: Drawing) -> list[Path]:
         """Draw the first finished run, or the runs on all requested data sets."""

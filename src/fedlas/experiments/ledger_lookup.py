@@ -43,7 +43,8 @@ def find_runs(text: str, ledger: Ledger, **columns: Any) -> ModelRuns:
         return ModelRuns(text, {None: require_labels(read_predictions(path, **columns), path)})
     lines = [ledger.lines[text]] if text in ledger.lines else find_lines(text, ledger)
     if not lines:
-        known = ", ".join(_known(ledger)) or "none, because it is empty or missing; see --ledger"
+        rows = {f"{line.recipe.data}/{line.protocol}/{line.method}" for line in ledger.lines.values()}
+        known = ", ".join(sorted(rows)) or "none, because it is empty or missing; see --ledger"
         raise UserError(
             f"there is no file or run folder {text!r}, and no such row in the ledger {ledger.folder}, whose rows are "
             f"(data/protocol/method): {known}"
@@ -93,8 +94,7 @@ def _lines_of_row(data: str, protocol: Sequence[str], row: str, ledger: Ledger) 
         for name, model in sorted(benchmarks) if row in grid.methods else ():
             choice = Choice(data=(data,), models=(model,), losses=(row,), protocol=name, seeds=seeds)
             for planned in grid.plan(choice, ledger):
-                lines = [ledger.find(planned.recipe, posthoc, planned.split) for posthoc in planned.posthoc]
-                lines_by_id |= {line.id: line for line in lines if line is not None}
+                lines_by_id |= {line.id: line for line in planned.lines(ledger) if line is not None}
     return list(lines_by_id.values())
 
 
@@ -106,7 +106,3 @@ def _is_unchanged(line: Line) -> bool:
     except ValueError:  # a custom protocol
         return False
     return unchanged.name == recipe.name
-
-
-def _known(ledger: Ledger) -> list[str]:
-    return sorted({f"{line.recipe.data}/{line.protocol}/{line.method}" for line in ledger.lines.values()})

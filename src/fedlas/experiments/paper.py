@@ -9,7 +9,10 @@ from typing import Any
 @cache
 def _paper() -> dict[str, Any]:
     text = resources.files("fedlas.experiments").joinpath("paper.json").read_text(encoding="utf-8")
-    return dict(json.loads(text))
+    content: dict[str, Any] = json.loads(text)
+    for name in ("numbers", "summaries"):
+        content[name] = [row for row in content[name] if not row.get("commented_out")]
+    return content
 
 
 @cache
@@ -17,7 +20,6 @@ def _numbers() -> dict[tuple[str | None, ...], float]:
     return {
         (row["table"], row["method"], row["data"], row["model"], row["metric"], row.get("ood")): row["percent"] / 100
         for row in _paper()["numbers"]
-        if not row.get("commented_out")
     }
 
 
@@ -39,16 +41,14 @@ def summaries_of(table: str) -> dict[str, dict[str, float]]:
     """Return the paper's numbers of each method over all data sets: mean accuracy in percent, and mean ranks."""
     summaries: dict[str, dict[str, float]] = {}
     for row in _paper()["summaries"]:
-        if row["table"] == table and not row.get("commented_out"):
+        if row["table"] == table:
             summaries.setdefault(row["method"], {})[row["metric"]] = row["value"]
     return summaries
 
 
 def methods(table: str) -> dict[str, str]:
     """List the methods of a table in the paper's order, with the paper's names."""
-    order = dict.fromkeys(
-        row["method"] for row in _paper()["numbers"] if row["table"] == table and not row.get("commented_out")
-    )
+    order = dict.fromkeys(row["method"] for row in _paper()["numbers"] if row["table"] == table)
     return {method: _paper()["methods"][method] for method in order}
 
 

@@ -15,6 +15,7 @@ from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import run_in
 
 NAMED = 3  # number of folders listed in an error message
+HEAD = ("data", "model", "row", "evaluated", "seed", "epochs", "folder")  # of `Plan.rows`
 
 CATALOG = Catalog("fedlas.experiments", AbstractExperiment, "experiment")  # type: ignore[type-abstract]
 
@@ -62,16 +63,14 @@ class Plan:
 
     def rows(self) -> list[list[str]]:
         """Return a row for each missing run: data, model, row, evaluation, seed, epochs, folder."""
-        return [_row(planned.recipe, planned) for planned in self.missing]
-
-
-HEAD = ("data", "model", "row", "evaluated", "seed", "epochs", "folder")
-
-
-def _row(recipe: Recipe, planned: PlannedRun) -> list[str]:
-    row = ", ".join(planned.rows) or recipe.loss
-    evaluated = ", ".join(posthoc or "as trained" for posthoc in planned.posthoc)
-    return [recipe.data, recipe.model, row, evaluated, str(recipe.seed), str(recipe.epochs), recipe.name]
+        rows = []
+        for planned in self.missing:
+            recipe, names = planned.recipe, ", ".join(planned.rows) or planned.recipe.loss
+            evaluated = ", ".join(posthoc or "as trained" for posthoc in planned.posthoc)
+            rows.append(
+                [recipe.data, recipe.model, names, evaluated, str(recipe.seed), str(recipe.epochs), recipe.name]
+            )
+        return rows
 
 
 def experiment_named(name: str) -> AbstractExperiment:
@@ -113,22 +112,19 @@ def make_plan(
         more = f" and {len(by_name) - NAMED} more" if len(by_name) > NAMED else ""
         known = f"there are {', '.join(list(by_name)[:NAMED])}{more}" if by_name else "none is planned"
         raise UserError(f"no planned run has a folder whose name contains {only!r}; {known}")
-    runs_for_figures = runs if experiment.draws_runs else None
-    missing = tuple(
-        planned
-        for planned in selected
-        if planned.missing(ledger)
-        or (runs_for_figures is not None and not has_trained_run(runs_for_figures, planned.recipe))
-    )
-    again = sum(not planned.missing(ledger) for planned in missing)
+    in_ledger = [planned for planned in selected if not planned.missing(ledger)]
+    again = []
+    if runs is not None and experiment.draws_runs:
+        again = [planned for planned in in_ledger if not has_trained_run(runs, planned.recipe)]
+    done = {planned.recipe.name for planned in in_ledger} - {planned.recipe.name for planned in again}
+    missing = tuple(planned for planned in selected if planned.recipe.name not in done)
     for planned in missing:
         check_parts(planned.recipe)
     for line in (line for planned in selected for line in planned.lines(ledger) if line is not None):
         ledger.content_of(line)
     minutes, unknown, device = _minutes(missing, ledger)
-    done = [planned for planned in selected if not planned.missing(ledger)]
-    unscaled = sum(ledger.find(planned.recipe, TEMPERATURE, planned.split) is None for planned in done)
-    return Plan(selected, missing, minutes, unknown, again, device, unscaled)
+    unscaled = sum(ledger.find(planned.recipe, TEMPERATURE, planned.split) is None for planned in in_ledger)
+    return Plan(selected, missing, minutes, unknown, len(again), device, unscaled)
 
 
 def has_trained_run(runs: Path, recipe: Recipe) -> bool:

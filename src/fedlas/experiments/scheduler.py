@@ -26,7 +26,7 @@ import torch
 from fedlas.errors import UserError
 from fedlas.experiments.executors.base import AbstractExecutor, Outcome
 from fedlas.experiments.executors.local import ProcessExecutor, SerialExecutor
-from fedlas.experiments.executors.ray import VISIBLE_AFTER, RayExecutor, Resources
+from fedlas.experiments.executors.ray import VISIBLE_AFTER, RayExecutor
 from fedlas.extras import optional_module
 from fedlas.training import Recipe, Run, RunError
 from fedlas.training.recipe import differences
@@ -99,8 +99,9 @@ def train_recipes(
 
     def start_executor(count: int) -> AbstractExecutor:
         if ray is not None:
-            resources = Resources(gpus_per_run, cpus_per_run, device)
-            return RayExecutor(ray, address, resources, data_root=data_root, folder=folder)
+            return RayExecutor(
+                ray, address, gpus=gpus_per_run, cpus=cpus_per_run, device=device, data_root=data_root, folder=folder
+            )
         if len(devices) == 1:
             return SerialExecutor(devices[0], data_root, deadline, progress)
         return ProcessExecutor(devices[:count], data_root, deadline)

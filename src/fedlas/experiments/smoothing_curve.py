@@ -14,7 +14,6 @@ from torch import Tensor
 from fedlas.experiments.base import AbstractExperiment, Choice, Drawing, PlannedRun
 from fedlas.experiments.ledger import Ledger
 from fedlas.report.figures import save_with_data, smoothing_data, smoothing_figure
-from fedlas.report.tables import Table
 from fedlas.training.backend_flags import backend_flags
 from fedlas.training.protocols import loss_options, recipe_for
 from fedlas.training.session import Session
@@ -34,11 +33,6 @@ class SmoothingCurve(AbstractExperiment):
     def plan(self, choice: Choice, ledger: Ledger) -> list[PlannedRun]:
         """Return no runs."""
         del choice, ledger
-        return []
-
-    def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
-        """Return no tables."""
-        del ledger, choice
         return []
 
     def draw(self, drawing: Drawing) -> list[Path]:

@@ -2,7 +2,7 @@
 
 from fedlas.experiments.base import Choice
 from fedlas.experiments.epochs import epoch_table
-from fedlas.experiments.grid import AbstractGrid, heading
+from fedlas.experiments.grid import AbstractGrid
 from fedlas.experiments.ledger import Ledger, epoch_ledger
 from fedlas.report.tables import Table
 
@@ -17,7 +17,7 @@ class Sota(AbstractGrid):
     def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
         rows = {
             (row, self.methods[row]): {
-                heading(benchmark): self.lines(ledger, choice, benchmark, row) for benchmark in self.benchmarks(choice)
+                benchmark.heading: self.lines(ledger, choice, benchmark, row) for benchmark in self.benchmarks(choice)
             }
             for row in self.rows(choice)
         }

@@ -131,7 +131,7 @@ class StoredPredictions:
 
     def _cross_fitted(self) -> "StoredPredictions | None":
         """Divide the logits of each fold by the temperature fitted on the other fold."""
-        validation, folds = self.predictions(), self._tensor("folds")
+        validation, folds = self.predictions, self._tensor("folds")
         assert validation is not None
         logits, temperatures = validation.logits.clone(), []
         for fold in folds.unique():
@@ -173,16 +173,13 @@ class StoredPredictions:
             for ood in ood_sets
         }
 
+    @cached_property
     def predictions(self) -> Predictions | None:
-        """Return the predictions; None where logits were not stored.
+        """The predictions; None where logits were not stored.
 
         Logits are converted to float64. In float32 a tenth of the confidences are tied, which ones depends on the
         processor, and samples at the edges of equal-mass bins would change bins.
         """
-        return self._predictions
-
-    @cached_property
-    def _predictions(self) -> Predictions | None:
         if "logits" not in self.arrays:
             return None
         split = V2 if "folds" in self.arrays else TEST
@@ -190,9 +187,8 @@ class StoredPredictions:
 
     def tops(self) -> AnyPredictions:
         """Return the predictions; without stored logits, only predicted classes and confidences."""
-        predictions = self.predictions()
-        if predictions is not None:
-            return predictions
+        if self.predictions is not None:
+            return self.predictions
         confidence, prediction, labels = map(self._tensor, ("confidence", "prediction", "labels"))
         return TopLabelPredictions(confidence, prediction=prediction, labels=labels, split="test")
 
@@ -230,20 +226,18 @@ class StoredPredictions:
         return cls(arrays)
 
     def _accumulator(self) -> EvaluationAccumulator:
-        predictions = self.predictions()
-        if predictions is None:
+        if self.predictions is None:
             columns = {name: self._tensor(name) for name in self.arrays if "/" not in name}
             return EvaluationAccumulator.from_state_dict(
                 columns | {name: columns[name].double() for name in ROUNDED}, split="test"
             )
         accumulator = EvaluationAccumulator()
-        accumulator.update(predictions)
+        accumulator.update(self.predictions)
         return accumulator
 
     def _known_scores(self) -> dict[str, Tensor]:
-        predictions = self.predictions()
-        if predictions is not None:
-            return {score: score_of(predictions, score).float() for score in SCORES}
+        if self.predictions is not None:
+            return {score: score_of(self.predictions, score).float() for score in SCORES}
         return {score: self._tensor(f"known/{score}") for score in SCORES}
 
     def _tensor(self, name: str) -> Tensor:

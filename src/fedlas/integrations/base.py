@@ -1,12 +1,14 @@
 """Validation metrics and gate statistics that the integrations log."""
 
 import math
+from collections.abc import Sized
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fedlas import ranks
 from fedlas.losses.base import AbstractLoss
 from fedlas.losses.flip_rate import GateHistory
 from fedlas.metrics.registry import logged_metrics
@@ -67,8 +69,8 @@ class ValidationMetrics:
     def predictions(self) -> Predictions | None:
         """Return the samples of all ranks; None if they were not stored. Call it on all ranks."""
         by_process = [self.batches]
-        if self.shared and _processes() > 1:
-            by_process = [[] for _ in range(_processes())]
+        if self.shared and ranks.count() > 1:
+            by_process = [[] for _ in range(ranks.count())]
             dist.all_gather_object(by_process, self.batches)
         batches = [batch for part in by_process for batch in part]
         if not batches:
@@ -111,10 +113,8 @@ class Gate:
         """
         if self.sums is None:
             return {}
-        sums, self.sums = self.sums, None
-        if _processes() > 1:
-            dist.all_reduce(sums)
-        samples, positive, alpha = sums.tolist()
+        samples, positive, alpha = ranks.total(self.sums).tolist()
+        self.sums = None
         if not samples:
             return {}
         statistics = {
@@ -138,5 +138,7 @@ class Gate:
             self.history.load_state_dict(state["history"])
 
 
-def _processes() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+def count_samples(loader: Any) -> int | None:
+    """Return the size of the data set of a loader; None for streams or several data sets."""
+    data = getattr(loader, "dataset", None)
+    return len(data) if isinstance(data, Sized) else None

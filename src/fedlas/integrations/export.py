@@ -293,22 +293,11 @@ def _two_or_more(example: Inputs) -> tuple[Tensor, ...]:
     return tuple(torch.cat([tensor, tensor]) if len(tensor) == 1 else tensor for tensor in inputs)
 
 
-class _Alone(nn.Module):
-    """A calibrator as a module, to check whether it can be traced."""
-
-    def __init__(self, calibrator: AbstractCalibrator) -> None:
-        super().__init__()
-        self.calibrator = calibrator
-
-    def forward(self, logits: Tensor) -> Tensor:
-        return self.calibrator.apply(logits)
-
-
 def _explain_failure(model: CalibratedModel, output: Tensor, error: Exception) -> str:
     """Return an error message that names the part that cannot be traced."""
     if isinstance(model.calibrator, AbstractCalibrator):
         try:
-            torch.export.export(_Alone(model.calibrator), (output,))
+            torch.export.export(CalibratedModel(nn.Identity(), model.calibrator), (output,))
         except Exception as reason:
             first_line = str(reason).strip().partition("\n")[0]
             return (

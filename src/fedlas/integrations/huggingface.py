@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fedlas.errors import MissingPackageError, UserError
 from fedlas.extras import needed
-from fedlas.integrations.base import Gate, ValidationMetrics
+from fedlas.integrations.base import Gate, ValidationMetrics, count_samples
 from fedlas.losses.base import IGNORE_INDEX, AbstractLoss
 from fedlas.models.base import WithFeatures
 from fedlas.predictions import Predictions
@@ -122,8 +122,7 @@ class Calibration(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:  # noqa: ARG002
         """Record the number of training samples, for the flip rate."""
-        data = getattr(more.get("train_dataloader"), "dataset", None)
-        self._samples = len(data) if hasattr(data, "__len__") and data is not None else None
+        self._samples = count_samples(more.get("train_dataloader"))
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:  # noqa: ARG002
         """End the epoch of the loss, unless an evaluation follows; `on_evaluate` then does so before the checkpoint."""

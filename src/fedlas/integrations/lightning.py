@@ -15,7 +15,7 @@ Both package names work: `import lightning.pytorch` and `import pytorch_lightnin
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fedlas.errors import MissingPackageError, UserError
 from fedlas.extras import needed
-from fedlas.integrations.base import Gate, ValidationMetrics
+from fedlas.integrations.base import Gate, ValidationMetrics, count_samples
 from fedlas.losses.base import AbstractLoss
 from fedlas.predictions import Predictions
 
@@ -101,7 +101,7 @@ class CalibrationCallback(_Callback):
         """Add the gate statistics of the batch."""
         index, self._index = self._index, None
         assert self._gate is not None
-        self._gate.add(index, None if index is None else _training_samples(trainer))
+        self._gate.add(index, None if index is None else count_samples(trainer.train_dataloader))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """End the epoch of the loss, if validation did not."""
@@ -241,9 +241,3 @@ def _find_loss(module: nn.Module, name: str | None) -> AbstractLoss:
         f"{problem}: {type(module).__name__} has {names}; assign self.loss = fedlas.build_loss(...) in its __init__, "
         "or pass CalibrationCallback(loss=...) the name of one of several"
     )
-
-
-def _training_samples(trainer: Any) -> int | None:
-    """Return the size of the training set; None for streams or several data sets."""
-    data = getattr(trainer.train_dataloader, "dataset", None)
-    return len(data) if isinstance(data, Sized) else None

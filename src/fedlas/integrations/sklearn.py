@@ -88,7 +88,8 @@ class CalibratedClassifier(base.ClassifierMixin, base.MetaEstimatorMixin, base.B
     def predict_proba(self, X: Any) -> NDArray[np.float64]:  # noqa: N803
         """Return calibrated probabilities, one column for each of `classes_`."""
         validation.check_is_fitted(self)
-        return _softmax(self.calibrator_.transform(self._logits(self.estimator_, X)))
+        logits = self.calibrator_.transform(self._logits(self.estimator_, X))
+        return torch.from_numpy(logits).double().softmax(1).numpy()
 
     def predict(self, X: Any) -> NDArray[Any]:  # noqa: N803
         """Return the most probable class."""
@@ -209,10 +210,6 @@ def _codes(labels: NDArray[Any], classes: NDArray[Any]) -> NDArray[np.int64]:
         return np.asarray([positions[value] for value in labels.tolist()], dtype=np.int64)
     except KeyError as error:
         raise UserError(f"y holds {error.args[0]!r}, which is none of the classes {_shown(classes)}") from None
-
-
-def _softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
-    return torch.from_numpy(logits).double().softmax(1).numpy()
 
 
 def _shown(classes: Sequence[Any] | NDArray[Any]) -> str:

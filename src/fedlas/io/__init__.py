@@ -274,15 +274,11 @@ def read_existing(path: str | Path) -> AnyPredictions | None:
 
 def same_predictions(first: AnyPredictions, second: AnyPredictions) -> bool:
     """Return whether two predictions have the same type and equal fields."""
-    if type(first) is not type(second):
-        return False
-    for field in fields(first):
-        if field.name == "columns":
-            continue
-        first_values, second_values = getattr(first, field.name), getattr(second, field.name)
-        if isinstance(first_values, Tensor) and isinstance(second_values, Tensor):
-            if first_values.dtype != second_values.dtype or not first_values.cpu().equal(second_values.cpu()):
-                return False
-        elif first_values is not second_values and (isinstance(first_values, Tensor) or first_values != second_values):
-            return False
-    return True
+    names = [field.name for field in fields(first) if field.name != "columns"]
+    return type(first) is type(second) and all(_equal(getattr(first, name), getattr(second, name)) for name in names)
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return first.dtype == second.dtype and first.cpu().equal(second.cpu())
+    return first is second or (not isinstance(first, Tensor) and bool(first == second))

@@ -4,6 +4,7 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,7 +14,7 @@ from fedlas.errors import UserError, short_list
 from fedlas.io.columns import NUMERIC_PREFIXES, ReadOptions, table_kind
 from fedlas.io.table import SINGULAR, Table, class_columns, metadata_columns, to_arrays
 from fedlas.io.texts import text_array
-from fedlas.io.untrusted import file_errors, open_text, read_lines
+from fedlas.io.untrusted import file_errors, open_text, read_batches
 from fedlas.predictions import Predictions
 from fedlas.progress import Progress
 
@@ -47,7 +48,8 @@ def read_jsonl(path: Path, options: ReadOptions, progress: Progress | None = Non
     """Read a file with a JSON object in each line."""
     del options
     with open_text(path) as file:
-        columns, lines = _join_records(_parse_lines(read_lines(file, path, progress), path), path, "line")
+        records = _parse_lines(chain.from_iterable(read_batches(file, path, progress)), path)
+        columns, lines = _join_records(records, path, "line")
     return Table(columns, lines=lines)
 
 

@@ -9,7 +9,6 @@ import stat
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -165,11 +164,6 @@ def open_text(path: str | Path, newline: str | None = None) -> io.TextIOWrapper:
         return Path(path).open(newline=newline, encoding="utf-8-sig")
     content = io.BufferedReader(_Unpacked(Path(path)), 2**16)
     return io.TextIOWrapper(content, newline=newline, encoding="utf-8-sig")
-
-
-def read_lines(file: io.TextIOWrapper, path: str | Path, progress: Progress | None = None) -> Iterator[str]:
-    """Read the lines of a text; report progress as a fraction of the file."""
-    return chain.from_iterable(read_batches(file, path, progress))
 
 
 def read_batches(file: io.TextIOWrapper, path: str | Path, progress: Progress | None = None) -> Iterator[list[str]]:

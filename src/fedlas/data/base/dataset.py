@@ -33,6 +33,7 @@ NormalisationName: TypeAlias = Literal["imagenet", "half"]
 Images: TypeAlias = UInt8[Tensor, "n channels height width"] | tuple[Path, ...]
 Selection: TypeAlias = Literal["held_out", "official"]
 LOOKED_INTO = 1000  # maximum number of image files whose content is part of the checksum of a split
+HASHED_BYTES = 4096  # number of bytes at the end of such a file that are part of it
 
 
 class Sample(NamedTuple):
@@ -102,37 +103,35 @@ class Split:
                     digest.update(_last_bytes(path))
         return digest.hexdigest()
 
-    def decoded(self, transform: Transform, *, cache: str | Path | None = None, workers: int | None = None) -> "Split":
+    def decoded(self, transform: Transform, *, cache: str | Path | None = None) -> "Split":
         """Load the images into memory, with the size and channels that a transform expects.
 
         Args:
             transform: transform of the data set on which the network was trained; may differ from this data set.
             cache: a folder in which decoded images are cached.
-            workers: threads that decode; by default one for each processor.
         """
         if isinstance(self.images, Tensor):
             return replace(self, images=fitted(self.images, transform))
         if cache is None:
-            images = decoded(self.images, transform, None, workers)
+            images = decoded(self.images, transform)
         else:
-            part_images, positions = self.cached_images(transform, cache, workers=workers)
+            part_images, positions = self.cached_images(transform, cache)
             images = part_images[positions]
         return replace(self, images=images, part=None, positions=None)
 
     def cached_images(
-        self, transform: Transform, cache: str | Path, *, workers: int | None = None
+        self, transform: Transform, cache: str | Path
     ) -> tuple[UInt8[Tensor, "m channels stored stored"], Int[Tensor, " n"]]:
         """Return the decoded images of the official part, memory-mapped, and the positions of this split in it.
 
         Args:
             transform: transform of the data set on which the network was trained; may differ from this data set.
             cache: the folder of the cache file.
-            workers: threads that decode; by default one for each processor.
         """
         if isinstance(self.images, Tensor):
             return fitted(self.images, transform), torch.arange(len(self))
         part, positions = self._origin()
-        return decoded(part, transform, Path(cache).expanduser(), workers), positions
+        return decoded(part, transform, Path(cache).expanduser()), positions
 
     def _origin(self) -> tuple[tuple[Path, ...], Int[Tensor, " n"]]:
         assert not isinstance(self.images, Tensor)
@@ -168,10 +167,10 @@ class Common(TypedDict, total=False):
     progress: Progress | None
 
 
-def _last_bytes(path: Path, count: int = 4096) -> bytes:
+def _last_bytes(path: Path) -> bytes:
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - count))
-        return file.read(count)
+        file.seek(max(0, path.stat().st_size - HASHED_BYTES))
+        return file.read(HASHED_BYTES)
 
 
 class AbstractDataset(ABC):

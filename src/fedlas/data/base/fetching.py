@@ -62,7 +62,7 @@ class Source:
 
     def checksum_error(self, path: Path) -> str | None:
         """Describe the first wrong checksum, or return None."""
-        return _checksum_error(self.md5, self.sha256, lambda kind: _digest_of(path, kind))
+        return _checksum_error(self.md5, self.sha256, lambda kind: digest_of(path, kind))
 
 
 def regular(path: Path, *, ours: bool = False) -> Path:
@@ -74,12 +74,8 @@ def regular(path: Path, *, ours: bool = False) -> Path:
     return path
 
 
-def md5_of(path: Path) -> str:
-    """Return the MD5 of a file."""
-    return _digest_of(path, "md5")
-
-
-def _digest_of(path: Path, kind: str) -> str:
+def digest_of(path: Path, kind: str) -> str:
+    """Return the digest of a file, such as its "md5"."""
     with regular(path).open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.new(kind, usedforsecurity=False)).hexdigest()
 

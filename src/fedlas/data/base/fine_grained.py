@@ -1,6 +1,6 @@
 """The shared part of data sets of large natural images that have no official validation split."""
 
-from typing import Unpack, cast, get_args
+from typing import ClassVar, Unpack, cast, get_args
 
 from fedlas.catalog import one_of
 from fedlas.data.base.dataset import AbstractDataset, Common, Selection, large_transform
@@ -19,6 +19,7 @@ class AbstractFineGrained(AbstractDataset):
         common: root, seed, download and progress, as for every data set.
     """
 
+    published: ClassVar = {"selection": "official", "antialias": False}
     resident = False
     stratified = True
 

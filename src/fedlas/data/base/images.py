@@ -168,7 +168,7 @@ def _in_bytes(picture: Any) -> Any:
 
 
 def decoded(
-    paths: Sequence[Path], transform: Transform, cache: Path | None = None, workers: int | None = None
+    paths: Sequence[Path], transform: Transform, cache: Path | None = None
 ) -> UInt8[Tensor, "n channels stored stored"]:
     """Decode and resize many image files.
 
@@ -177,12 +177,11 @@ def decoded(
         transform: defines size and channels.
         cache: a folder for the result, which is memory-mapped the next time. The name of the cache file depends on
             names, sizes and times of the images, so changed images are decoded again.
-        workers: threads; by default one per processor.
     """
     shape = (len(paths), transform.channels, transform.stored, transform.stored)
     if cache is None:
         images = np.empty(shape, np.uint8)
-        _decode_into(images, paths, transform, workers)
+        _decode_into(images, paths, transform)
         return torch.from_numpy(images)
     cached = cache / f"{_fingerprint(paths, transform)}.npy"
     if not cached.exists():
@@ -190,7 +189,7 @@ def decoded(
             if not cached.exists():
                 with _write_atomically(cached) as temporary:
                     images = np.lib.format.open_memmap(temporary, "w+", np.uint8, shape)
-                    _decode_into(images, paths, transform, workers)
+                    _decode_into(images, paths, transform)
                     images.flush()
     try:
         regular(cached)
@@ -203,11 +202,11 @@ def decoded(
     return torch.from_numpy(images)
 
 
-def _decode_into(images: NDArray[np.uint8], paths: Sequence[Path], transform: Transform, workers: int | None) -> None:
+def _decode_into(images: NDArray[np.uint8], paths: Sequence[Path], transform: Transform) -> None:
     def decode_image(number: int) -> None:
         images[number] = decode(paths[number], transform).numpy()
 
-    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:  # Pillow and torch release the GIL
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow and torch release the GIL
         list(pool.map(decode_image, range(len(paths))))
 
 

@@ -9,7 +9,7 @@ import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fedlas.experiments.executors.base import AbstractExecutor, Outcome, Status, train_in_worker, wait_or_stop
 from fedlas.training import Recipe, Run
@@ -22,32 +22,33 @@ SHUTDOWN_TIMEOUT = 60.0  # seconds for interrupted runs to write their checkpoin
 MARKER = ".shared"  # file by which nodes recognise the folder
 
 
-class Resources(NamedTuple):
-    """Resources that Ray reserves for each run on its node."""
-
-    gpus: float | None
-    cpus: float
-    device: str | None
-
-
 class RayExecutor(AbstractExecutor):
     """Train every run as a Ray task; Ray assigns nodes and replaces nodes that die.
 
     Args:
         ray: the module.
         address: address of the cluster, as for `ray.init`.
-        resources: resources of each run.
+        gpus: GPUs that Ray reserves for each run; None for one if there are GPUs.
+        cpus: CPUs that Ray reserves for each run.
+        device: where to train; None for a GPU if there is one.
         data_root: folder of the data on every node.
         folder: folder of the run folders, on storage that all nodes share.
     """
 
     def __init__(
-        self, ray: Any, address: str | None, resources: Resources, *, data_root: Path | None, folder: Path
+        self,
+        ray: Any,
+        address: str | None,
+        *,
+        gpus: float | None,
+        cpus: float,
+        device: str | None,
+        data_root: Path | None,
+        folder: Path,
     ) -> None:
         self._ray, self._started_here = ray, not ray.is_initialized()
         if self._started_here:
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-        gpus, cpus, device = resources
         if gpus is None:
             gpus = 1 if device != "cpu" and ray.cluster_resources().get("GPU", 0) else 0
         required = {"CPU": cpus, "GPU": gpus}
