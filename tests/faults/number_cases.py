@@ -399,6 +399,8 @@ def logit_validity(scores: Any, labels: Any) -> tuple[bool | None, tuple[Tensor,
         return False, None
     if table.ndim != 2 or table.shape[1] < 2:
         return None, None  # a single column is a binary head; maps have separate tests
+    if truth.ndim == 2 and not truth.is_floating_point():
+        return None, None  # `Predictions` takes a column of class numbers and one-hot rows, accumulators do not
     rows = rows_of(table, truth)
     if rows is None or not bool(table.isfinite().all()):
         return False, None

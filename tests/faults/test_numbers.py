@@ -5,7 +5,6 @@ import more_cases
 import number_cases
 import numpy as np
 import pytest
-import stream_numbers
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -351,19 +350,3 @@ def test_updates_of_mixed_dtypes_stay_in_order():
         soft = truth[label][None] if row % 2 else torch.tensor([label])
         stream.update(probs[row : row + 1].to(kind), soft)
     assert float(stream.compute()) == pytest.approx(float(metrics.aurc(probs, torch.arange(9) % 3)), abs=1e-6)
-
-
-# Streams
-
-
-@pytest.mark.campaign
-def test_chunked_parallel_and_single_pass_streams_agree():
-    result = stream_numbers.campaign(n=40_000, processes=2, seed=1, length=3_000)
-    assert all(row["counts_equal"] and row["largest_difference"] <= 1e-12 for row in result["streams"]), result
-    assert [row["n"] for row in result["parts"]] == [21_000, 19_000]
-
-
-@pytest.mark.campaign
-def test_threaded_and_batched_streams_agree():
-    for row in stream_numbers.compare_variants(n=4_000, seed=1):
-        assert row["largest_difference"] <= 1e-12, row
