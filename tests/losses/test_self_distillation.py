@@ -150,12 +150,6 @@ def test_class_weights_act_on_the_soft_target(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_soft_labels_raise(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"{name}.*soft labels"):
-        build(name)(logits_of(0), logits_of(0).softmax(1), index=INDEX)
-
-
-@pytest.mark.parametrize("name", BOTH)
 def test_a_bfloat16_table_has_normalised_targets(name: str) -> None:
     options = {"epochs": 4, "schedule": "constant"} if name == "pskd" else {}
     loss, exact = build(name, table_dtype="bfloat16", **options), build(name, **options)
