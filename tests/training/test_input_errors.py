@@ -1,6 +1,7 @@
 """User errors are reported in one sentence, before training starts."""
 
 import errno
+import itertools
 import os
 import shutil
 import warnings
@@ -313,16 +314,26 @@ def test_tensorboard_has_gamma_of_a_finished_run(finished):
 FILES = ("recipe.json", "environment.json", "log.jsonl", "checkpoint.pt", "checkpoint-before.pt", ".lock")
 
 
-@pytest.mark.parametrize("name", [*FILES, "predictions", "predictions/best-test.safetensors"])
-def test_symbolic_links_in_a_run_folder_raise(finished, tmp_path, name):
-    """Regression: the target of the link was overwritten."""
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *itertools.product(FILES, ["link", "pipe"]),
+        ("predictions", "link"),
+        ("predictions/best-test.safetensors", "link"),
+    ],
+)
+def test_links_and_pipes_in_a_run_folder_raise(finished, tmp_path, name, kind):
+    """Regression: the target of a link was overwritten, and reading a pipe blocks."""
     run = Run(shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
     recipe, path, link_target = run.recipe, run.folder / name, tmp_path / "mine"
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
     link_target.write_text("mine")
-    path.symlink_to(link_target)
-    with pytest.raises(RunError, match=f"{name}.*link"):
+    if kind == "link":
+        path.symlink_to(link_target)
+    else:
+        os.mkfifo(path)
+    with pytest.raises(RunError, match=f"{name}.*{kind}"):
         fit(recipe, out=run.folder, resume=True, progress=False)
     assert link_target.read_text() == "mine"
 
@@ -353,13 +364,3 @@ def test_tensorboard_is_not_written_through_a_symbolic_link(finished, tmp_path):
     (run.folder / "tensorboard").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RunError, match=r"tensorboard.*link"):
         write_board(run)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_pipe_in_a_run_folder_raises(finished, tmp_path, name):
-    run = Run(shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
-    recipe = run.recipe
-    (run.folder / name).unlink(missing_ok=True)
-    os.mkfifo(run.folder / name)
-    with pytest.raises(RunError, match=f"{name}.*pipe"):
-        fit(recipe, out=run.folder, resume=True, progress=False)
