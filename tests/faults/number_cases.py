@@ -411,6 +411,9 @@ def logit_validity(scores: Any, labels: Any) -> tuple[bool | None, tuple[Tensor,
     return valid, (probs, rows[1])
 
 
+RANKED = {"aurc", "e_aurc", "augrc", "risk_coverage", "risk_at_coverage", "coverage_at_risk"}
+
+
 def check_logits(name: str, call: Callable[[Any, Any], Any], options: dict[str, Any], draw: Draw) -> str:
     scores, labels = logit_input(draw)
     valid, rows = logit_validity(scores, labels)
@@ -432,6 +435,9 @@ def check_logits(name: str, call: Callable[[Any, Any], Any], options: dict[str, 
         if not overflows and not math.isclose(float(result), expected, rel_tol=1e-5, abs_tol=1e-5):
             raise FindingError(f"{name}: {float(result)!r} instead of {expected!r}: {description}")
         return "right"
+    confidences = rows[0].amax(1)
+    if name in RANKED and len(confidences.unique()) < len(confidences):
+        return "taken"  # logits rank samples of equal confidence by log(1 - confidence)
     return compare(name, result, rows, options, description)
 
 
@@ -487,7 +493,7 @@ def _options(function: Any, draw: Draw) -> dict[str, Any]:
 
 WIDTH_OR_MASS = {"over_ece", "under_ece", "signed_ece", "mce", "rms_error", "lp_error", "histogram", "debiased_l2"}
 BINNED = WIDTH_OR_MASS | {"ece"}
-ROWS = {"nll", "brier", "top_k", "classwise_ece"}  # metrics without a scope
+ROWS = {"nll", "brier", "top_k", "top_5", "classwise_ece"}  # metrics without a scope
 PRESETS = ("official", "torchmetrics", "netcal", "uncertainty-calibration")
 METRIC_OPTIONS = {
     "lp_error": {"p": (1, 2, 3, 1.5, 0.5, math.inf, math.nan)},
