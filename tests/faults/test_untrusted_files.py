@@ -54,34 +54,12 @@ def test_no_call_allows_unpickling():
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize(
-    ("copies", "bomb_bytes", "many_columns"),
-    [(1, 2**22, 5_000), (4, 2**29, untrusted_files.MANY_COLUMNS)],
-    ids=["small", "large"],
-)
-def test_untrusted_files_have_no_effect(tmp_path, copies, bomb_bytes, many_columns):
+def test_untrusted_files_have_no_effect(tmp_path):
     """Every kind of file and every fault."""
-    records = untrusted_files.campaign(tmp_path / "campaign", copies, bomb_bytes, many_columns)
+    records = untrusted_files.campaign(tmp_path / "campaign", copies=4, bomb_bytes=2**29)
     assert len({record["kind"] for record in records}) == len(untrusted_files.readers())
     assert [record for record in records if record["outcome"] == "BAD"] == []
     assert [record for record in records if record["what"] == "sound" and record["outcome"] != "read"] == []
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"mib": 1600.0}, "took 1600 MiB"),
-        ({"seconds": 61.0}, "took 61 s"),
-        ({"what": untrusted_files.LINK}, "was followed"),
-    ],
-)
-def test_campaign_enforces_memory_and_time_limits(changed, message):
-    record = {"kind": "recipe", "what": "x", "outcome": "read", "message": "", "mib": 1.0, "seconds": 1.0}
-    assert untrusted_files.check_record(record) == {}
-    result = untrusted_files.check_record(record | changed)
-    assert result["outcome"] == "BAD"
-    assert message in result["message"]
 
 
 @pytest.mark.campaign
@@ -260,6 +238,25 @@ def test_symlink_cannot_escape_the_ledger(tmp_path):
     (folder / line.predictions["file"]).symlink_to(tmp_path / "mine.txt")
     with pytest.raises(ValueError, match="link"):
         Ledger(folder).file_of(line)
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe"])
+@pytest.mark.parametrize("part", ["lines", "lock", "predictions"])
+def test_links_and_pipes_in_a_ledger_raise(tmp_path, part, kind):
+    line = untrusted_files.ledger_line(fedlas.Recipe(data="digits", model="small_cnn", loss="ce"))
+    name = {"lines": "digits-x.jsonl", "lock": ".lock", "predictions": line.predictions["file"]}[part]
+    path, target = tmp_path / "results" / name, tmp_path / "mine"
+    path.parent.mkdir(parents=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(target)
+    if kind == "link":
+        target.touch()
+    with pytest.raises(ValueError, match=rf"{path.name}.*{kind.split()[-1]}"):
+        Ledger(tmp_path / "results").add([line], b"content")
+    assert not target.exists() or target.read_bytes() == b""
+    assert target.exists() == (kind == "link")
 
 
 def test_a_gzip_bomb_is_not_unpacked(tmp_path, monkeypatch):

@@ -317,7 +317,7 @@ FILES = ("recipe.json", "environment.json", "log.jsonl", "checkpoint.pt", "check
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *itertools.product(FILES, ["link", "pipe"]),
+        *itertools.product(FILES, ["link", "dangling link", "pipe"]),
         ("predictions", "link"),
         ("predictions/best-test.safetensors", "link"),
     ],
@@ -328,14 +328,16 @@ def test_links_and_pipes_in_a_run_folder_raise(finished, tmp_path, name, kind):
     recipe, path, link_target = run.recipe, run.folder / name, tmp_path / "mine"
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
-    link_target.write_text("mine")
-    if kind == "link":
-        path.symlink_to(link_target)
-    else:
+    if kind == "pipe":
         os.mkfifo(path)
-    with pytest.raises(RunError, match=f"{name}.*{kind}"):
+    else:
+        path.symlink_to(link_target)
+    if kind == "link":
+        link_target.write_text("mine")
+    with pytest.raises(RunError, match=f"{name}.*{kind.split()[-1]}"):
         fit(recipe, out=run.folder, resume=True, progress=False)
-    assert link_target.read_text() == "mine"
+    assert link_target.exists() == (kind == "link")
+    assert kind != "link" or link_target.read_text() == "mine"
 
 
 def test_the_run_folder_itself_may_be_a_symbolic_link(finished, tmp_path):
