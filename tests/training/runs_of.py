@@ -11,6 +11,7 @@ import torch
 
 from fedlas.training import AbstractCallback, Recipe, Run, recipe_for
 from fedlas.training.run_folder import MACHINE
+from waiting import until
 
 SHORT = {
     "epochs": 3,
@@ -48,13 +49,15 @@ def large(path: Path, loss: str = "fedlas_ls", **changes: Any) -> Recipe:
 class SignalAt(AbstractCallback):
     """Sends this process a signal after a step."""
 
-    def __init__(self, step: int, number: int) -> None:
-        self.step, self.number = step, number
+    def __init__(self, step: int, number: int, wait_for: Path | None = None) -> None:
+        self.step, self.number, self.wait_for = step, number, wait_for
 
     sees_steps = True
 
     def on_step_end(self, session: Any, step: int) -> None:
         if step == self.step:
+            if self.wait_for is not None:
+                until(self.wait_for.exists)
             os.kill(os.getpid(), self.number)
 
 

@@ -197,17 +197,6 @@ def test_bf16_on_a_cpu_without_bf16_instructions_warns(tmp_path, monkeypatch, pr
     assert any("precision=fp32" in str(warning.message) for warning in recorded_warnings) == slow
 
 
-def test_a_broken_image_is_named_in_one_line(tmp_path):
-    """Regression: errors in workers included their whole traceback on one line."""
-    folder = natural_images(tmp_path / "images")
-    for path in folder.rglob("*.png"):
-        path.write_bytes(b"no image")
-    for workers in (0, 1):
-        with pytest.raises(ValueError, match=r"\A[^\n]*\.png\b[^\n]*\Z") as error:
-            fit(large(folder, workers=workers), out=tmp_path / f"run{workers}")
-        assert "Traceback" not in str(error.value)
-
-
 def test_the_error_for_a_damaged_checkpoint_does_not_suggest_unpickling(tmp_path):
     file = tmp_path / "checkpoint.pt"
     for content in (b"", b"PK\x03\x04 half a file", b"\x80\x04\x95 no tensors", b"text"):
