@@ -259,25 +259,6 @@ def test_the_uniform_target_is_label_smoothing(training: bool) -> None:
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_training_continues_bit_for_bit_from_a_saved_state(name: str) -> None:
-    loss, restored = build(name), build(name)
-    validation = held_out([0.6, 0.7, 0.8, 0.9], [True, True, False, False])
-
-    def train(criterion: Any, steps: range) -> list[float]:
-        values = []
-        for step in steps:
-            values.append(criterion(logits_of(step), LABELS, index=INDEX.roll(step)).item())
-            if step % 2:
-                criterion.end_epoch(validation)
-        return values
-
-    train(loss, range(3))
-    restored.load_state_dict(loss.state_dict())
-    assert train(restored, range(3, 7)) == train(loss, range(3, 7))
-    assert all(torch.equal(value, restored.state_dict()[name]) for name, value in loss.state_dict().items())
-
-
-@pytest.mark.parametrize("name", BOTH)
 def test_a_compiled_backward_pass_uses_the_rows_from_before_the_update(name: str) -> None:
     """The partitioner of Inductor may recompute what it does not save; reading the table again gives the new rows."""
     eager, compiled = build(name), build(name)
