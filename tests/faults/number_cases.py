@@ -1,6 +1,6 @@
 """Fuzz targets of the campaign on numbers: every input must give a correct value or a clear error.
 
-`Draw` turns bytes (from hypothesis, a coverage-guided fuzzer or a seed) into tables with extreme, subnormal, infinite
+`Draw` turns bytes (from a coverage-guided fuzzer or a seed) into tables with extreme, subnormal, infinite
 or missing values and wrong shapes. Whether an input is valid is decided here independently of the library, from shapes,
 types and values. A valid input must give the value of exact or float64 arithmetic; an invalid input must raise
 ValueError or TypeError with a message. Everything else is a finding. The outcome is "right" (the value was compared),
