@@ -92,21 +92,6 @@ def test_losses_that_pair_classes_or_count_correct_predictions_take_hard_labels_
     assert {"cpc", "crl"} <= {case.record.name for case in LOSSES if not case.cls.takes_soft_labels}
 
 
-def test_mmce_uses_the_soft_label_of_the_prediction_as_correctness():
-    inputs = batch(soft=True)
-    result, logits = parts(fedlas.build_loss("mmce", lambda_=1.5), inputs)
-    confidence, prediction = logits.softmax(1).max(1)
-    gap = [inputs.labels[i, prediction[i]] - confidence[i] for i in range(SIZE)]
-    expected = sum(
-        1.5 * gap[i] * gap[j] * (-(confidence[i] - confidence[j]).abs() / 0.4).exp() / SIZE**2
-        for i in range(SIZE)
-        for j in range(SIZE)
-    )
-    assert_close(result["kernel"].mean(), expected)
-    (gradient,) = torch.autograd.grad(expected, logits)
-    assert_close(torch.autograd.grad(result["kernel"].mean(), logits)[0], gradient)
-
-
 def test_mdca_compares_mean_confidence_with_the_mean_label():
     inputs = batch(soft=True)
     result, logits = parts(fedlas.build_loss("mdca", beta=1.5), inputs)

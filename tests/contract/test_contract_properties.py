@@ -1,7 +1,5 @@
 """Contract of every loss: properties of any batch, tested with hypothesis."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -11,6 +9,7 @@ from torch.nn import functional
 
 import fedlas
 from fedlas.losses.mmce import kernel_sums
+from losses import plain
 
 few_examples = settings(max_examples=10)
 OF_RAW_LOGITS = {"acls"}  # its positive term depends on the logit itself, as in the official code
@@ -61,42 +60,6 @@ def test_acls_depends_on_the_raw_logit():
     assert float(loss(*inputs._replace(logits=inputs.logits + 5))) > float(loss(*inputs)) + 0.1
 
 
-@parametrize_cases(LOSSES)
-@given(inputs=batches(), ignored_positions=st.sets(st.integers(0, 6)))
-@few_examples
-def test_random_masks_equal_removed_samples(case, inputs, ignored_positions):
-    ignored_rows = torch.tensor([i in ignored_positions for i in range(len(inputs.labels))])
-    labels = torch.where(ignored_rows, -100, inputs.labels)
-    loss, reference = case.trained(), case.trained()
-    actual = run(loss, inputs._replace(labels=labels))
-    expected = run(reference, inputs.rows(~ignored_rows))
-    assert_close(actual.value, expected.value)
-    assert_close(actual.grad_logits[~ignored_rows], expected.grad_logits)
-    assert not actual.grad_logits[ignored_rows].any()
-    assert_close(actual.grad_parameters, expected.grad_parameters)
-    assert_close(state(loss), state(reference))
-
-
-@parametrize_cases(LOSSES, lambda case: case.cls.takes_soft_labels)
-@given(inputs=batches())
-@few_examples
-def test_one_hot_labels_equal_hard_labels_for_random_logits(case, inputs):
-    soft = inputs._replace(labels=functional.one_hot(inputs.labels, CLASSES).double())
-    # Where logits are equal, any subgradient is valid, so only values are compared.
-    assert_close(run(case.trained(), soft).value, run(case.trained(), inputs).value)
-
-
-@parametrize_cases(LOSSES)
-@given(inputs=batches(), reduction=st.sampled_from(["mean", "sum"]))
-@few_examples
-def test_reductions_agree_for_random_logits(case, inputs, reduction):
-    none = run(case.trained(reduction="none"), inputs)
-    divisor = len(inputs.labels) if reduction == "mean" else 1
-    actual = run(case.trained(reduction=reduction), inputs)
-    assert_close(actual.value, none.value.sum() / divisor)
-    assert_close(actual.grad_logits, none.grad_logits / divisor)
-
-
 # The kernel sums of MMCE in O(n log n) against two loops
 
 confidences = st.one_of(st.sampled_from([0.0, 0.2, 0.5, 1.0]), st.floats(0, 1, allow_nan=False))
@@ -119,30 +82,6 @@ def test_kernel_sums_equal_two_loops(points):
         assert_close(torch.autograd.grad(fast @ grad_output, inputs), torch.autograd.grad(slow @ grad_output, inputs))
 
 
-def penalty_by_loops(confidence, correct, variant, double_normalise):
-    """The formulas of the module's docstring, with the correctness c_i of each sample between 0 and 1."""
-    pairs = [(i, j) for i in range(len(confidence)) for j in range(len(confidence))]
-    kernel = {(i, j): math.exp(-abs(confidence[i] - confidence[j]) / 0.4) for i, j in pairs}
-    if variant == "m":
-        gaps = [c - r for c, r in zip(correct, confidence, strict=True)]
-        return sum(gaps[i] * gaps[j] * kernel[i, j] for i, j in pairs) / len(confidence) ** 2
-    correct_sum, incorrect_sum = sum(correct), sum(1 - c for c in correct)
-    if correct_sum == 0 or incorrect_sum == 0:
-        return 0.0
-    correct_gaps = [c * (1 - r) for c, r in zip(correct, confidence, strict=True)]
-    incorrect_gaps = [(1 - c) * r for c, r in zip(correct, confidence, strict=True)]
-
-    def mean(a, b, number):
-        return sum(a[i] * b[j] * kernel[i, j] for i, j in pairs) / number / (number + 1e-5 if double_normalise else 1)
-
-    squared_penalty = (
-        mean(correct_gaps, correct_gaps, correct_sum * correct_sum)
-        + mean(incorrect_gaps, incorrect_gaps, incorrect_sum * incorrect_sum)
-        - 2 * mean(correct_gaps, incorrect_gaps, correct_sum * incorrect_sum)
-    )
-    return math.sqrt(max(squared_penalty, 0) + 1e-10)
-
-
 @pytest.mark.parametrize("double_normalise", [True, False])
 @pytest.mark.parametrize("variant", ["m", "w"])
 @pytest.mark.parametrize("soft", [False, True], ids=["hard", "soft"])
@@ -157,7 +96,7 @@ def test_mmce_equals_two_loops(inputs, soft, variant, double_normalise):
     prediction = inputs.logits.argmax(1)
     label_probs = inputs.labels if soft else functional.one_hot(inputs.labels, CLASSES).double()
     correct = label_probs[torch.arange(len(prediction)), prediction].tolist()
-    expected = 1.5 * penalty_by_loops(confidence, correct, variant, double_normalise)
+    expected = 1.5 * plain.mmce_penalty(confidence, correct, variant, double_normalise)
     assert_close(float(loss.last_terms["kernel"]), expected, 1e-7)
 
 

@@ -110,7 +110,7 @@ def work(rank: int, world: int, folder: str, cases: Cases) -> None:
     torch.set_num_threads(1)
     importlib.import_module(FUNCTIONAL)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    ranks.functional = ranks._gather = None  # over gloo they abort the process, see tests/faults/collectives.py
+    ranks.functional = ranks._gather = None  # over gloo they abort the process, see docs/reliability.md
     results: dict[Any, Any] = {(name, mode): train(name, mode, rank, world) for name, mode in cases}
     results["uneven"] = {name: uneven(name, rank) for name in NAMES}
     if rank == 0:

@@ -198,6 +198,10 @@ def top_k(table: Table, k: int = 5) -> float:
     return float(total / table.n)
 
 
+def top_5(table: Table) -> float:
+    return top_k(table, 5)
+
+
 def brier(table: Table) -> float:
     rows = zip(table.probs, table.labels, strict=True)
     return float(sum((p - y) ** 2 for ps, ys in rows for p, y in zip(ps, ys, strict=True)) / table.n)

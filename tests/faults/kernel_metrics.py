@@ -129,8 +129,10 @@ def kde_ece(table: Table, bandwidth: float | None = None) -> float:
     return float((gap[1:] + gap[:-1]).sum() / 2 / (points - 1))
 
 
-def noise_floor(table: Table, bins: int = 15, binning: str = "width") -> float:
+def noise_floor(table: Table, bins: int = 15, binning: str = "width") -> float | None:
     """Add the mean deviations of binomial counts, scaled to the variance of unequal confidences."""
+    if table.soft:  # a soft label counts as several hard ones
+        return None
     total = 0.0
     for item in exact_metrics.binned(table, table.tops, bins, binning):
         confidences = [float(table.tops[i][0]) for i in item]

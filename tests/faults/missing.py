@@ -10,7 +10,6 @@ the environment is not changed and torch is imported only once.
 import argparse
 import contextlib
 import io
-import json
 import os
 import re
 import sys
@@ -229,15 +228,14 @@ def names_package(message: str, package: str) -> bool:
     return message.startswith("ImportError: ") and has_name and (installs_extra or installs_directly)
 
 
-def without_packages(packages: Sequence[str] | None = None) -> list[dict[str, str]]:
+def without_packages() -> list[dict[str, str]]:
     """Hide each package and return problems; with all hidden, losses and metrics must work."""
     result = []
-    for package in packages or sorted({item for required in extras().values() for item in required}):
+    for package in sorted({item for required in extras().values() for item in required}):
         hidden = modules(package)
         text = error_without(EXAMPLES[package], hidden)
         problems = [] if names_package(text, package) else [f"what needs it says: {text or 'nothing'}"]
         result.append({"without": package, "says": text.removeprefix("ImportError: "), "wrong": "\n".join(problems)})
-        print(result[-1], file=sys.stderr, flush=True)
     all_modules = [name for required in extras().values() for package in required for name in modules(package)]
     error = error_without(losses_and_metrics, all_modules)
     result.append({"without": "all of them", "says": "losses, metrics and files of text work", "wrong": error})
@@ -260,23 +258,17 @@ def without_extras() -> list[dict[str, str]]:
         count = 1 + len(EXAMPLES)
         summary = f"{successes} of {count} examples work, {count - successes - len(problems)} name what is missing"
         result.append({"without": f"[{extra}]", "says": summary, "wrong": "\n".join(problems)})
-        print(result[-1], file=sys.stderr, flush=True)
     return result
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--extras", action="store_true", help="hide all packages of each extra, and try everything")
-    parser.add_argument("--package", action="append", help="only this one")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    result = without_extras() if arguments.extras else without_packages(arguments.package)
+    result = without_extras() if arguments.extras else without_packages()
     print("| without | what needs it says |\n|---|---|")
     for item in result:
         print(f"| {item['without']} | {item['says'] if not item['wrong'] else 'WRONG: ' + item['wrong']} |")
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return int(any(item["wrong"] for item in result))
 
 

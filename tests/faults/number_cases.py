@@ -1,6 +1,6 @@
 """Fuzz targets of the campaign on numbers: every input must give a correct value or a clear error.
 
-`Draw` turns bytes (from hypothesis, a coverage-guided fuzzer or a seed) into tables with extreme, subnormal, infinite
+`Draw` turns bytes (from a coverage-guided fuzzer or a seed) into tables with extreme, subnormal, infinite
 or missing values and wrong shapes. Whether an input is valid is decided here independently of the library, from shapes,
 types and values. A valid input must give the value of exact or float64 arithmetic; an invalid input must raise
 ValueError or TypeError with a message. Everything else is a finding. The outcome is "right" (the value was compared),
@@ -399,6 +399,8 @@ def logit_validity(scores: Any, labels: Any) -> tuple[bool | None, tuple[Tensor,
         return False, None
     if table.ndim != 2 or table.shape[1] < 2:
         return None, None  # a single column is a binary head; maps have separate tests
+    if truth.ndim == 2 and not truth.is_floating_point():
+        return None, None  # `Predictions` takes a column of class numbers and one-hot rows, accumulators do not
     rows = rows_of(table, truth)
     if rows is None or not bool(table.isfinite().all()):
         return False, None
@@ -407,6 +409,9 @@ def logit_validity(scores: Any, labels: Any) -> tuple[bool | None, tuple[Tensor,
     if float((probs.double() - table.double().softmax(1)).abs().max()) > 1e-6:
         raise FindingError(f"softmax of {table.tolist()} is {probs.tolist()}")
     return valid, (probs, rows[1])
+
+
+RANKED = {"aurc", "e_aurc", "augrc", "risk_coverage", "risk_at_coverage", "coverage_at_risk"}
 
 
 def check_logits(name: str, call: Callable[[Any, Any], Any], options: dict[str, Any], draw: Draw) -> str:
@@ -430,6 +435,9 @@ def check_logits(name: str, call: Callable[[Any, Any], Any], options: dict[str, 
         if not overflows and not math.isclose(float(result), expected, rel_tol=1e-5, abs_tol=1e-5):
             raise FindingError(f"{name}: {float(result)!r} instead of {expected!r}: {description}")
         return "right"
+    confidences = rows[0].amax(1)
+    if name in RANKED and len(confidences.unique()) < len(confidences):
+        return "taken"  # logits rank samples of equal confidence by log(1 - confidence)
     return compare(name, result, rows, options, description)
 
 
@@ -485,7 +493,7 @@ def _options(function: Any, draw: Draw) -> dict[str, Any]:
 
 WIDTH_OR_MASS = {"over_ece", "under_ece", "signed_ece", "mce", "rms_error", "lp_error", "histogram", "debiased_l2"}
 BINNED = WIDTH_OR_MASS | {"ece"}
-ROWS = {"nll", "brier", "top_k", "classwise_ece"}  # metrics without a scope
+ROWS = {"nll", "brier", "top_k", "top_5", "classwise_ece"}  # metrics without a scope
 PRESETS = ("official", "torchmetrics", "netcal", "uncertainty-calibration")
 METRIC_OPTIONS = {
     "lp_error": {"p": (1, 2, 3, 1.5, 0.5, math.inf, math.nan)},

@@ -1,11 +1,13 @@
-"""Untrusted files: the short campaign, a search for unchecked unpickling, and regression tests."""
+"""Untrusted files: the campaign, calls that could unpickle, and regression tests."""
 
+import ast
 import gzip
 import http.server
 import io
 import json
 import os
 import pickle
+import re
 import shutil
 import ssl
 import subprocess
@@ -16,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 import untrusted_files
-from dangers import ADMITTED, dangers
 
 import fedlas
 from fedlas.data import DamagedFileError, MissingFileError
@@ -41,140 +42,24 @@ from fedlas.training.run_folder import Run, RunError
 SOURCE = Path(fedlas.__file__).parent
 
 
-def test_nothing_in_the_sources_unpickles_unchecked_data():
-    result = [
-        danger
-        for path in sorted(SOURCE.rglob("*.py"))
-        for danger in dangers(path.read_text(encoding="utf-8"), path.relative_to(SOURCE).as_posix())
-    ]
-    assert result == []
-
-
-@pytest.mark.parametrize(("where", "name"), [(where, name) for where in ADMITTED for name in sorted(ADMITTED[where])])
-def test_the_list_of_known_calls_has_no_unused_entries(where, name, monkeypatch):
-    monkeypatch.setitem(ADMITTED, where, ADMITTED[where] - {name})
-    assert dangers((SOURCE / where).read_text(encoding="utf-8"), where)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "from pickle import loads\nloads(x)",
-        "from pickle import *\nloads(x)",
-        "from torch import *\nprint(x)",
-        "import pickle as p\np.loads(x)",
-        "pickle.load(x)",
-        "pickle._loads(x)",
-        "_pickle.loads(x)",
-        "getattr(pickle, 'loads')(x)",
-        "class U(pickle.Unpickler): pass",
-        "from ray import cloudpickle\ncloudpickle.loads(x)",
-        "ray.cloudpickle.loads(x)",
-        "dill.loads(x)",
-        "joblib.load(x)",
-        "shelve.open(x)",
-        "marshal.loads(x)",
-        "yaml.load(x)",
-        "yaml.unsafe_load(x)",
-        "runpy.run_path(x)",
-        "from runpy import run_path as go\ngo(x)",
-        "eval(x)",
-        "importlib.import_module('pickle').loads(x)",
-        "importlib.import_module(x)",
-        "optional_module('joblib').load(x)",
-        "__import__('pickle')",
-        "from torch import load\nload(x)",
-        "from torch import load as l\nl(x)",
-        "f = torch.load\nf(x)",
-        "t = torch\nt.load(x)",
-        "getattr(torch, 'load')(x)",
-        "import torch\ngetattr(torch, word)(x)",
-        "vars(torch)['load'](x)",
-        "torch.load(x)",
-        "torch.load(x, weights_only=False)",
-        "torch.load(x, **{'weights_only': True})",
-        "torch.serialization.load(x, weights_only=False)",
-        "from torch import serialization\nserialization.load(x)",
-        "torch.serialization.add_safe_globals([f])",
-        "from torch.serialization import add_safe_globals",
-        "torch.distributed.checkpoint.load(x)",
-        "import torch.distributed.checkpoint as dcp\ndcp.load(x)",
-        "torch.jit.load(x)",
-        "torch.hub.load(x)",
-        "torch.hub.load_state_dict_from_url(u)",
-        "torch.export.load(x)",
-        "torch.export.pt2_archive._package.load_pt2(x)",
-        "timm.create_model(x, pretrained=True)",
-        "from torchvision.datasets import CIFAR10",
-        "np.load(x)",
-        "np.load(x, allow_pickle=flag)",
-        "np.lib.format.read_array(x)",
-        "np.lib.npyio.NpzFile(x, allow_pickle=True)",
-        "anything(x, allow_pickle=True)",
-        "pd.read_pickle(x)",
-        "import pandas\npandas.read_pickle(x)",
-        "pd.read_hdf(x)",
-        "import pyarrow as pa\npa.deserialize(x)",
-        "import multiprocessing.connection as c\nc.Client(x).recv()",
-        "thing.load(x)",
-        "from fedlas.data.base.formats import _PlainUnpickler as U\nU(x)",
-        "from fedlas import predictions\npredictions.torch.load(x)",
-    ],
-)
-def test_the_search_detects_unsafe_calls(text):
-    assert dangers(text, "somewhere.py")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import json\njson.loads(x)",
-        "import tomllib\ntomllib.load(x)",
-        "import torch\ntorch.load(x, weights_only=True)",
-        "import numpy as np\nnp.load(x, allow_pickle=False)",
-        "from safetensors.torch import load_file\nload_file(x)",
-        "optional_module('safetensors.torch').load_file(x)",
-        "from fedlas.training import checkpoint\ncheckpoint.load(x)",
-        "def load(x): return x\nload(1)",
-        "net.load_state_dict(state)",
-        "import re\nre.compile(x)",
-        "net.eval()",
-        "importlib.import_module(f'fedlas.{name}')",
-    ],
-)
-def test_the_search_accepts_known_calls(text):
-    assert dangers(text, "somewhere.py") == []
+def test_no_call_allows_unpickling():
+    """The linter bans modules and functions that unpickle (`banned-api` in pyproject.toml, and rules S)."""
+    calls = [ast.unparse(call) for path in SOURCE.rglob("*.py") for call in ast.walk(ast.parse(path.read_bytes()))
+             if isinstance(call, ast.Call)]  # fmt: skip
+    loads = [call for call in calls if re.match(r"(torch|np)\.load\(", call)]
+    assert len(loads) >= 4
+    for call in loads:
+        assert re.search(r"weights_only=True|allow_pickle=False", call), call
+    assert [call for call in calls if re.search(r"weights_only=(?!True)|allow_pickle=(?!False)", call)] == []
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize(
-    ("copies", "bomb_bytes", "many_columns"),
-    [(1, 2**22, 5_000), (4, 2**29, untrusted_files.MANY_COLUMNS)],
-    ids=["small", "large"],
-)
-def test_untrusted_files_have_no_effect(tmp_path, copies, bomb_bytes, many_columns):
+def test_untrusted_files_have_no_effect(tmp_path):
     """Every kind of file and every fault."""
-    records = untrusted_files.campaign(tmp_path / "campaign", copies, bomb_bytes, many_columns)
+    records = untrusted_files.campaign(tmp_path / "campaign", copies=4, bomb_bytes=2**29)
     assert len({record["kind"] for record in records}) == len(untrusted_files.readers())
     assert [record for record in records if record["outcome"] == "BAD"] == []
     assert [record for record in records if record["what"] == "sound" and record["outcome"] != "read"] == []
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"mib": 1600.0}, "took 1600 MiB"),
-        ({"seconds": 61.0}, "took 61 s"),
-        ({"what": untrusted_files.LINK}, "was followed"),
-    ],
-)
-def test_campaign_enforces_memory_and_time_limits(changed, message):
-    record = {"kind": "recipe", "what": "x", "outcome": "read", "message": "", "mib": 1.0, "seconds": 1.0}
-    assert untrusted_files.check_record(record) == {}
-    result = untrusted_files.check_record(record | changed)
-    assert result["outcome"] == "BAD"
-    assert message in result["message"]
 
 
 @pytest.mark.campaign
@@ -353,6 +238,25 @@ def test_symlink_cannot_escape_the_ledger(tmp_path):
     (folder / line.predictions["file"]).symlink_to(tmp_path / "mine.txt")
     with pytest.raises(ValueError, match="link"):
         Ledger(folder).file_of(line)
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe"])
+@pytest.mark.parametrize("part", ["lines", "lock", "predictions"])
+def test_links_and_pipes_in_a_ledger_raise(tmp_path, part, kind):
+    line = untrusted_files.ledger_line(fedlas.Recipe(data="digits", model="small_cnn", loss="ce"))
+    name = {"lines": "digits-x.jsonl", "lock": ".lock", "predictions": line.predictions["file"]}[part]
+    path, target = tmp_path / "results" / name, tmp_path / "mine"
+    path.parent.mkdir(parents=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(target)
+    if kind == "link":
+        target.touch()
+    with pytest.raises(ValueError, match=rf"{path.name}.*{kind.split()[-1]}"):
+        Ledger(tmp_path / "results").add([line], b"content")
+    assert not target.exists() or target.read_bytes() == b""
+    assert target.exists() == (kind == "link")
 
 
 def test_a_gzip_bomb_is_not_unpacked(tmp_path, monkeypatch):

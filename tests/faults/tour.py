@@ -2,7 +2,7 @@
 
     python tests/faults/tour.py FOLDER [--start-method spawn]
 
-`surroundings.py` starts it in unusual folders, with other locales, without a terminal or without asserts.
+`test_environment.py` starts it in unusual folders, with other locales, without a terminal or without asserts.
 """
 
 import argparse
@@ -135,10 +135,8 @@ def command_line(folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--start-method")
     parser.add_argument("--ascii", action="store_true", help="names of files that ASCII can write")
-    parser.add_argument("--quick", action="store_true", help="without figures and images, which take longest")
     arguments = parser.parse_args()
     if arguments.start_method:
         multiprocessing.set_start_method(arguments.start_method)
@@ -146,11 +144,11 @@ def main() -> None:
     ONLY_ASCII.extend([True] * arguments.ascii)
     folder = arguments.folder / file_name("Mein Ordner – 我的 folder")
     folder.mkdir(parents=True)
-    steps = [table, training, command_line] + ([] if arguments.quick else [figures, images])
+    steps = [table, training, command_line, figures, images]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         result = {step.__name__: step(folder) for step in steps}
-    arguments.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    (arguments.folder / "results.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

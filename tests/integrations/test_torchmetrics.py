@@ -4,7 +4,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import digit_batches
 import jaxtyping
 import pytest
 import torch
@@ -170,31 +169,6 @@ def test_probabilities_given_as_logits_warn_once():
 def test_a_metric_without_samples_raises(name):
     with pytest.raises(ValueError, match="update"):
         build(name).compute()
-
-
-def test_metrics_work_in_a_training_loop():
-    """Accuracy rises in a training loop, and the collection equals the fedlas functions."""
-    torch.manual_seed(0)
-    net, loss = fedlas.WithFeatures(digit_batches.network()), fedlas.build_loss("fedlas_ls", num_classes=10)
-    optimizer = torch.optim.SGD([*net.parameters(), *loss.parameters()], lr=0.1, momentum=0.9)
-    collection = collect()
-    history = []
-    for epoch in range(4):
-        collection.reset()
-        outputs = []
-        for x, labels, _ in digit_batches.batches(epoch):
-            logits, features = net(x)
-            optimizer.zero_grad()
-            loss(logits, labels, features).backward()
-            optimizer.step()
-            collection.update(logits.detach(), labels)
-            outputs.append((logits.detach(), labels))
-        history.append({name: float(value) for name, value in collection.compute().items()})
-    logits, labels = (torch.cat(parts) for parts in zip(*outputs, strict=True))
-    assert history[-1]["ece"] == pytest.approx(metrics.ece(logits.softmax(1), labels), abs=1e-12)
-    assert history[-1]["nll"] == pytest.approx(metrics.nll(fedlas.Predictions(logits, labels)), rel=1e-12)
-    assert history[-1]["accuracy"] > 0.8 > history[0]["accuracy"]
-    assert history[-1]["nll"] < history[0]["nll"]
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

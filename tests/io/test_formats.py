@@ -83,6 +83,7 @@ def test_every_dtype_round_trips(tmp_path, dtype, suffix):
     predictions = Predictions(make_predictions().logits.to(dtype), [0] * 7)
     loaded = read_predictions(write_predictions(predictions, tmp_path / f"p{suffix}"))
     assert torch.equal(predictions.logits.double(), loaded.logits.double())
+    assert suffix != ".safetensors" or loaded.logits.dtype == dtype
 
 
 def test_json_columns_and_records_are_read(tmp_path):
@@ -185,7 +186,6 @@ def test_numpy_arrays_in_a_torch_file_raise(tmp_path):
         ("p.json", '{"logits": [[1, true]], "labels": [0]}', "row 0.*logits.*bool"),
         ("p.json", '{"logits": [[1, 2]], "labels": [null]}', "labels.*NoneType"),
         ("p.csv", 'prob_a,prob_b,label\n"0.5,0.5,a\n' + "x" * 140_000, "line 3"),
-        ("p.csv", "prob_a,prob_b,label\n0.5,0.5,a\n0.5,0.9,a\n", "probs.*line 3.*distribution"),
         ("p.csv", "prob_a,prob_b,label\n0.5,0.5,7\n", "labels.*line 2.*7"),
         ("p.csv", "confidence,prediction,label\n0.9,1,cat\n0.9,2,dog\n", "label.*prediction.*cat.*1"),
         ("p.csv", "confidence,prediction,label\n0.9,a,a\n-0.1,a,b\n", r"confidence.*line 3.*-0\.1"),

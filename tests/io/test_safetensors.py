@@ -35,11 +35,6 @@ def test_predictions_round_trip_through_safetensors(tmp_path, probs):
     assert [file.name for file in (tmp_path / "deep").iterdir()] == ["p.safetensors"]
 
 
-def test_load_keeps_half_precision(tmp_path):
-    write_predictions(Predictions(LOGITS.bfloat16(), LABELS), tmp_path / "p.safetensors")
-    assert read_predictions(tmp_path / "p.safetensors").logits.dtype == torch.bfloat16
-
-
 def test_files_of_other_programs_are_read_or_raise(tmp_path):
     from safetensors.torch import save_file
 

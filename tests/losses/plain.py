@@ -154,38 +154,35 @@ def dual_focal(logits: Rows, labels: list[int], gamma: float = 5.0) -> float:
     return total / len(logits)
 
 
+def mmce_penalty(confidences: Row, correct: Row, variant: str = "m", double_normalise: bool = True) -> float:
+    """The kernel calibration error over all pairs, with the correctness of each sample between 0 and 1."""
+    pairs = [(i, j) for i in range(len(confidences)) for j in range(len(confidences))]
+    kernel = {(i, j): math.exp(-abs(confidences[i] - confidences[j]) / 0.4) for i, j in pairs}
+    if variant == "m":
+        gaps = [c - conf for c, conf in zip(correct, confidences, strict=True)]
+        return sum(gaps[i] * gaps[j] * kernel[i, j] for i, j in pairs) / len(confidences) ** 2
+    m, n = sum(correct), sum(1 - c for c in correct)
+    if m == 0 or n == 0:
+        return 0.0
+    correct_gaps = [c * (1 - conf) for c, conf in zip(correct, confidences, strict=True)]
+    wrong_gaps = [(1 - c) * conf for c, conf in zip(correct, confidences, strict=True)]
+
+    def mean_product(a: Row, b: Row, count: float) -> float:
+        total = sum(a[i] * b[j] * kernel[i, j] for i, j in pairs)
+        return total / count / (count + 1e-5 if double_normalise else 1)
+
+    square = mean_product(correct_gaps, correct_gaps, m * m) + mean_product(wrong_gaps, wrong_gaps, n * n)
+    square -= 2 * mean_product(correct_gaps, wrong_gaps, m * n)
+    return math.sqrt(max(0.0, square) + 1e-10)
+
+
 def mmce(
     logits: Rows, labels: list[int], lambda_: float = 1.0, variant: str = "m", double_normalise: bool = True
 ) -> float:
-    """Cross-entropy plus the kernel calibration error over all pairs, in both published variants."""
+    """Cross-entropy plus the kernel calibration error, in both published variants."""
     confidences = [max(softmax(row)) for row in logits]
-    correct = [argmax(row) == label for row, label in zip(logits, labels, strict=True)]
-
-    def kernel(a: float, b: float) -> float:
-        return math.exp(-abs(a - b) / 0.4)
-
-    if variant == "m":
-        gaps = [c - conf for c, conf in zip(correct, confidences, strict=True)]
-        total = 0.0
-        for gap_i, conf_i in zip(gaps, confidences, strict=True):
-            for gap_j, conf_j in zip(gaps, confidences, strict=True):
-                total += gap_i * gap_j * kernel(conf_i, conf_j)
-        return ce(logits, labels) + lambda_ * total / len(logits) ** 2
-
-    correct_confidences = [conf for conf, c in zip(confidences, correct, strict=True) if c]
-    wrong_confidences = [conf for conf, c in zip(confidences, correct, strict=True) if not c]
-    if not correct_confidences or not wrong_confidences:
-        return ce(logits, labels)
-    m, n = len(correct_confidences), len(wrong_confidences)
-    correct_pairs = mean([kernel(a, b) * (1 - a) * (1 - b) for a in correct_confidences for b in correct_confidences])
-    wrong_pairs = mean([kernel(a, b) * a * b for a in wrong_confidences for b in wrong_confidences])
-    mixed_pairs = mean([kernel(a, b) * (1 - a) * b for a in correct_confidences for b in wrong_confidences])
-    if double_normalise:
-        correct_pairs /= m * m + 1e-5
-        wrong_pairs /= n * n + 1e-5
-        mixed_pairs /= m * n + 1e-5
-    square = max(0.0, correct_pairs + wrong_pairs - 2 * mixed_pairs)
-    return ce(logits, labels) + lambda_ * math.sqrt(square + 1e-10)
+    correct = [float(argmax(row) == label) for row, label in zip(logits, labels, strict=True)]
+    return ce(logits, labels) + lambda_ * mmce_penalty(confidences, correct, variant, double_normalise)
 
 
 def mdca(logits: Rows, labels: list[int], beta: float = 1.0, base: str = "ce", gamma: float = 1.0) -> float:

@@ -123,12 +123,3 @@ def test_step_limits_and_switch_are_configurable() -> None:
     for _ in range(2):
         gammas, _ = plain.adafocal_update(gammas, logits.tolist(), labels.tolist(), **options)
     assert_equal(loss.gammas, gammas)
-
-
-def test_missing_validation_data_raises() -> None:
-    loss = build()
-    before = loss.gammas.clone()
-    for call in (loss.end_epoch, lambda: loss.end_epoch(None), lambda: loss.end_epoch(validation=None)):
-        with pytest.raises(ValueError, match=r"adafocal.*validation="):
-            call()
-    assert torch.equal(loss.gammas, before)

@@ -65,13 +65,6 @@ def test_normaliser_is_one_in_the_first_two_epochs() -> None:
         assert loss.finished_epochs == epoch
 
 
-def test_first_epoch_is_cross_entropy() -> None:
-    loss = build()
-    value = loss(CORRECT, LABELS, index=torch.arange(4))
-    assert value.item() == pytest.approx(plain.ce(CORRECT.tolist(), LABELS.tolist()))
-    assert loss.last_terms["ranking"] == 0
-
-
 def test_correct_counts_are_updated_after_the_ranking_term() -> None:
     loss = build()
     loss.finished_epochs.fill_(1)
@@ -88,35 +81,6 @@ def test_ranking_is_zero_if_all_samples_are_always_correct() -> None:
         value = loss(CORRECT, LABELS, index=torch.arange(4))
         assert value.item() == pytest.approx(plain.ce(CORRECT.tolist(), LABELS.tolist()))
         loss.end_epoch()
-
-
-def test_normalisation_uses_the_smallest_count_of_all_samples() -> None:
-    counts = [5, 3, 4, 5, 2, 1]
-    loss = build(num_samples=6)
-    loss.correct_epochs.copy_(torch.tensor(counts))
-    loss.finished_epochs.fill_(5)
-    expected = plain.crl(CORRECT.tolist(), LABELS.tolist(), counts=[5, 3, 4, 5], smallest=1, epochs=5)
-    assert loss(CORRECT, LABELS, index=torch.arange(4)).item() == pytest.approx(expected, rel=1e-7)
-
-
-def test_both_samples_of_a_pair_get_a_gradient() -> None:
-    loss = build(num_samples=2, rank_weight=1e6)
-    loss.correct_epochs.copy_(torch.tensor([1, 0]))
-    loss.finished_epochs.fill_(1)
-    logits = torch.zeros(2, 3, dtype=torch.float64)
-    logits[:, 0] = torch.tensor([0.5, 1.0])
-    logits.requires_grad_()
-    loss(logits, torch.tensor([0, 0]), index=torch.arange(2)).backward()
-    assert logits.grad is not None
-    assert logits.grad[0, 0] < 0 < logits.grad[1, 0]  # the sample with the better history gets more confident
-
-
-def test_single_sample_is_ranked_against_itself() -> None:
-    loss = build()
-    loss.correct_epochs.copy_(torch.tensor([3, 0, 1, 2]))
-    loss.finished_epochs.fill_(3)
-    value = loss(CORRECT[:1], LABELS[:1], index=torch.tensor([0]))
-    assert value.item() == pytest.approx(plain.ce(CORRECT[:1].tolist(), [0]))
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -242,6 +242,7 @@ FEDLAS_OPTIONS: list[dict[str, Any]] = [
     {"norm": math.inf},
     {"norm": 1.5, "normalise": "batch"},
     {"normalise": "none"},
+    {"theta": 1.0, "eps": 5.0},
     {"source": "max_prob"},
     {"source": "max_logit", "start": "first_batch", "theta": 0.5},
     {"gate": "positive"},
@@ -275,7 +276,7 @@ def test_fedlas_value_over_three_steps_equals_plain_loops(name: str, options: di
                 theta=options.get("theta", 0.95),
                 normalise=options.get("normalise", "ema"),
                 training=step < 3,
-                eps=0.0 if options.get("preset") == "paper" else 1e-3,
+                eps=options.get("eps", 0.0 if options.get("preset") == "paper" else 1e-3),
             )
             kind = options.get("gate", "learned")
             positive = options.get("gate_positive_index", 0 if options.get("preset") == "paper" else 1)
@@ -298,7 +299,10 @@ def test_fedlas_gradient_equals_plain_loops(name: str) -> None:
     logits, labels = batch(2, 6, 4)
     logits.requires_grad_()
     loss: Any = fedlas.build_loss(name, num_classes=4, start="first_batch").double()
-    gradient = gradient_of(loss(logits, labels, features_like(2, 6)), logits)
+    features = features_like(2, 6).requires_grad_()
+    value = loss(logits, labels, features)
+    assert torch.autograd.grad(value, features, retain_graph=True, allow_unused=True) == (None,)
+    gradient = gradient_of(value, logits)
     alphas = loss.alpha_i.tolist()
     assert_equal_gradient(
         gradient, numerical_gradient(lambda rows: fedlas_value(loss, rows, labels.tolist(), alphas), logits.tolist())

@@ -35,16 +35,6 @@ def test_scalar_alpha_equals_torch_label_smoothing(reduction: str, weight: Tenso
         torch.testing.assert_close(fedlas_logits.grad, torch_logits.grad, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("weight", [None, WEIGHT], ids=["", "weight"])
-def test_soft_labels_equal_torch_label_smoothing(reduction: str, weight: Tensor | None) -> None:
-    logits, _ = batch()
-    labels = torch.rand(12, 5, dtype=torch.float64).softmax(1)
-    value = smoothed_cross_entropy(logits, labels, 0.2, weight=weight, reduction=reduction)
-    expected = functional.cross_entropy(logits, labels, weight=weight, label_smoothing=0.2, reduction=reduction)
-    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("weight", [None, WEIGHT], ids=["", "weight"])
 @pytest.mark.parametrize("extent", [(), (3,)], ids=str)
 def test_tensor_alpha_is_applied_per_label(weight: Tensor | None, extent: tuple[int, ...]) -> None:

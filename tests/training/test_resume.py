@@ -2,8 +2,6 @@
 
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +19,6 @@ from fedlas.training.signals import StopSignals
 from waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:fp16 is very slow")
-HERE = Path(__file__).parent
 FP16 = {"precision": "fp16", "batch_size": 10, "data_options": {"train_samples": 65}}
 RECIPES = {
     "fedlas_ls": short("fedlas_ls", checkpoint_every=3),
@@ -62,9 +59,6 @@ def assert_equal_runs(run: Run, expected: Run) -> None:
         ("crl", 18),
         ("mixed", 4),
         pytest.param("fp16", 10, marks=pytest.mark.campaign),
-        pytest.param("fedlas_ls", 4, marks=pytest.mark.campaign),
-        pytest.param("fedlas_ls", 18, marks=pytest.mark.campaign),
-        pytest.param("mixed", 10, marks=pytest.mark.campaign),
         pytest.param("bf16", 10, marks=pytest.mark.campaign),
     ],
 )
@@ -94,35 +88,15 @@ class Crash(AbstractCallback):
             raise ZeroDivisionError
 
 
-def assert_continues(run: Run, expected: Run) -> None:
-    """Resume a run that crashed or was killed in its second epoch."""
-    assert len(run.log) == 1
-    assert not run.finished
-    times = run.log[0]["machine"]
-    assert_equal_runs(fit(RECIPES["fedlas_ls"], out=run.folder, resume=True), expected)
-    assert run.log[0]["machine"] == times  # the first epoch was not repeated
-
-
 def test_a_crashed_run_continues_bit_for_bit(uninterrupted, tmp_path):
     with pytest.raises(ZeroDivisionError):
         fit(RECIPES["fedlas_ls"], out=tmp_path, callbacks=[Crash(13, tmp_path / "checkpoint.pt")])
-    assert_continues(Run(tmp_path), uninterrupted("fedlas_ls"))
-
-
-@pytest.mark.campaign
-def test_a_killed_run_continues_bit_for_bit(uninterrupted, tmp_path):
-    code = f"""
-import signal, sys
-from pathlib import Path
-sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]
-from runs_of import SignalAt, short
-from fedlas.training import fit
-out = Path({str(tmp_path)!r})
-fit(short("fedlas_ls", checkpoint_every=3), out=out, callbacks=[SignalAt(13, signal.SIGKILL, out / "checkpoint.pt")])
-"""
-    process = subprocess.run([sys.executable, "-c", code], check=False, timeout=120)
-    assert process.returncode == -signal.SIGKILL
-    assert_continues(Run(tmp_path), uninterrupted("fedlas_ls"))
+    run = Run(tmp_path)
+    assert len(run.log) == 1
+    assert not run.finished
+    times = run.log[0]["machine"]
+    assert_equal_runs(fit(RECIPES["fedlas_ls"], out=tmp_path, resume=True), uninterrupted("fedlas_ls"))
+    assert run.log[0]["machine"] == times  # the first epoch was not repeated
 
 
 def test_a_run_killed_while_predicting_only_predicts(uninterrupted, tmp_path):
@@ -275,14 +249,6 @@ def with_flipped_bit(content: bytes) -> bytes:
     return bytes(changed)
 
 
-def test_flipped_bits_that_torch_accepts_are_detected(stopped, tmp_path):
-    file = tmp_path / "checkpoint.pt"
-    file.write_bytes(with_flipped_bit(stopped.checkpoint.read_bytes()))
-    assert torch.load(file, weights_only=True).keys() == checkpoint_of(stopped).keys()
-    with pytest.raises(RunError, match=r"checkpoint\.pt"):
-        checkpoint.load(file)
-
-
 def test_every_flipped_bit_is_detected_or_changes_nothing(stopped):
     """Only a bit in the marker before the checksum may flip: then the checksums of the zip members are compared."""
     content, random = stopped.checkpoint.read_bytes(), np.random.default_rng(0)
@@ -356,19 +322,6 @@ def test_without_hard_links_the_previous_checkpoint_is_a_copy(tmp_path, monkeypa
     run = Run(tmp_path)
     contents = [checkpoint.load(file) for file in (run.checkpoint_before, run.checkpoint)]
     assert [(content["epoch"], content["position"]) for content in contents] == [(0, 6), (0, 7)]
-
-
-def test_an_untrusted_checkpoint_is_not_unpickled(tmp_path):
-    class Trap:
-        def __reduce__(self):
-            return Path.touch, (tmp_path / "sprung",)
-
-    with pytest.raises(StoppedError):
-        fit(short(), out=tmp_path, callbacks=[SignalAt(3, signal.SIGINT)])
-    torch.save({"format": "fedlas.checkpoint/1", "trap": Trap()}, Run(tmp_path).checkpoint)
-    with pytest.raises(RunError, match=r"checkpoint\.pt"):
-        fit(short(), out=tmp_path, resume=True)
-    assert not (tmp_path / "sprung").exists()
 
 
 def test_signal_handlers_are_restored_after_a_run(tmp_path):

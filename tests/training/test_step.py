@@ -59,25 +59,18 @@ def test_the_step_equals_a_plain_torch_loop(loss, changes):
         torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_gradient_accumulation_equals_the_whole_batch():
-    recipe = short("ls", model_options={"norm": "group"})
+@pytest.mark.parametrize(
+    "changes", [{"loss": "ls"}, {"loss": "mbls", "loss_options": {"reduction": "sum"}, "lr": 1e-4, "clip": None}]
+)
+def test_gradient_accumulation_equals_the_whole_batch(changes):
+    """Regression: the sum of each part was scaled by its fraction of the batch, a fifth of the correct value."""
+    recipe = short(model_options={"norm": "group"}, **changes)
     full_batch, accumulated = Session(recipe, CPU), Session(recipe.replace(accumulate=5), CPU)
     steps(full_batch, 7)
     steps(accumulated, 7)  # the last batch of 30 too
     for parameter, expected in zip(full_batch.net.parameters(), accumulated.net.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected, rtol=1e-3, atol=1e-5)
-    assert full_batch.step.metrics.read()["loss"] == pytest.approx(accumulated.step.metrics.read()["loss"], rel=1e-4)
-
-
-def test_gradient_accumulation_of_a_summed_loss_is_not_averaged():
-    """Regression: the sum of each part was scaled by its fraction of the batch, a fifth of the correct value."""
-    recipe = short("mbls", model_options={"norm": "group"}, loss_options={"reduction": "sum"}, lr=1e-4, clip=None)
-    full_batch, accumulated = Session(recipe, CPU), Session(recipe.replace(accumulate=5), CPU)
-    steps(full_batch, 7)
-    steps(accumulated, 7)
-    for parameter, expected in zip(full_batch.net.parameters(), accumulated.net.parameters(), strict=True):
-        torch.testing.assert_close(parameter, expected, rtol=1e-3, atol=1e-5)
-    assert full_batch.step.metrics.read() == pytest.approx(accumulated.step.metrics.read(), rel=1e-3)
+    assert full_batch.step.metrics.read() == pytest.approx(accumulated.step.metrics.read(), rel=1e-4)
 
 
 def test_the_gate_can_have_its_own_learning_rate():
