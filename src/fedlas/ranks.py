@@ -4,7 +4,7 @@ The functions are out-of-place, so they can be traced by `torch.compile` with `f
 CUDA graph. All ranks must call the same functions in the same order.
 
 On a GPU with NCCL, these are the functional collectives of torch. With gloo, functional collectives sometimes abort the
-process (`tests/faults/collectives.py`), so tensors on the CPU use the plain collectives, wrapped in custom operators
+process (docs/reliability.md), so tensors on the CPU use the plain collectives, wrapped in custom operators
 for `torch.compile`.
 """
 
