@@ -18,7 +18,7 @@ from torch import Tensor
 from fedlas.errors import UserError
 from fedlas.metrics.accumulators import AbstractHistogram, AbstractStore, Accumulator, MeanStore, PairStore
 from fedlas.metrics.bin_sums import Bins, exact
-from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram
+from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram, samples_of
 from fedlas.metrics.inputs import MetricInput, Pairs, Rows, Scope, Which, binary_predictions, pairs, rows
 from fedlas.metrics.intervals.gaps import gaps_of
 from fedlas.metrics.intervals.resampling import AbstractGaps
@@ -247,7 +247,8 @@ class AbstractBinned(AbstractMetric):
         ignore_index: int | None = None,
     ) -> AbstractGaps:
         """Return the bin and the gap of every sample, from which intervals are computed."""
-        return gaps_of(probs, labels, Binning(bins, binning or self.binning, compat), scope, ignore_index)
+        samples = samples_of(probs, labels, scope, ignore_index)
+        return gaps_of(samples, Binning(bins, binning or self.binning, compat))
 
     def store(
         self,

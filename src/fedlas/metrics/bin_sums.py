@@ -249,17 +249,6 @@ def upper_entries(
     return Entries(row, column * bins + bin_index(values, edges, rule), values)
 
 
-def class_mass_statistics(
-    probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | Float[Tensor, "n classes"], bins: int
-) -> Bins:
-    """Return one histogram per class, each with its own equal-mass bins."""
-    by_class = []
-    for k in range(probs.shape[1]):
-        correct = labels[:, k] if labels.ndim == 2 else labels == k
-        by_class.append(bin_statistics(probs[:, k], correct, equal_mass_edges(probs[:, k], bins), EdgeRule.RIGHT))
-    return stack(by_class)
-
-
 def stack(by_class: Sequence[Bins]) -> Bins:
     """Stack the histograms of several classes."""
     return Bins(
