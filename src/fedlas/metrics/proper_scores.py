@@ -27,7 +27,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from fedlas.errors import UserError
-from fedlas.metrics.accumulators import AbstractStore, BinStore, MeanStore, State, as_rows, merge_definitions
+from fedlas.metrics.accumulators import AbstractStore, BinStore, MeanStore, State, merge_definitions
 from fedlas.metrics.base import AbstractMetric, AbstractTopLabel
 from fedlas.metrics.bin_sums import Bins, EdgeRule, class_statistics, equal_width_edges, exact
 from fedlas.metrics.binning import Binning
@@ -344,8 +344,8 @@ class LossStore(AbstractStore):
         self.total, self.floored, self.floor = 0.0, 0, 0.0
 
     def take(self, batch: Pairs | Rows) -> None:
-        table = as_rows(batch)
-        self._add_losses(prob_losses(table.probs, table.labels), table.definition)
+        assert isinstance(batch, Rows)
+        self._add_losses(prob_losses(batch.probs, batch.labels), batch.definition)
 
     def add(self, probs: AnyPredictions | Array, labels: Array | None) -> None:
         self._add_losses(*losses_of(probs, labels, self.ignore_index))
@@ -388,10 +388,10 @@ class BrierStore(AbstractStore):
         self.squares, self.label_squares = 0.0, 0.0
 
     def take(self, batch: Pairs | Rows) -> None:
-        table = as_rows(batch)
-        self.bins.take(table)
-        self.squares += float(squared_errors(table.probs, table.labels).sum())
-        self.label_squares += float(label_squares(table.labels).sum())
+        assert isinstance(batch, Rows)
+        self.bins.take(batch)
+        self.squares += float(squared_errors(batch.probs, batch.labels).sum())
+        self.label_squares += float(label_squares(batch.labels).sum())
 
     def merge(self, other: AbstractStore) -> None:
         same_kind = self.same(other)
