@@ -28,7 +28,16 @@ from fedlas.errors import UserError, UserTypeError
 from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.result import Definition
 from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions, with_every_class
-from fedlas.predictions.arrays import Array, as_floats, as_tensor, check_finite, check_probs, check_rows, two_columns
+from fedlas.predictions.arrays import (
+    Array,
+    as_floats,
+    as_tensor,
+    check_finite,
+    check_probs,
+    check_rows,
+    float32_or_better,
+    two_columns,
+)
 from fedlas.predictions.probabilities import log_uncertainty, softmax, top_of_logits, top_of_probs
 
 MANY_ROWS = 10_000  # with fewer rows, compiling the kernel takes longer than it saves
@@ -256,7 +265,7 @@ def probs_of(logits: Array, scope: Scope = "top-label") -> Float[Tensor, "..."]:
     """Return the probabilities that a scope needs, in float32 or better."""
     scores = _finite(logits)
     if scope == "multi-label" or (scope == "positive" and scores.shape[1:] in {(), (1,)}):
-        return scores.to(torch.promote_types(scores.dtype, torch.float32)).sigmoid()
+        return float32_or_better(scores).sigmoid()
     return softmax(_table_of_logits(scores))
 
 

@@ -32,8 +32,8 @@ from torch.nn import functional
 from fedlas.errors import UserError
 from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
 from fedlas.predictions.arrays import Array, as_floats, check_finite, two_columns, warn_about_probabilities
+from fedlas.predictions.probabilities import NO_FLOAT64
 
-NO_FLOAT64 = {"mps"}
 AT_ONCE, AT_ONCE_ON_DEVICE = 2**18, 2**26  # logits in one block of rows
 QUERIES, NEIGHBOURS = 1024, 8192  # size of the distance matrices of `knn`: 64 MiB of float64
 
