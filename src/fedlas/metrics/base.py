@@ -319,32 +319,6 @@ class AbstractBinned(AbstractMetric):
         return result if bound is None else result.with_details(error_bound=bound)
 
 
-class AbstractFixedBinned(AbstractBinned):
-    """A metric whose kind of bins is part of its definition."""
-
-    def __call__(
-        self,
-        probs: MetricInput,
-        labels: Array | None = None,
-        bins: int = 15,
-        *,
-        scope: Scope = "top-label",
-        compat: Compat | None = None,
-        ignore_index: int | None = None,
-    ) -> Result:
-        """Compute the metric.
-
-        Args:
-            probs: predictions, or rows of class probabilities.
-            labels: class numbers, or soft labels; not needed with predictions.
-            bins: number of bins.
-            scope: which confidences are used: "top-label", "class-wise", "positive" (binary) or "multi-label".
-            compat: name of another package or code whose binning rules are followed, to reproduce its values.
-            ignore_index: label of samples that are ignored.
-        """
-        return self.measure(probs, labels, bins, scope=scope, compat=compat, ignore_index=ignore_index)
-
-
 class AbstractFreelyBinned(AbstractBinned):
     """A metric that is defined for bins of equal width and of equal mass."""
 

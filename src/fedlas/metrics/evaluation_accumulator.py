@@ -24,7 +24,6 @@ from fedlas.metrics.registry import all_metrics, default_comparison_metrics
 from fedlas.metrics.result import Comparison, Definition, Result
 from fedlas.predictions import AnyPredictions, Predictions
 
-TOP_LABEL = ("confidence", "correct", "log_uncertainty")
 MAX_PROBS = 20_000_000  # number of probabilities up to which an evaluation bootstraps class-wise errors
 
 
@@ -42,9 +41,11 @@ class EvaluationAccumulator:
         self._definitions: list[Definition] = []
         self._parts: list[dict[str, Tensor]] = []
         self._tables: list[tuple[Tensor, Tensor]] | None = []  # probabilities and labels; None if they are too many
+        self._top: Pairs | None = None
 
     def update(self, part: AnyPredictions) -> None:
         """Add predictions."""
+        self._top = None
         top = pairs(part, ranked=True)
         columns = {"confidence": top.confidence, "correct": top.correct}
         if top.log_uncertainty is not None:
@@ -62,6 +63,7 @@ class EvaluationAccumulator:
 
     def merge(self, other: "EvaluationAccumulator") -> None:
         """Add the samples of another accumulator."""
+        self._top = None
         self._definitions += other._definitions
         self._parts += other._parts
         self._keep_tables(other._tables)
@@ -103,31 +105,24 @@ class EvaluationAccumulator:
             accumulator.class_bins = Bins(edges, counts, confidence, correct, samples, accumulator.binning.rule)
         return accumulator
 
-    def histograms(self, top: Pairs | None = None) -> dict[str, Bins]:
-        """Return the bins of the top label, of equal width and of equal mass, for reliability diagrams.
-
-        Args:
-            top: the pairs of this accumulator, which keep what `compute` has computed of them.
-        """
-        samples = self.top if top is None else top
+    def histograms(self) -> dict[str, Bins]:
+        """Return the bins of the top label, of equal width and of equal mass, for reliability diagrams."""
         binnings = {"width": self.binning, "mass": replace(self.binning, kind="mass")}
-        return {name: histogram_of(samples, binning).bins.cpu() for name, binning in binnings.items()}
+        return {name: histogram_of(self.top, binning).bins.cpu() for name, binning in binnings.items()}
 
-    def compute(self, how: Resampling | None = None, top: Pairs | None = None) -> dict[str, Result]:
+    def compute(self, how: Resampling | None = None) -> dict[str, Result]:
         """Compute every metric.
 
         Args:
             how: how to compute intervals, of metrics for which a method with known coverage exists; None for none.
-            top: the pairs of this accumulator, which keep what is computed of them.
         """
-        samples = self.top if top is None else top
         columns = {} if self.class_bins is None else self.columns()
         results = {}
         for name, metric in self.metrics.items():
             result = (
                 self._of_columns(metric, columns, how)
                 if metric.needs_all_classes
-                else _of_top_labels(metric, samples, self.binning.bins, how)
+                else _of_top_labels(metric, self.top, self.binning.bins, how)
             )
             if result is not None:
                 results[name] = result
@@ -183,11 +178,12 @@ class EvaluationAccumulator:
     @property
     def top(self) -> Pairs:
         """The confidence of the most probable class of each sample, and whether it was correct."""
-        columns = [self._column(name) if name in self._parts[0] else None for name in TOP_LABEL]
-        confidence, correct, uncertainty = columns
-        assert confidence is not None
-        assert correct is not None
-        return Pairs(confidence, correct, replace(self._definitions[0], n=len(confidence)), uncertainty)
+        if self._top is None:
+            confidence, correct = self._column("confidence"), self._column("correct")
+            uncertainty = self._column("log_uncertainty") if "log_uncertainty" in self._parts[0] else None
+            definition = replace(self._definitions[0], n=len(confidence))
+            self._top = Pairs(confidence, correct, definition, uncertainty)
+        return self._top
 
     def _of_columns(
         self, metric: AbstractMetric, columns: Mapping[str, Tensor], how: Resampling | None
