@@ -44,12 +44,6 @@ def test_ties_are_averaged_over_all_orders():
         assert augrc(confidence[order], correct[order], scope="confidence") == pytest.approx(expected[1])
 
 
-def test_bf16_scores_give_one_value_in_any_order(golden):
-    probs = golden.probs.bfloat16()
-    order = torch.randperm(len(golden))
-    assert aurc(probs, golden.labels) == pytest.approx(aurc(probs[order], golden.labels[order]), abs=1e-14)
-
-
 def test_a_constant_confidence_has_the_error_rate_everywhere():
     confidence, correct = torch.full((8,), 0.5), torch.tensor([1, 0, 0, 1, 1, 1, 0, 1])
     curve = risk_coverage(confidence, correct, scope="confidence")
