@@ -265,7 +265,7 @@ def _test_pair(first: ModelRuns, second: ModelRuns, bins: int, how: Resampling) 
     """Yield a test for each metric, or a single one with the reason if the models cannot be compared."""
     metric = next(iter(default_comparison_metrics()))  # of the test that has the reason, if the samples do not match
     try:
-        check_draws(how.level, how.resamples or RESAMPLES)
+        check_draws(how)
         paired = _PairedRuns.of(first, second)
         for metric in paired.known_metrics():
             yield PairedTest(first.name, second.name, metric, paired.compare(metric, bins, how).by_seed[None])
@@ -310,7 +310,7 @@ def compare_runs(
         seed: random seed of the bootstrap.
     """
     how = Resampling(level, resamples or RESAMPLES, seed)
-    check_draws(level, how.resamples or RESAMPLES)
+    check_draws(how)
     if isinstance(metrics, str):
         raise UserTypeError(f"metrics takes a list of names, such as [{metrics!r}], not {metrics!r}")
     for name in metrics or ():

@@ -21,6 +21,7 @@ from fedlas.metrics import (
     paired_bootstrap,
     signed_ece,
 )
+from fedlas.metrics.base import Resampling
 from fedlas.metrics.intervals.binomial import wilson
 from fedlas.metrics.paired import check_draws
 from fedlas.predictions import Predictions
@@ -426,8 +427,8 @@ def test_numbers_that_name_columns_in_another_order_are_names(tmp_path):
 def test_too_few_resamples_for_the_level_raise(level, resamples, needed):
     """Regression: with 30 resamples, accuracies of 95.98 and 9.79 % of 797 samples did not differ significantly."""
     with pytest.raises(ValueError, match=rf"\b{needed}\b"):
-        check_draws(level, resamples)
-    check_draws(level, int(needed.replace(",", "")))
+        check_draws(Resampling(level, resamples))
+    check_draws(Resampling(level, int(needed.replace(",", ""))))
 
 
 def test_p_values_and_intervals_agree(golden):

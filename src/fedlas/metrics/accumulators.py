@@ -304,7 +304,7 @@ class MeanStore(AbstractStore):
         return self.total / self.definition.n
 
     def state(self) -> State:
-        return {"total": _scalar(self.total), "samples": _count(self.definition.n)}
+        return {"total": torch.tensor(self.total, dtype=torch.float64), "samples": _count(self.definition.n)}
 
     def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
         self.total = float(_one(state, "total"))
@@ -348,10 +348,6 @@ def _cat(parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(parts)
     widest = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
     return torch.cat([part.to(widest) for part in parts])
-
-
-def _scalar(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
 
 
 def _count(value: int) -> Tensor:

@@ -19,7 +19,7 @@ from fedlas.metrics.bin_sums import Bins, exact
 from fedlas.metrics.binning import Binning, histogram_of
 from fedlas.metrics.inputs import Pairs, Rows, pairs
 from fedlas.metrics.intervals.methods import bootstrap
-from fedlas.metrics.paired import RESAMPLES, EachSample, check_draws, paired_method
+from fedlas.metrics.paired import EachSample, check_draws, paired_method
 from fedlas.metrics.registry import all_metrics, default_comparison_metrics
 from fedlas.metrics.result import Comparison, Definition, Result
 from fedlas.predictions import AnyPredictions, Predictions
@@ -53,7 +53,7 @@ class EvaluationAccumulator:
         self._definitions.append(top.definition)
         if isinstance(part, Predictions):
             probs = part.probs
-            self._keep_tables([(probs, part.labels)])
+            self._keep_table(probs, part.labels)
             class_bins = self.binning.fill_classes(probs, part.labels)
             self.class_bins = class_bins if self.class_bins is None else self.class_bins + class_bins
             for metric in self.metrics.values():
@@ -61,19 +61,11 @@ class EvaluationAccumulator:
                     columns |= metric.columns(part)
         self._parts.append(columns)
 
-    def merge(self, other: "EvaluationAccumulator") -> None:
-        """Add the samples of another accumulator."""
-        self._top = None
-        self._definitions += other._definitions
-        self._parts += other._parts
-        self._keep_tables(other._tables)
-        if other.class_bins is not None:
-            self.class_bins = other.class_bins if self.class_bins is None else self.class_bins + other.class_bins
-
-    def _keep_tables(self, tables: list[tuple[Tensor, Tensor]] | None) -> None:
-        all_tables = None if self._tables is None or tables is None else self._tables + tables
-        too_many = all_tables is not None and sum(probs.numel() for probs, _ in all_tables) > MAX_PROBS
-        self._tables = None if too_many else all_tables
+    def _keep_table(self, probs: Tensor, labels: Tensor) -> None:
+        if self._tables is not None:
+            self._tables.append((probs, labels))
+            if sum(table.numel() for table, _ in self._tables) > MAX_PROBS:
+                self._tables = None
 
     def columns(self) -> dict[str, Tensor]:
         """Return the columns of all samples; values without dimensions are added up."""
@@ -144,7 +136,7 @@ class EvaluationAccumulator:
             how: confidence level, resamples and seed; with fewer resamples than the level needs there are no tests.
         """
         try:
-            check_draws(how.level, how.resamples or RESAMPLES)
+            check_draws(how)
         except ValueError:
             return {}
         comparisons = {}

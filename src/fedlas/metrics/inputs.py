@@ -65,15 +65,11 @@ class Pairs:
     definition: Definition
     log_uncertainty: Float[Tensor, " n"] | None = None
 
-    @property
-    def uncertainty_rank(self) -> Float[Tensor, " n"]:
-        """One value per sample that increases with uncertainty, to rank the samples."""
-        return -self.confidence if self.log_uncertainty is None else self.log_uncertainty
-
     @cached_property
     def ranking(self) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
         """Order of the samples from the most to the least confident, and the index of the group of ties of each."""
-        ranked, order = self.uncertainty_rank.sort()
+        uncertainty = -self.confidence if self.log_uncertainty is None else self.log_uncertainty
+        ranked, order = uncertainty.sort()
         new = torch.cat([torch.zeros_like(ranked[:1], dtype=torch.bool), ranked[1:] != ranked[:-1]])
         return order, new.long().cumsum(0)
 

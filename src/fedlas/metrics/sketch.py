@@ -106,7 +106,9 @@ class SketchStore(AbstractHistogram):
 
     def _ends(self) -> tuple[Bins, Tensor, Tensor]:
         """Return the last cell of each bin, and the number of samples up to the exact end of the bin."""
-        cells = self._filled_cells()
+        if self.cells is None:
+            raise UserError("no samples yet; call update first")
+        cells = self.cells
         parts = torch.arange(1, self.binning.bins + 1, device=cells.counts.device)
         ends = parts * (cells.n // self.binning.bins) + parts.clamp_max(cells.n % self.binning.bins)
         return cells, torch.searchsorted(cells.counts.cumsum(0), ends), ends
@@ -117,11 +119,6 @@ class SketchStore(AbstractHistogram):
         self.low = low if before is None else torch.minimum(self.low, low.to(self.low.device))
         self.high = high if before is None else torch.maximum(self.high, high.to(self.high.device))
         self.definition = merge_definitions(self.definition, definition)
-
-    def _filled_cells(self) -> Bins:
-        if self.cells is None:
-            raise UserError("no samples yet; call update first")
-        return self.cells
 
 
 def fine_edges() -> Float64[Tensor, " edges"]:
