@@ -38,6 +38,7 @@ from fedlas.metrics.intervals.binomial import clopper_pearson_interval
 from fedlas.metrics.intervals.inversion import inverted_interval
 from fedlas.metrics.intervals.resampling import (
     cell_deviations,
+    mean_deviation,
     mean_interval,
     ranked_errors,
     sample_deviations,
@@ -364,33 +365,12 @@ def test_interval_of_a_calibrated_model_starts_at_zero():
         assert low == 0.0 or low > 1e-9
 
 
-def coverages_of_over_and_under(name: str, trials: int, resamples: int) -> list[float]:
-    draw, accuracy_at, n = MODELS[name]
-    random = np.random.default_rng(0)
-    large_sample = draw(np.random.default_rng(1), 300_000)
-    part_metrics = (over_ece, under_ece)
-    expected = [
-        part(torch.from_numpy(large_sample), torch.from_numpy(accuracy_at(large_sample)), scope="positive")
-        for part in part_metrics
-    ]
-    covered = np.zeros(2)
-    for trial in range(trials):
-        confidence = draw(random, n)
-        correct = torch.from_numpy((random.random(n) < accuracy_at(confidence)).astype(np.int64))
-        samples = pairs(torch.from_numpy(confidence), correct, "positive")
-        results = [bootstrap(part, samples, scope="positive", resamples=resamples, seed=trial) for part in part_metrics]
-        covered += [
-            round(float(expected_value), 9) in result.interval
-            for expected_value, result in zip(expected, results, strict=True)
-        ]
-    return list(covered / trials)
-
-
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", list(MODELS))
-def test_coverage_of_over_and_under_confidence_is_at_least_90_percent(name):
+@pytest.mark.parametrize("metric", [over_ece, under_ece])
+def test_coverage_of_over_and_under_confidence_is_at_least_90_percent(metric, name):
     """Where the true over- or under-confidence is zero, nearly every interval contains it."""
-    assert min(coverages_of_over_and_under(name, trials=250, resamples=400)) >= 0.9
+    assert coverage(metric, name, trials=250, resamples=400) >= 0.9
 
 
 @pytest.mark.campaign
@@ -671,8 +651,6 @@ def test_the_noise_floor_falls_with_the_root_of_n():
 
 def test_mean_deviation_of_binomial_counts():
     stats = cases.oracle("scipy.stats")
-    from fedlas.metrics.intervals.resampling import mean_deviation
-
     for n, p in ((1, 0.3), (10, 0.5), (50, 0.01), (7, 6 / 7), (5, 1.0), (0, 0.0)):
         k = np.arange(n + 1)
         expected = float((stats.binom.pmf(k, n, p) * np.abs(k - n * p)).sum())

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -88,7 +88,7 @@ class EachSample(NamedTuple):
 
 
 def of_each_sample(
-    metric: AbstractMetric, model: AnyPredictions | Array, labels: Array | None = None, **options: Any
+    metric: AbstractMetric, model: MetricInput, labels: Array | None = None, **options: Any
 ) -> EachSample:
     """Compute a mean over samples together with its values per sample (AURC: influence values)."""
     each_sample = EachSample(metric(model, labels, **options), exact(metric.contributions(model, labels, **options)))
@@ -140,9 +140,7 @@ class PairedMeans(AbstractPairedMethod):
         how: Resampling,
         **options: Any,
     ) -> Comparison:
-        first_samples, second_samples = (
-            of_each_sample(metric, cast("Any", model), labels, **options) for model in (first, second)
-        )
+        first_samples, second_samples = (of_each_sample(metric, model, labels, **options) for model in (first, second))
         return self.compare_means(metric, first_samples, second_samples, how)
 
     def compare_means(
