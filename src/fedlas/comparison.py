@@ -118,11 +118,11 @@ class RunsComparison:
 
     def rows(self) -> list[list[str]]:
         """Return a table row for each seed, and one for their mean."""
-        scale = _scale(next(iter(self.by_seed.values())))
-        name = f"{self.metric} %" if scale == 100 else self.metric
+        percent = _is_percentage(next(iter(self.by_seed.values())))
+        name = f"{self.metric} %" if percent else self.metric
         rows = [[name, self._seeds(seed), *_cells(comparison)] for seed, comparison in self.by_seed.items()]
         if (error := self.standard_error) is not None:
-            rows.append([name, "mean", "", "", *self._cells_over_seeds(error, percent=scale == 100)])
+            rows.append([name, "mean", "", "", *self._cells_over_seeds(error, percent=percent)])
         return rows
 
     def _cells_over_seeds(self, error: float, *, percent: bool) -> list[str]:
@@ -152,12 +152,12 @@ class RunsComparison:
         return fields | {"pairs": pairs}
 
 
-def _scale(comparison: Comparison) -> int:
-    return 100 if comparison.first.definition.unit == "fraction" else 1
+def _is_percentage(comparison: Comparison) -> bool:
+    return comparison.first.definition.unit == "fraction"
 
 
 def _cells(comparison: Comparison) -> list[str]:
-    ends, percent = (comparison.interval.low, comparison.interval.high), _scale(comparison) == 100
+    ends, percent = (comparison.interval.low, comparison.interval.high), _is_percentage(comparison)
     values = [
         formatting.number(float(result), *ends, percent=percent) for result in (comparison.first, comparison.second)
     ]

@@ -18,14 +18,13 @@ from torch import Tensor
 
 from fedlas import ranks
 from fedlas.errors import UserError, UserTypeError
-from fedlas.metrics.bin_sums import Bins, EdgeRule, exact
+from fedlas.metrics.bin_sums import SUMS, Bins, EdgeRule, exact
 from fedlas.metrics.binning import EVERY_CLASS, Binning, Histogram, histogram_of
 from fedlas.metrics.inputs import Pairs, Rows, Scope, binary_predictions, pairs, pairs_of_logits, rows, rows_of_logits
 from fedlas.metrics.result import Definition
 from fedlas.predictions import AnyPredictions
 from fedlas.predictions.arrays import Array, as_tensor
 
-BIN_SUMS = ("counts", "confidence_sum", "correct_sum")
 JOINED = 2**16  # tensors with fewer samples than this are concatenated
 Store = TypeVar("Store", bound="AbstractStore")
 State: TypeAlias = dict[str, Tensor | list[Tensor]]  # across processes, tensors are added and lists are concatenated
@@ -168,13 +167,13 @@ class BinStore(AbstractHistogram):
     @staticmethod
     def state_of(bins: Bins) -> State:
         """Return the sums of bins."""
-        return {name: getattr(bins, name) for name in BIN_SUMS} | {"samples": _count(bins.n)}
+        return {name: getattr(bins, name) for name in SUMS} | {"samples": _count(bins.n)}
 
     def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
         self.sums, n = None, int(_one(state, "samples")) if state else 0
         self.definition = replace(self.definition, n=n)
         if n:
-            counts, confidence, correct = (_one(state, name) for name in BIN_SUMS)
+            counts, confidence, correct = (_one(state, name) for name in SUMS)
             edges = self.binning.edges(torch.empty(0, dtype=torch.float64, device=counts.device))
             self.sums = Bins(edges, counts, confidence, correct, n, self.binning.rule)
             self.definition = self.binning.define(self.definition)

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedlas.metrics.accumulators import BIN_SUMS
 from fedlas.metrics.base import AbstractMetric, Resampling
-from fedlas.metrics.bin_sums import Bins, exact
+from fedlas.metrics.bin_sums import SUMS, Bins, exact
 from fedlas.metrics.binning import Binning, histogram_of
 from fedlas.metrics.inputs import Pairs, Rows, pairs
 from fedlas.metrics.intervals.methods import bootstrap
@@ -75,7 +74,7 @@ class EvaluationAccumulator:
         """Return the stored columns: a few numbers per sample and one histogram per class."""
         columns = {name: column for name, column in self.columns().items() if column.ndim}
         if self.class_bins is not None:
-            columns |= {f"class_{name}": getattr(self.class_bins, name) for name in BIN_SUMS}
+            columns |= {f"class_{name}": getattr(self.class_bins, name) for name in SUMS}
         return {name: column.cpu() for name, column in columns.items()}
 
     @classmethod
@@ -92,7 +91,7 @@ class EvaluationAccumulator:
             {n: column for n, column in columns.items() if not n.startswith("class_") and len(column) == samples}
         )
         if "class_counts" in columns:
-            counts, confidence, correct = (columns[f"class_{name}"] for name in BIN_SUMS)
+            counts, confidence, correct = (columns[f"class_{name}"] for name in SUMS)
             edges = accumulator.binning.edges(columns["confidence"][:0])
             accumulator.class_bins = Bins(edges, counts, confidence, correct, samples, accumulator.binning.rule)
         return accumulator

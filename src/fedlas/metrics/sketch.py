@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fedlas.errors import UserError
 from fedlas.metrics.accumulators import (
-    BIN_SUMS,
     AbstractHistogram,
     AbstractStore,
     BinStore,
@@ -26,7 +25,7 @@ from fedlas.metrics.accumulators import (
     as_pairs,
     merge_definitions,
 )
-from fedlas.metrics.bin_sums import Bins, EdgeRule, add_up, bin_index, bin_statistics, exact
+from fedlas.metrics.bin_sums import SUMS, Bins, EdgeRule, add_up, bin_index, bin_statistics, exact
 from fedlas.metrics.binning import EVERY_CLASS, Binning, Histogram
 from fedlas.metrics.inputs import Pairs, Rows, Scope
 from fedlas.metrics.result import Definition
@@ -95,7 +94,7 @@ class SketchStore(AbstractHistogram):
     def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
         self.cells = None
         if state and len(state["low"]):
-            counts, confidence, correct = (cast("Tensor", state[name]) for name in BIN_SUMS)
+            counts, confidence, correct = (cast("Tensor", state[name]) for name in SUMS)
             low, high = (torch.stack(list(state[name])) for name in ("low", "high"))
             n = int(counts.sum())
             self.cells, self.definition = (
