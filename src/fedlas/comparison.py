@@ -118,11 +118,11 @@ class RunsComparison:
 
     def rows(self) -> list[list[str]]:
         """Return a table row for each seed, and one for their mean."""
-        scale = _scale(next(iter(self.by_seed.values())))
-        name = f"{self.metric} %" if scale == 100 else self.metric
+        percent = _is_percentage(next(iter(self.by_seed.values())))
+        name = f"{self.metric} %" if percent else self.metric
         rows = [[name, self._seeds(seed), *_cells(comparison)] for seed, comparison in self.by_seed.items()]
         if (error := self.standard_error) is not None:
-            rows.append([name, "mean", "", "", *self._cells_over_seeds(error, percent=scale == 100)])
+            rows.append([name, "mean", "", "", *self._cells_over_seeds(error, percent=percent)])
         return rows
 
     def _cells_over_seeds(self, error: float, *, percent: bool) -> list[str]:
@@ -152,12 +152,12 @@ class RunsComparison:
         return fields | {"pairs": pairs}
 
 
-def _scale(comparison: Comparison) -> int:
-    return 100 if comparison.first.definition.unit == "fraction" else 1
+def _is_percentage(comparison: Comparison) -> bool:
+    return comparison.first.definition.unit == "fraction"
 
 
 def _cells(comparison: Comparison) -> list[str]:
-    ends, percent = (comparison.interval.low, comparison.interval.high), _scale(comparison) == 100
+    ends, percent = (comparison.interval.low, comparison.interval.high), _is_percentage(comparison)
     values = [
         formatting.number(float(result), *ends, percent=percent) for result in (comparison.first, comparison.second)
     ]
@@ -265,7 +265,7 @@ def _test_pair(first: ModelRuns, second: ModelRuns, bins: int, how: Resampling) 
     """Yield a test for each metric, or a single one with the reason if the models cannot be compared."""
     metric = next(iter(default_comparison_metrics()))  # of the test that has the reason, if the samples do not match
     try:
-        check_draws(how.level, how.resamples or RESAMPLES)
+        check_draws(how)
         paired = _PairedRuns.of(first, second)
         for metric in paired.known_metrics():
             yield PairedTest(first.name, second.name, metric, paired.compare(metric, bins, how).by_seed[None])
@@ -310,7 +310,7 @@ def compare_runs(
         seed: random seed of the bootstrap.
     """
     how = Resampling(level, resamples or RESAMPLES, seed)
-    check_draws(level, how.resamples or RESAMPLES)
+    check_draws(how)
     if isinstance(metrics, str):
         raise UserTypeError(f"metrics takes a list of names, such as [{metrics!r}], not {metrics!r}")
     for name in metrics or ():

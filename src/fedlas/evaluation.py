@@ -590,9 +590,8 @@ class _Run:
 
     def state(self, how: Resampling | None, detection: Detection | None) -> State:
         """Compute the state."""
-        top = self.accumulator.top
-        results, bins = self.accumulator.compute(how, top), self.accumulator.histograms(top)
-        pairs = replace(top)  # a copy without what metrics have computed of the pairs
+        results, bins = self.accumulator.compute(how), self.accumulator.histograms()
+        pairs = replace(self.accumulator.top)  # a copy without what metrics have computed of the pairs
         if self.calibration is None:
             return State(self.name, results, bins, detection, pairs=pairs)
         fits, parameters = self.calibration.fits, self.calibration.parameters

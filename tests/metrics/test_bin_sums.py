@@ -13,7 +13,6 @@ from fedlas.metrics.bin_sums import (
     _scatter_add,
     bin_index,
     bin_statistics,
-    class_mass_statistics,
     class_statistics,
     count_up,
     equal_mass_edges,
@@ -21,6 +20,7 @@ from fedlas.metrics.bin_sums import (
     exact,
     interpolated_edges,
 )
+from fedlas.metrics.binning import Binning
 
 confidences = hnp.arrays(np.float64, st.integers(1, 60), elements=st.floats(0, 1, width=32))
 
@@ -159,7 +159,7 @@ def test_class_histograms_equal_one_histogram_per_column(rule, bins, soft):
 
 def test_equal_mass_class_histograms_have_edges_per_class():
     probs = torch.randn(100, 3).softmax(1)
-    bins = class_mass_statistics(probs, torch.randint(0, 3, (100,)), 5)
+    bins = Binning(5, "mass").fill_classes(probs, torch.randint(0, 3, (100,)))
     assert bins.edges.shape == (3, 6)
     assert bins.counts.tolist() == [[20] * 5] * 3
 

@@ -37,13 +37,9 @@ def test_ignored_labels_of_predictions_are_left_out():
         )
     with pytest.raises(ValueError, match=r"label.*\b1\b"):
         metrics.ece(Predictions.from_probs(probs, torch.ones_like(labels)), ignore_index=1)
-    for soft_predictions in (Predictions.from_probs(probs, probs), None):
+    for samples in ((Predictions.from_probs(probs, probs),), (probs, probs)):
         with pytest.raises(ValueError, match="soft labels"):
-            metrics.ece(
-                soft_predictions if soft_predictions is not None else probs,
-                None if soft_predictions is not None else probs,
-                ignore_index=1,
-            )
+            metrics.ece(*samples, ignore_index=1)
 
 
 @pytest.mark.parametrize("make", [metrics.aece.accumulator, metrics.smooth_ece.accumulator, metrics.aurc.accumulator])

@@ -80,11 +80,10 @@ STREAMS: dict[str, Callable[[], Any]] = {
 }
 
 
-def numbers(output: Any) -> list[float]:
-    """Values and intervals of one result or two."""
-    results = output if isinstance(output, tuple) else (output,)
-    bounds = [bound for result in results if result.interval for bound in (result.interval.low, result.interval.high)]
-    return [float(result) for result in results] + bounds
+def numbers(result: metrics.Result) -> list[float]:
+    """Value and interval of a result."""
+    interval = result.interval
+    return [float(result)] if interval is None else [float(result), interval.low, interval.high]
 
 
 def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedlas import formatting
-from fedlas.metrics import Definition, Interval, Result, accuracy, bootstrap, classwise_ece, ece, nll
+from fedlas.metrics import Definition, Interval, Result, accuracy, classwise_ece, ece, nll
 
 
 @pytest.fixture
@@ -68,14 +67,6 @@ def test_percentages_appear_only_in_text(result):
         assert part in str(result)
     assert repr(result) == f"<{result}>"
     assert f"{result}" == str(result)
-
-
-def test_noise_floor_is_shown_with_the_value(temperature_scaled):
-    ece_result = bootstrap(ece, temperature_scaled, resamples=100)
-    noise_floor = formatting.percent(
-        ece_result.details["noise_floor"], ece_result.interval.low, ece_result.interval.high
-    )
-    assert f"{noise_floor} by chance" in str(ece_result)
 
 
 def test_json_round_trip(result):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedlas.metrics import accuracy, brier, nll, top_k
+from fedlas.metrics import accuracy, brier, nll, top_5, top_k
 from fedlas.posthoc.base import mean_nll
 from fedlas.predictions import Predictions
 from metrics import cases
@@ -40,6 +40,14 @@ def test_top_k_of_equal_probabilities_prefers_the_first_class():
             assert top_k(probs, torch.eye(4)[label : label + 1], k) == float(label < k)
     with pytest.raises(ValueError, match=r"\bk\b.*0"):
         top_k(probs, torch.tensor([0]), 0)
+
+
+def test_top_5_accumulates_soft_labels():
+    """Regression: the accumulator failed with an error of torch about the type of an index."""
+    probs, soft_labels = torch.randn(20, 8).softmax(1), torch.randn(20, 8).softmax(1)
+    result = top_5.accumulator().update(probs[:9], soft_labels[:9]).update(probs[9:], soft_labels[9:]).compute()
+    assert result == pytest.approx(float(top_5(probs, soft_labels)), abs=1e-12)
+    assert result == pytest.approx(float(soft_labels.gather(1, probs.topk(5).indices).sum(1).mean()), abs=1e-6)
 
 
 def test_accuracy_with_soft_labels_and_for_binary_probabilities():

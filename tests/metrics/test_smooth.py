@@ -87,15 +87,6 @@ def test_kernel_errors_are_near_the_binned_one(golden):
     assert kde_ece(golden) == pytest.approx(float(ece(golden)), abs=0.01)
 
 
-def test_kernel_errors_do_not_depend_on_order():
-    confidence, correct = cases.binary(500, shift=0.1)
-    order = torch.randperm(500)
-    for metric in (smooth_ece, kde_ece):
-        assert metric(confidence[order], correct[order], scope="positive") == pytest.approx(
-            metric(confidence, correct, scope="positive"), abs=1e-13
-        )
-
-
 def test_predictions_and_soft_labels_work():
     predictions = Predictions(torch.randn(20, 3), torch.randn(20, 3).softmax(1))
     assert 0 <= smooth_ece(predictions) <= 1

@@ -18,10 +18,6 @@ from metrics import cases
 METRICS = list(all_metrics().values())
 
 
-def values(result) -> list[float]:
-    return [float(result)]
-
-
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
 @settings(max_examples=15)
 @given(cuts=st.lists(st.integers(0, 200), max_size=4), seed=st.integers(0, 3))
@@ -37,7 +33,7 @@ def test_batches_match_all_data_at_once(metric, cuts, seed):
         other.update(*part)
     result = accumulator.merge(other).compute()
     expected = metric(probs, labels)
-    assert values(result) == pytest.approx(values(expected), abs=1e-12)
+    assert float(result) == pytest.approx(float(expected), abs=1e-12)
     assert result.definition == expected.definition
 
 
@@ -45,9 +41,9 @@ def test_batches_match_all_data_at_once(metric, cuts, seed):
 def test_logits_match_probabilities(metric, golden):
     accumulator = metric.accumulator().update_logits(golden.logits[:500], golden.labels[:500])
     accumulator.update_logits(golden.logits[500:].numpy(), golden.labels[500:].numpy())
-    assert values(accumulator.compute()) == pytest.approx(values(metric(golden)), abs=1e-12)
-    assert values(metric.accumulator().update(golden).compute()) == pytest.approx(
-        values(accumulator.compute()), abs=1e-12
+    assert float(accumulator.compute()) == pytest.approx(float(metric(golden)), abs=1e-12)
+    assert float(metric.accumulator().update(golden).compute()) == pytest.approx(
+        float(accumulator.compute()), abs=1e-12
     )
 
 
@@ -55,10 +51,10 @@ def test_logits_match_probabilities(metric, golden):
 def test_merge_adds_into_the_first_and_returns_it(metric, golden):
     first, second = metric.accumulator().update(golden), metric.accumulator().update(golden)
     assert first.merge(second) is first
-    assert values(second.compute()) == pytest.approx(values(metric(golden)), abs=1e-12)
+    assert float(second.compute()) == pytest.approx(float(metric(golden)), abs=1e-12)
     doubled = torch.cat([golden.probs, golden.probs]), torch.cat([golden.labels, golden.labels])
-    assert values(first.compute()) == pytest.approx(values(metric(*doubled)), abs=1e-8)
-    assert values(metric.accumulator().merge(second).compute()) == pytest.approx(values(second.compute()), abs=1e-12)
+    assert float(first.compute()) == pytest.approx(float(metric(*doubled)), abs=1e-8)
+    assert float(metric.accumulator().merge(second).compute()) == pytest.approx(float(second.compute()), abs=1e-12)
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
@@ -240,8 +236,12 @@ def test_definition_names_two_dtypes(golden):
 def test_sync_of_a_single_process_is_the_identity(golden):
     for metric in METRICS:
         accumulator = metric.accumulator().update(golden)
-        before = values(accumulator.compute())
-        assert values(accumulator.sync().compute()) == before
+        before = float(accumulator.compute())
+        assert float(accumulator.sync().compute()) == before
+
+
+def all_streams() -> list[metrics.Accumulator]:
+    return [*(metric.accumulator() for metric in METRICS), metrics.aece.accumulator(memory="bounded")]
 
 
 def compute_in_process(rank: int, folder: str) -> None:
@@ -251,10 +251,10 @@ def compute_in_process(rank: int, folder: str) -> None:
     for name, end in (("split", 100), ("empty", 0)):
         rows = slice(0, end) if rank == 0 else slice(end, 301)
         results = []
-        for stream in [*(metric.accumulator() for metric in METRICS), metrics.aece.accumulator(memory="bounded")]:
+        for stream in all_streams():
             if len(labels[rows]):
                 stream.update(probs[rows], labels[rows])
-            results += values(stream.sync().compute())
+            results.append(float(stream.sync().compute()))
         torch.save(torch.tensor(results, dtype=torch.float64), f"{folder}/{name}{rank}.pt")
     dist.destroy_process_group()
 
@@ -262,9 +262,7 @@ def compute_in_process(rank: int, folder: str) -> None:
 def test_two_processes_equal_one(tmp_path):
     mp.spawn(_work_with_path, args=(str(tmp_path), list(sys.path)), nprocs=2)
     probs, labels = cases.saturated(301, 4)
-    expected = []
-    for stream in [*(metric.accumulator() for metric in METRICS), metrics.aece.accumulator(memory="bounded")]:
-        expected += values(stream.update(probs, labels).compute())
+    expected = [float(stream.update(probs, labels).compute()) for stream in all_streams()]
     for name in ("split0", "split1", "empty0", "empty1"):
         assert torch.load(tmp_path / f"{name}.pt").tolist() == pytest.approx(expected, abs=1e-12), name
 

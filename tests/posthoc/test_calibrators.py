@@ -45,7 +45,7 @@ def test_vector_scaling_recovers_factors_and_offsets():
 @pytest.mark.parametrize("full_matrix", [False, True])
 def test_affine_maps_match_a_reference_solver(full_matrix: bool):
     logits, labels = problem_scaled_by_class(400)
-    x, y = logits.numpy(), labels.numpy()
+    x = logits.numpy()
 
     def affine_logits(parameters: np.ndarray) -> np.ndarray:
         return (
@@ -59,7 +59,6 @@ def test_affine_maps_match_a_reference_solver(full_matrix: bool):
     reference_loss = minimize(objective, start, method="BFGS", options={"gtol": 1e-7}).fun
     calibrator = (MatrixScaling if full_matrix else VectorScaling)(penalty=0).fit(logits, labels)
     assert calibrator.fitted.after == pytest.approx(reference_loss, abs=1e-7)
-    assert len(y) == 400
 
 
 @pytest.mark.parametrize("cls", [VectorScaling, MatrixScaling, Dirichlet])

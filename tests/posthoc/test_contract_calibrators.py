@@ -303,13 +303,11 @@ def test_fitting_on_top_label_predictions_raises():
         posthoc.Temperature().fit(predictions)
 
 
-@pytest.mark.parametrize("name", MULTICLASS)
+@pytest.mark.parametrize("name", [name for name in MULTICLASS if name != "probmetrics"])
 def test_fit_to_one_sample_is_finite(name: str):
     logits = torch.tensor([[2.0, 0.0, -1.0, 0.5], [0.5, 1.0, 0.0, 0.0]])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        if name == "probmetrics":
-            return
         calibrated = build(name).fit(logits[:1], torch.tensor([1])).transform(logits)
     assert torch.isfinite(calibrated).all()
 

@@ -45,7 +45,7 @@ from fedlas.metrics.calibration_error import aece, ece
 from fedlas.metrics.evaluation_accumulator import EvaluationAccumulator
 from fedlas.metrics.paired import EachSample
 from fedlas.metrics.result import Result
-from fedlas.metrics.selective import area_values
+from fedlas.metrics.selective import aurc
 from fedlas.ood.detection import auroc
 from fedlas.ood.scores import score_of
 from fedlas.posthoc import AbstractCalibrator, build_calibrator
@@ -157,9 +157,8 @@ class StoredPredictions:
     def metrics(self, intervals: Resampling | None = None) -> dict[str, Measure]:
         """Compute every metric, and the ECE and AECE of the official code."""
         accumulator = self._accumulator()
-        top = accumulator.top
-        results = accumulator.compute(intervals, top)
-        results |= {f"{metric.name}_official": metric(top, compat="official") for metric in (ece, aece)}
+        results = accumulator.compute(intervals)
+        results |= {f"{metric.name}_official": metric(accumulator.top, compat="official") for metric in (ece, aece)}
         return {name: _measure(result) for name, result in results.items()}
 
     def detection(self) -> dict[str, dict[str, Measure]]:
@@ -197,10 +196,9 @@ class StoredPredictions:
         if "logits" in self.arrays:
             return {}
         accumulator = self._accumulator()
-        top = accumulator.top
-        results, columns = accumulator.compute(top=top), {"nll": "loss", "brier": "squared_error"}
+        results, columns = accumulator.compute(), {"nll": "loss", "brier": "squared_error"}
         samples = {name: EachSample(results[name], self._tensor(column).double()) for name, column in columns.items()}
-        return samples | {"aurc": EachSample(results["aurc"], area_values(top, "aurc"))}
+        return samples | {"aurc": EachSample(results["aurc"], aurc.values_of(accumulator.top))}
 
     def pack(self) -> bytes:
         """Return the arrays as the bytes of one zip file."""

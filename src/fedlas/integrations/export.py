@@ -33,8 +33,7 @@ from fedlas.io.atomic import write_atomic
 from fedlas.io.untrusted import file_errors
 from fedlas.models.base import WithFeatures
 from fedlas.posthoc import AbstractCalibrator, FeatureClipping
-from fedlas.posthoc.base import float32_or_better
-from fedlas.predictions.arrays import two_columns
+from fedlas.predictions.arrays import float32_or_better, two_columns
 
 FORMAT = "fedlas.exported/1"
 METADATA = "fedlas"  # name of the stored metadata: an extra file of a program, or a property of an ONNX model

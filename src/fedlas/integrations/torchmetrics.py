@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedlas.errors import MissingPackageError, UserError, warn_caller
 from fedlas.extras import needed
-from fedlas.metrics.accumulators import Accumulator
+from fedlas.metrics.base import Accumulator
 from fedlas.metrics.registry import find_metric, logged_metrics
 from fedlas.predictions.arrays import are_probabilities
 

@@ -4,8 +4,7 @@ A metric is an object that is called with probabilities and labels, `ece(probs, 
 batch by batch, and `bootstrap(ece, probs, labels)` adds a confidence interval. `registry.all_metrics()` lists them.
 """
 
-from fedlas.metrics.accumulators import Accumulator
-from fedlas.metrics.base import AbstractMetric
+from fedlas.metrics.base import AbstractMetric, Accumulator
 from fedlas.metrics.bin_sums import Bins, EdgeRule, bin_statistics, equal_mass_edges, equal_width_edges
 from fedlas.metrics.binning import Histogram, histogram
 from fedlas.metrics.calibration_error import (

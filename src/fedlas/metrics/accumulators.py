@@ -1,22 +1,16 @@
-"""Accumulators: metrics of data that do not fit into memory, or that are distributed over processes.
+"""The stores of accumulators, which hold samples, or sums over them.
 
-`ece.accumulator(bins=15)` returns an `Accumulator`: `update(probs, labels)` or `update_logits(logits, labels)` adds
-samples, `merge` adds the samples of another accumulator, `sync` adds the samples of all processes, and `compute`
-returns the metric of all samples. `state_dict` and `load_state_dict` store it in a checkpoint.
-
-A store holds the samples, or sums over them:
-
-    `BinStore`     sums of equal-width bins; constant memory, exact counts, values agree to 1e-12
-    `MeanStore`    sum of a value per sample
-    `PairStore`    confidence and correctness, 5 bytes per sample (9 for float64 input); 8 more if `ranked`
-    `MassStore`    as `PairStore`; `compute` sorts the samples into equal-mass bins
-    `SketchStore`  sums in fine cells, for equal-mass bins in bounded memory (`sketch.py`)
+`BinStore`     sums of equal-width bins; constant memory, exact counts, values agree to 1e-12
+`MeanStore`    sum of a value per sample
+`PairStore`    confidence and correctness, 5 bytes per sample (9 for float64 input); 8 more if `ranked`
+`MassStore`    as `PairStore`; `compute` sorts the samples into equal-mass bins
+`SketchStore`  sums in fine cells, for equal-mass bins in bounded memory (`sketch.py`)
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
+from dataclasses import replace
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,14 +18,13 @@ from torch import Tensor
 
 from fedlas import ranks
 from fedlas.errors import UserError, UserTypeError
-from fedlas.metrics.bin_sums import Bins, EdgeRule, exact
+from fedlas.metrics.bin_sums import SUMS, Bins, EdgeRule, exact
 from fedlas.metrics.binning import EVERY_CLASS, Binning, Histogram, histogram_of
 from fedlas.metrics.inputs import Pairs, Rows, Scope, binary_predictions, pairs, pairs_of_logits, rows, rows_of_logits
-from fedlas.metrics.result import Definition, Result
+from fedlas.metrics.result import Definition
 from fedlas.predictions import AnyPredictions
 from fedlas.predictions.arrays import Array, as_tensor
 
-BIN_SUMS = ("counts", "confidence_sum", "correct_sum")
 JOINED = 2**16  # tensors with fewer samples than this are concatenated
 Store = TypeVar("Store", bound="AbstractStore")
 State: TypeAlias = dict[str, Tensor | list[Tensor]]  # across processes, tensors are added and lists are concatenated
@@ -174,13 +167,13 @@ class BinStore(AbstractHistogram):
     @staticmethod
     def state_of(bins: Bins) -> State:
         """Return the sums of bins."""
-        return {name: getattr(bins, name) for name in BIN_SUMS} | {"samples": _count(bins.n)}
+        return {name: getattr(bins, name) for name in SUMS} | {"samples": _count(bins.n)}
 
     def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
         self.sums, n = None, int(_one(state, "samples")) if state else 0
         self.definition = replace(self.definition, n=n)
         if n:
-            counts, confidence, correct = (_one(state, name) for name in BIN_SUMS)
+            counts, confidence, correct = (_one(state, name) for name in SUMS)
             edges = self.binning.edges(torch.empty(0, dtype=torch.float64, device=counts.device))
             self.sums = Bins(edges, counts, confidence, correct, n, self.binning.rule)
             self.definition = self.binning.define(self.definition)
@@ -294,9 +287,9 @@ class MeanStore(AbstractStore):
         self.total = 0.0
 
     def take(self, batch: Pairs | Rows) -> None:
-        table = as_rows(batch)
-        self.total += float(exact(self.values(table)).sum())
-        self.definition = merge_definitions(self.definition, table.definition)
+        assert isinstance(batch, Rows)
+        self.total += float(exact(self.values(batch)).sum())
+        self.definition = merge_definitions(self.definition, batch.definition)
 
     def merge(self, other: AbstractStore) -> None:
         same_kind = self.same(other)
@@ -310,7 +303,7 @@ class MeanStore(AbstractStore):
         return self.total / self.definition.n
 
     def state(self) -> State:
-        return {"total": _scalar(self.total), "samples": _count(self.definition.n)}
+        return {"total": torch.tensor(self.total, dtype=torch.float64), "samples": _count(self.definition.n)}
 
     def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
         self.total = float(_one(state, "total"))
@@ -321,13 +314,6 @@ def as_pairs(batch: Pairs | Rows) -> Pairs:
     """Return samples as pairs of confidence and correctness; raise if they are rows."""
     if isinstance(batch, Rows):
         raise UserTypeError("rows of class probabilities cannot be stored as pairs")
-    return batch
-
-
-def as_rows(batch: Pairs | Rows) -> Rows:
-    """Return samples as rows of class probabilities; raise if they are pairs."""
-    if isinstance(batch, Pairs):
-        raise UserTypeError("pairs of confidence and correctness have no rows")
     return batch
 
 
@@ -363,10 +349,6 @@ def _cat(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.to(widest) for part in parts])
 
 
-def _scalar(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
-
-
 def _count(value: int) -> Tensor:
     return torch.tensor(value, dtype=torch.int64)
 
@@ -381,64 +363,3 @@ def _needed(num_classes: int | None) -> int:
     if num_classes is None:
         raise UserError("a metric of all classes needs num_classes")
     return num_classes
-
-
-@runtime_checkable
-class Computes(Protocol):
-    """Interface of a metric as an accumulator uses it."""
-
-    name: ClassVar[str]
-
-    def compute(self, store: Any) -> Result:
-        """Compute the metric of all samples of a store."""
-
-
-class Accumulator:
-    """A metric that is updated batch by batch.
-
-    Args:
-        metric: the metric.
-        store: the state between updates.
-    """
-
-    def __init__(self, metric: Computes, store: AbstractStore) -> None:
-        self.metric, self.store = metric, store
-
-    def update(self, probs: AnyPredictions | Array, labels: Array | None = None) -> "Accumulator":
-        """Add samples, given as probabilities; a batch whose labels are all ignored is skipped."""
-        if not self.store.skips(labels):
-            self.store.add(probs, labels)
-        return self
-
-    def update_logits(self, logits: Array, labels: Array) -> "Accumulator":
-        """Add samples, given as logits; a batch whose labels are all ignored is skipped."""
-        if not self.store.skips(labels):
-            self.store.add_logits(logits, labels)
-        return self
-
-    def merge(self, other: "Accumulator") -> "Accumulator":
-        """Add the samples of another accumulator of the same metric."""
-        if other.metric.name != self.metric.name:
-            raise UserError(f"cannot merge {other.metric.name} into {self.metric.name}")
-        self.store.merge(other.store)
-        return self
-
-    def sync(self) -> "Accumulator":
-        """Add the samples of all processes of a distributed run; call it once, after the last update."""
-        self.store.sync()
-        return self
-
-    def compute(self) -> Result:
-        """Compute the metric of all samples so far."""
-        return self.metric.compute(self.store)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, for a checkpoint."""
-        return {"metric": self.metric.name, "state": self.store.state(), "definition": asdict(self.store.definition)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore from the output of `state_dict`."""
-        if state["metric"] != self.metric.name:
-            raise UserError(f"this is the state of {state['metric']}, not of {self.metric.name}")
-        self.store.set_state(state["state"])
-        self.store.definition = Definition(**state["definition"])

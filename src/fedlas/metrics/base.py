@@ -8,7 +8,7 @@ of this folder.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import numpy as np
@@ -16,15 +16,15 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from fedlas.errors import UserError
-from fedlas.metrics.accumulators import AbstractHistogram, AbstractStore, Accumulator, MeanStore, PairStore
+from fedlas.metrics.accumulators import AbstractHistogram, AbstractStore, MeanStore, PairStore
 from fedlas.metrics.bin_sums import Bins, exact
-from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram
+from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram, samples_of
 from fedlas.metrics.inputs import MetricInput, Pairs, Rows, Scope, Which, binary_predictions, pairs, rows
 from fedlas.metrics.intervals.gaps import gaps_of
 from fedlas.metrics.intervals.resampling import AbstractGaps
 from fedlas.metrics.result import Comparison, Definition, Result, check_level
 from fedlas.metrics.sketch import Memory, histogram_store
-from fedlas.predictions import Predictions
+from fedlas.predictions import AnyPredictions, Predictions
 from fedlas.predictions.arrays import Array
 
 
@@ -93,6 +93,57 @@ class AbstractPairedMethod(ABC):
         """Compare two models by the metric's values per sample."""
         del first, second, how
         raise UserError(f"{metric.name} is not a mean over samples")
+
+
+class Accumulator:
+    """A metric of data that do not fit into memory, or that are distributed over processes.
+
+    Args:
+        metric: the metric.
+        store: the state between updates.
+    """
+
+    def __init__(self, metric: "AbstractMetric", store: AbstractStore) -> None:
+        self.metric, self.store = metric, store
+
+    def update(self, probs: AnyPredictions | Array, labels: Array | None = None) -> "Accumulator":
+        """Add samples, given as probabilities; a batch whose labels are all ignored is skipped."""
+        if not self.store.skips(labels):
+            self.store.add(probs, labels)
+        return self
+
+    def update_logits(self, logits: Array, labels: Array) -> "Accumulator":
+        """Add samples, given as logits; a batch whose labels are all ignored is skipped."""
+        if not self.store.skips(labels):
+            self.store.add_logits(logits, labels)
+        return self
+
+    def merge(self, other: "Accumulator") -> "Accumulator":
+        """Add the samples of another accumulator of the same metric."""
+        if other.metric.name != self.metric.name:
+            raise UserError(f"cannot merge {other.metric.name} into {self.metric.name}")
+        self.store.merge(other.store)
+        return self
+
+    def sync(self) -> "Accumulator":
+        """Add the samples of all processes of a distributed run; call it once, after the last update."""
+        self.store.sync()
+        return self
+
+    def compute(self) -> Result:
+        """Compute the metric of all samples so far."""
+        return self.metric.compute(self.store)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, for a checkpoint."""
+        return {"metric": self.metric.name, "state": self.store.state(), "definition": asdict(self.store.definition)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore from the output of `state_dict`."""
+        if state["metric"] != self.metric.name:
+            raise UserError(f"this is the state of {state['metric']}, not of {self.metric.name}")
+        self.store.set_state(state["state"])
+        self.store.definition = Definition(**state["definition"])
 
 
 class AbstractMetric(ABC):
@@ -247,7 +298,8 @@ class AbstractBinned(AbstractMetric):
         ignore_index: int | None = None,
     ) -> AbstractGaps:
         """Return the bin and the gap of every sample, from which intervals are computed."""
-        return gaps_of(probs, labels, Binning(bins, binning or self.binning, compat), scope, ignore_index)
+        samples = samples_of(probs, labels, scope, ignore_index)
+        return gaps_of(samples, Binning(bins, binning or self.binning, compat))
 
     def store(
         self,
@@ -265,32 +317,6 @@ class AbstractBinned(AbstractMetric):
         result = self.of_bins(store.histogram())
         bound = store.error_bound()
         return result if bound is None else result.with_details(error_bound=bound)
-
-
-class AbstractFixedBinned(AbstractBinned):
-    """A metric whose kind of bins is part of its definition."""
-
-    def __call__(
-        self,
-        probs: MetricInput,
-        labels: Array | None = None,
-        bins: int = 15,
-        *,
-        scope: Scope = "top-label",
-        compat: Compat | None = None,
-        ignore_index: int | None = None,
-    ) -> Result:
-        """Compute the metric.
-
-        Args:
-            probs: predictions, or rows of class probabilities.
-            labels: class numbers, or soft labels; not needed with predictions.
-            bins: number of bins.
-            scope: which confidences are used: "top-label", "class-wise", "positive" (binary) or "multi-label".
-            compat: name of another package or code whose binning rules are followed, to reproduce its values.
-            ignore_index: label of samples that are ignored.
-        """
-        return self.measure(probs, labels, bins, scope=scope, compat=compat, ignore_index=ignore_index)
 
 
 class AbstractFreelyBinned(AbstractBinned):

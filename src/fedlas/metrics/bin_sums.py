@@ -15,7 +15,7 @@ Counts are int64 and sums float64, so that they are exact above 2^24 samples and
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -40,7 +40,8 @@ class EdgeRule(StrEnum):
     LEFT_OPEN = "[lower, upper), highest edge in a bin of its own"
 
 
-TENSORS = ("edges", "counts", "confidence_sum", "correct_sum")
+SUMS = ("counts", "confidence_sum", "correct_sum")
+TENSORS = ("edges", *SUMS)
 LEFT_CLOSED = {EdgeRule.LEFT, EdgeRule.LEFT_OPEN}
 
 
@@ -70,20 +71,13 @@ class Bins:
         if self.counts.shape != other.counts.shape:
             before, now = self.counts.shape[0], other.counts.shape[0]
             raise UserError(f"there were {before} classes before and there are {now} now")
-        device = self.counts.device
-        return type(self)(
-            self.edges,
-            self.counts + other.counts.to(device),
-            self.confidence_sum + other.confidence_sum.to(device),
-            self.correct_sum + other.correct_sum.to(device),
-            self.n + other.n,
-            self.rule,
-        )
+        sums: Any = {name: getattr(self, name) + getattr(other, name).to(self.counts.device) for name in SUMS}
+        return replace(self, **sums, n=self.n + other.n)
 
     def cpu(self) -> "Bins":
         """Return a copy on the CPU."""
-        sums = (self.counts.cpu(), self.confidence_sum.cpu(), self.correct_sum.cpu())
-        return Bins(self.edges.cpu(), *sums, n=self.n, rule=self.rule)
+        tensors: Any = {name: getattr(self, name).cpu() for name in TENSORS}
+        return replace(self, **tensors)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to types that JSON can store."""
@@ -249,27 +243,10 @@ def upper_entries(
     return Entries(row, column * bins + bin_index(values, edges, rule), values)
 
 
-def class_mass_statistics(
-    probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | Float[Tensor, "n classes"], bins: int
-) -> Bins:
-    """Return one histogram per class, each with its own equal-mass bins."""
-    by_class = []
-    for k in range(probs.shape[1]):
-        correct = labels[:, k] if labels.ndim == 2 else labels == k
-        by_class.append(bin_statistics(probs[:, k], correct, equal_mass_edges(probs[:, k], bins), EdgeRule.RIGHT))
-    return stack(by_class)
-
-
 def stack(by_class: Sequence[Bins]) -> Bins:
     """Stack the histograms of several classes."""
-    return Bins(
-        torch.stack([bins.edges for bins in by_class]),
-        torch.stack([bins.counts for bins in by_class]),
-        torch.stack([bins.confidence_sum for bins in by_class]),
-        torch.stack([bins.correct_sum for bins in by_class]),
-        by_class[0].n,
-        by_class[0].rule,
-    )
+    tensors: Any = {name: torch.stack([getattr(bins, name) for bins in by_class]) for name in TENSORS}
+    return replace(by_class[0], **tensors)
 
 
 def add_up(values: Float64[Tensor, " n"], index: Int64[Tensor, " n"], cells: int) -> Float64[Tensor, " cells"]:

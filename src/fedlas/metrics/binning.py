@@ -23,7 +23,6 @@ from fedlas.metrics.bin_sums import (
     EdgeRule,
     bin_index,
     bin_statistics,
-    class_mass_statistics,
     class_statistics,
     equal_mass_edges,
     equal_width_edges,
@@ -102,12 +101,8 @@ class Binning:
             probs = probs[:, : int(labels.max()) + 1]
         if self.kind == "width":
             return class_statistics(self._compared(probs), labels, self.edges(probs[:0, 0]), self.rule)
-        if self.compat is None:
-            return class_mass_statistics(probs, labels, self.bins)
         soft = labels.ndim == 2
-        return stack(
-            [self.fill(probs[:, k], labels[:, k] if soft else labels == k) for k in range(probs.shape[1])],
-        )
+        return stack([self.fill(probs[:, k], labels[:, k] if soft else labels == k) for k in range(probs.shape[1])])
 
     def _compared(self, values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """Return confidences in the dtype in which the other package compares them with edges."""
@@ -128,9 +123,7 @@ class Binning:
         return equal_mass_edges(confidence, self.bins)
 
     def _width_edges(self) -> Float64[Tensor, " edges"]:
-        if self.compat == "official":
-            return torch.linspace(0, 1, self.bins + 1).double()
-        if self.compat == "torchmetrics":
+        if self.compat in {"official", "torchmetrics"}:
             return torch.linspace(0, 1, self.bins + 1, dtype=torch.float32).double()
         if self.compat == "netcal":
             steps = torch.arange(self.bins + 1, dtype=torch.float64) * (1 / self.bins)
@@ -186,8 +179,12 @@ def histogram(
         compat: name of another package or code whose binning rules are followed, to reproduce its values.
         ignore_index: label of samples that are ignored.
     """
-    reduce = rows if scope in EVERY_CLASS else pairs
-    return histogram_of(reduce(probs, labels, scope, ignore_index), Binning(bins, binning, compat))
+    return histogram_of(samples_of(probs, labels, scope, ignore_index), Binning(bins, binning, compat))
+
+
+def samples_of(probs: MetricInput, labels: Array | None, scope: Scope, ignore_index: int | None) -> Pairs | Rows:
+    """Return validated samples: rows if the scope needs all classes, else pairs."""
+    return (rows if scope in EVERY_CLASS else pairs)(probs, labels, scope, ignore_index)
 
 
 def histogram_of(samples: Pairs | Rows, binning: Binning) -> Histogram:

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from fedlas.errors import UserError
 from fedlas.metrics.accumulators import AbstractHistogram
-from fedlas.metrics.base import AbstractBinned, AbstractFixedBinned, AbstractFreelyBinned
+from fedlas.metrics.base import AbstractBinned, AbstractFreelyBinned
 from fedlas.metrics.bin_sums import Bins
 from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram
-from fedlas.metrics.inputs import MetricInput
+from fedlas.metrics.inputs import MetricInput, Scope
 from fedlas.metrics.intervals.methods import GapInversion, MeanBootstrap
 from fedlas.metrics.intervals.resampling import AbstractGaps, Bounds
 from fedlas.metrics.paired import PairedGaps
@@ -37,7 +37,41 @@ from fedlas.metrics.result import Definition, Result
 from fedlas.predictions.arrays import Array, as_tensor
 
 
-class ECE(AbstractFixedBinned):
+class AbstractECE(AbstractBinned):
+    """Mean gap between confidence and accuracy over bins, whose kind is part of the definition."""
+
+    in_summary = True
+    is_logged = True
+    interval = GapInversion()
+    paired = PairedGaps()
+
+    def __call__(
+        self,
+        probs: MetricInput,
+        labels: Array | None = None,
+        bins: int = 15,
+        *,
+        scope: Scope = "top-label",
+        compat: Compat | None = None,
+        ignore_index: int | None = None,
+    ) -> Result:
+        """Compute the metric.
+
+        Args:
+            probs: predictions, or rows of class probabilities.
+            labels: class numbers, or soft labels; not needed with predictions.
+            bins: number of bins.
+            scope: which confidences are used: "top-label", "class-wise", "positive" (binary) or "multi-label".
+            compat: name of another package or code whose binning rules are followed, to reproduce its values.
+            ignore_index: label of samples that are ignored.
+        """
+        return self.measure(probs, labels, bins, scope=scope, compat=compat, ignore_index=ignore_index)
+
+    def of_bins(self, histogram: Histogram) -> Result:
+        return l1_error(histogram, self.title)
+
+
+class ECE(AbstractECE):
     """Expected calibration error: mean gap between confidence and accuracy over bins of equal width."""
 
     name = "ece"
@@ -46,32 +80,18 @@ class ECE(AbstractFixedBinned):
         "Absolute difference of confidence and accuracy, averaged over bins of confidence. 0 is perfect; a "
         "finite sample of a calibrated model has an ECE above 0, its noise floor."
     )
-    in_summary = True
     is_compared = True
-    is_logged = True
     order = 20
-    interval = GapInversion()
-    paired = PairedGaps()
-
-    def of_bins(self, histogram: Histogram) -> Result:
-        return l1_error(histogram, self.title)
 
 
-class AECE(AbstractFixedBinned):
+class AECE(AbstractECE):
     """Adaptive ECE: mean gap between confidence and accuracy over bins with equally many samples."""
 
     name = "aece"
     title = "AECE"
     explanation = "The ECE over bins with equally many samples."
     binning = "mass"
-    in_summary = True
-    is_logged = True
     order = 30
-    interval = GapInversion()
-    paired = PairedGaps()
-
-    def of_bins(self, histogram: Histogram) -> Result:
-        return l1_error(histogram, self.title)
 
 
 class ClasswiseECE(AbstractBinned):

@@ -13,18 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedlas.metrics.accumulators import BIN_SUMS
 from fedlas.metrics.base import AbstractMetric, Resampling
-from fedlas.metrics.bin_sums import Bins, exact
+from fedlas.metrics.bin_sums import SUMS, Bins, exact
 from fedlas.metrics.binning import Binning, histogram_of
 from fedlas.metrics.inputs import Pairs, Rows, pairs
 from fedlas.metrics.intervals.methods import bootstrap
-from fedlas.metrics.paired import RESAMPLES, EachSample, check_draws, paired_method
+from fedlas.metrics.paired import EachSample, check_draws, paired_method
 from fedlas.metrics.registry import all_metrics, default_comparison_metrics
 from fedlas.metrics.result import Comparison, Definition, Result
 from fedlas.predictions import AnyPredictions, Predictions
 
-TOP_LABEL = ("confidence", "correct", "log_uncertainty")
 MAX_PROBS = 20_000_000  # number of probabilities up to which an evaluation bootstraps class-wise errors
 
 
@@ -42,9 +40,11 @@ class EvaluationAccumulator:
         self._definitions: list[Definition] = []
         self._parts: list[dict[str, Tensor]] = []
         self._tables: list[tuple[Tensor, Tensor]] | None = []  # probabilities and labels; None if they are too many
+        self._top: Pairs | None = None
 
     def update(self, part: AnyPredictions) -> None:
         """Add predictions."""
+        self._top = None
         top = pairs(part, ranked=True)
         columns = {"confidence": top.confidence, "correct": top.correct}
         if top.log_uncertainty is not None:
@@ -52,7 +52,7 @@ class EvaluationAccumulator:
         self._definitions.append(top.definition)
         if isinstance(part, Predictions):
             probs = part.probs
-            self._keep_tables([(probs, part.labels)])
+            self._keep_table(probs, part.labels)
             class_bins = self.binning.fill_classes(probs, part.labels)
             self.class_bins = class_bins if self.class_bins is None else self.class_bins + class_bins
             for metric in self.metrics.values():
@@ -60,18 +60,11 @@ class EvaluationAccumulator:
                     columns |= metric.columns(part)
         self._parts.append(columns)
 
-    def merge(self, other: "EvaluationAccumulator") -> None:
-        """Add the samples of another accumulator."""
-        self._definitions += other._definitions
-        self._parts += other._parts
-        self._keep_tables(other._tables)
-        if other.class_bins is not None:
-            self.class_bins = other.class_bins if self.class_bins is None else self.class_bins + other.class_bins
-
-    def _keep_tables(self, tables: list[tuple[Tensor, Tensor]] | None) -> None:
-        all_tables = None if self._tables is None or tables is None else self._tables + tables
-        too_many = all_tables is not None and sum(probs.numel() for probs, _ in all_tables) > MAX_PROBS
-        self._tables = None if too_many else all_tables
+    def _keep_table(self, probs: Tensor, labels: Tensor) -> None:
+        if self._tables is not None:
+            self._tables.append((probs, labels))
+            if sum(table.numel() for table, _ in self._tables) > MAX_PROBS:
+                self._tables = None
 
     def columns(self) -> dict[str, Tensor]:
         """Return the columns of all samples; values without dimensions are added up."""
@@ -81,7 +74,7 @@ class EvaluationAccumulator:
         """Return the stored columns: a few numbers per sample and one histogram per class."""
         columns = {name: column for name, column in self.columns().items() if column.ndim}
         if self.class_bins is not None:
-            columns |= {f"class_{name}": getattr(self.class_bins, name) for name in BIN_SUMS}
+            columns |= {f"class_{name}": getattr(self.class_bins, name) for name in SUMS}
         return {name: column.cpu() for name, column in columns.items()}
 
     @classmethod
@@ -98,36 +91,29 @@ class EvaluationAccumulator:
             {n: column for n, column in columns.items() if not n.startswith("class_") and len(column) == samples}
         )
         if "class_counts" in columns:
-            counts, confidence, correct = (columns[f"class_{name}"] for name in BIN_SUMS)
+            counts, confidence, correct = (columns[f"class_{name}"] for name in SUMS)
             edges = accumulator.binning.edges(columns["confidence"][:0])
             accumulator.class_bins = Bins(edges, counts, confidence, correct, samples, accumulator.binning.rule)
         return accumulator
 
-    def histograms(self, top: Pairs | None = None) -> dict[str, Bins]:
-        """Return the bins of the top label, of equal width and of equal mass, for reliability diagrams.
-
-        Args:
-            top: the pairs of this accumulator, which keep what `compute` has computed of them.
-        """
-        samples = self.top if top is None else top
+    def histograms(self) -> dict[str, Bins]:
+        """Return the bins of the top label, of equal width and of equal mass, for reliability diagrams."""
         binnings = {"width": self.binning, "mass": replace(self.binning, kind="mass")}
-        return {name: histogram_of(samples, binning).bins.cpu() for name, binning in binnings.items()}
+        return {name: histogram_of(self.top, binning).bins.cpu() for name, binning in binnings.items()}
 
-    def compute(self, how: Resampling | None = None, top: Pairs | None = None) -> dict[str, Result]:
+    def compute(self, how: Resampling | None = None) -> dict[str, Result]:
         """Compute every metric.
 
         Args:
             how: how to compute intervals, of metrics for which a method with known coverage exists; None for none.
-            top: the pairs of this accumulator, which keep what is computed of them.
         """
-        samples = self.top if top is None else top
         columns = {} if self.class_bins is None else self.columns()
         results = {}
         for name, metric in self.metrics.items():
             result = (
                 self._of_columns(metric, columns, how)
                 if metric.needs_all_classes
-                else _of_top_labels(metric, samples, self.binning.bins, how)
+                else _of_top_labels(metric, self.top, self.binning.bins, how)
             )
             if result is not None:
                 results[name] = result
@@ -149,7 +135,7 @@ class EvaluationAccumulator:
             how: confidence level, resamples and seed; with fewer resamples than the level needs there are no tests.
         """
         try:
-            check_draws(how.level, how.resamples or RESAMPLES)
+            check_draws(how)
         except ValueError:
             return {}
         comparisons = {}
@@ -183,11 +169,12 @@ class EvaluationAccumulator:
     @property
     def top(self) -> Pairs:
         """The confidence of the most probable class of each sample, and whether it was correct."""
-        columns = [self._column(name) if name in self._parts[0] else None for name in TOP_LABEL]
-        confidence, correct, uncertainty = columns
-        assert confidence is not None
-        assert correct is not None
-        return Pairs(confidence, correct, replace(self._definitions[0], n=len(confidence)), uncertainty)
+        if self._top is None:
+            confidence, correct = self._column("confidence"), self._column("correct")
+            uncertainty = self._column("log_uncertainty") if "log_uncertainty" in self._parts[0] else None
+            definition = replace(self._definitions[0], n=len(confidence))
+            self._top = Pairs(confidence, correct, definition, uncertainty)
+        return self._top
 
     def _of_columns(
         self, metric: AbstractMetric, columns: Mapping[str, Tensor], how: Resampling | None

@@ -28,7 +28,16 @@ from fedlas.errors import UserError, UserTypeError
 from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.result import Definition
 from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions, with_every_class
-from fedlas.predictions.arrays import Array, as_floats, as_tensor, check_finite, check_probs, check_rows, two_columns
+from fedlas.predictions.arrays import (
+    Array,
+    as_floats,
+    as_tensor,
+    check_finite,
+    check_probs,
+    check_rows,
+    float32_or_better,
+    two_columns,
+)
 from fedlas.predictions.probabilities import log_uncertainty, softmax, top_of_logits, top_of_probs
 
 MANY_ROWS = 10_000  # with fewer rows, compiling the kernel takes longer than it saves
@@ -56,15 +65,11 @@ class Pairs:
     definition: Definition
     log_uncertainty: Float[Tensor, " n"] | None = None
 
-    @property
-    def uncertainty_rank(self) -> Float[Tensor, " n"]:
-        """One value per sample that increases with uncertainty, to rank the samples."""
-        return -self.confidence if self.log_uncertainty is None else self.log_uncertainty
-
     @cached_property
     def ranking(self) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
         """Order of the samples from the most to the least confident, and the index of the group of ties of each."""
-        ranked, order = self.uncertainty_rank.sort()
+        uncertainty = -self.confidence if self.log_uncertainty is None else self.log_uncertainty
+        ranked, order = uncertainty.sort()
         new = torch.cat([torch.zeros_like(ranked[:1], dtype=torch.bool), ranked[1:] != ranked[:-1]])
         return order, new.long().cumsum(0)
 
@@ -256,7 +261,7 @@ def probs_of(logits: Array, scope: Scope = "top-label") -> Float[Tensor, "..."]:
     """Return the probabilities that a scope needs, in float32 or better."""
     scores = _finite(logits)
     if scope == "multi-label" or (scope == "positive" and scores.shape[1:] in {(), (1,)}):
-        return scores.to(torch.promote_types(scores.dtype, torch.float32)).sigmoid()
+        return float32_or_better(scores).sigmoid()
     return softmax(_table_of_logits(scores))
 
 

@@ -82,18 +82,15 @@ def mean_ranks(
     smallest, average = scipy.stats.rankdata(signed, method="min", axis=0).mean(1), ranks.mean(1)
     order = np.argsort(smallest, kind="stable")
     count, datasets = values.shape
+    studentised_range = float(scipy.stats.studentized_range.ppf(1 - alpha, count, np.inf))
     return MeanRanks(
         ranks={methods[i]: float(smallest[i]) for i in order},
         average_ranks={methods[i]: float(average[i]) for i in order},
         datasets=datasets,
-        critical_difference=_studentised_range(1 - alpha, count) * math.sqrt(count * (count + 1) / (6 * datasets)),
+        critical_difference=studentised_range / math.sqrt(2) * math.sqrt(count * (count + 1) / (6 * datasets)),
         p_value=_friedman(ranks),
         alpha=alpha,
     )
-
-
-def _studentised_range(quantile: float, methods: int) -> float:
-    return float(scipy.stats.studentized_range.ppf(quantile, methods, np.inf)) / math.sqrt(2)
 
 
 def _friedman(ranks: Floats) -> float:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -32,12 +32,13 @@ from fedlas.metrics.intervals.resampling import (
     sample_deviations,
     signed_range,
 )
-from fedlas.metrics.result import Comparison, Definition, Interval, Result, check_level
+from fedlas.metrics.result import Comparison, Definition, Interval, Result
 from fedlas.predictions import AnyPredictions
 from fedlas.predictions.arrays import Array
 
 RESAMPLES = 2_000
 METHOD = "paired bootstrap"
+SAME_OVER_SEEDS = ("estimator", "bins", "edges", "scope")  # parts of a definition
 ROUNDING = 1e-6  # largest relative difference of a value that is computed from probabilities and from logits in float32
 
 
@@ -87,7 +88,7 @@ class EachSample(NamedTuple):
 
 
 def of_each_sample(
-    metric: AbstractMetric, model: AnyPredictions | Array, labels: Array | None = None, **options: Any
+    metric: AbstractMetric, model: MetricInput, labels: Array | None = None, **options: Any
 ) -> EachSample:
     """Compute a mean over samples together with its values per sample (AURC: influence values)."""
     each_sample = EachSample(metric(model, labels, **options), exact(metric.contributions(model, labels, **options)))
@@ -139,9 +140,7 @@ class PairedMeans(AbstractPairedMethod):
         how: Resampling,
         **options: Any,
     ) -> Comparison:
-        first_samples, second_samples = (
-            of_each_sample(metric, cast("Any", model), labels, **options) for model in (first, second)
-        )
+        first_samples, second_samples = (of_each_sample(metric, model, labels, **options) for model in (first, second))
         return self.compare_means(metric, first_samples, second_samples, how)
 
     def compare_means(
@@ -223,13 +222,12 @@ def _gap_difference(
     return low, high, 1 - inside
 
 
-def check_draws(level: float, resamples: int) -> None:
+def check_draws(how: Resampling) -> None:
     """Raise if the resamples are too few for any difference to be significant."""
-    check_level(level, resamples)
-    needed = round(2 / (1 - level), 6)  # the smallest p-value is 2 / (resamples + 1)
-    if resamples + 1 <= needed:
+    resamples, needed = how.resamples or RESAMPLES, round(2 / (1 - how.level), 6)
+    if resamples + 1 <= needed:  # the smallest p-value is 2 / (resamples + 1)
         raise UserError(
-            f"{resamples:,} resamples show no difference at a level of {level:g}, however large it is; "
+            f"{resamples:,} resamples show no difference at a level of {how.level:g}, however large it is; "
             f"take at least {math.floor(needed):,} for a comparison"
         )
 
@@ -242,12 +240,7 @@ def across_seeds(results: Sequence[float]) -> Result:
     definition = first.definition if isinstance(first, Result) else Definition(estimator="mean over seeds", unit="")
     for other in results[1:]:
         other_definition = other.definition if isinstance(other, Result) else definition
-        if (other_definition.estimator, other_definition.bins, other_definition.edges, other_definition.scope) != (
-            definition.estimator,
-            definition.bins,
-            definition.edges,
-            definition.scope,
-        ):
+        if any(getattr(other_definition, name) != getattr(definition, name) for name in SAME_OVER_SEEDS):
             raise UserError(
                 f"runs measured by different metrics cannot be averaged: {definition} and {other_definition}"
             )

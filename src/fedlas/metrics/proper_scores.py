@@ -27,8 +27,8 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from fedlas.errors import UserError
-from fedlas.metrics.accumulators import AbstractStore, BinStore, MeanStore, State, as_rows, merge_definitions
-from fedlas.metrics.base import AbstractMetric, AbstractTopLabel
+from fedlas.metrics.accumulators import AbstractStore, BinStore, State, merge_definitions
+from fedlas.metrics.base import AbstractMean, AbstractMetric, AbstractTopLabel
 from fedlas.metrics.bin_sums import Bins, EdgeRule, class_statistics, equal_width_edges, exact
 from fedlas.metrics.binning import Binning
 from fedlas.metrics.inputs import (
@@ -218,47 +218,35 @@ class Brier(AbstractMetric):
         return brier_result(float(squares.sum()), float(lengths.sum()), class_bins, definition)
 
 
-class Top5(AbstractMetric):
+class Top5(AbstractMean):
     """Fraction of samples whose label is among the five most probable classes."""
 
     name = "top_5"
     title = "top-5 accuracy"
     explanation = "Fraction of samples whose label is among the five most likely classes."
     higher_is_better = True
-    needs_all_classes = True
     needs_hard_labels = True
     order = 220
 
-    def __call__(self, probs: MetricInput, labels: Array | None = None, *, ignore_index: int | None = None) -> Result:
-        """Compute the metric."""
-        return top_k(probs, labels, TOP, ignore_index=ignore_index)
+    def values(self, table: Rows) -> Tensor:
+        return among_first(table, TOP)
 
-    def store(self, *, ignore_index: int | None = None) -> MeanStore:
-        return MeanStore(_among_first, ignore_index)
-
-    def compute(self, store: MeanStore) -> Result:
-        return self._result(store.mean(), store.definition)
-
-    def _result(self, value: float, definition: Definition) -> Result:
+    def result(self, value: float, definition: Definition) -> Result:
         return Result(value, replace(definition, estimator=self.title, scope=f"top-{TOP}"))
 
     def columns(self, part: Predictions) -> dict[str, Tensor]:
         if part.labels.ndim > 1 or part.probs.shape[1] <= TOP:
             return {}
-        return {"among_first": label_ranks(part.probs, part.labels) < TOP}
+        return {"among_first": self.values(rows(part))}
 
     def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, definition: Definition) -> Result | None:
         del class_bins
         if "among_first" not in columns:
             return None
-        return self._result(float(exact(columns["among_first"]).mean()), definition)
+        return self.result(float(exact(columns["among_first"]).mean()), definition)
 
 
 accuracy, nll, brier, top_5 = Accuracy(), NLL(), Brier(), Top5()
-
-
-def _among_first(table: Rows) -> Tensor:
-    return label_ranks(table.probs, table.labels) < TOP
 
 
 def top_k(probs: MetricInput, labels: Array | None = None, k: int = 5, *, ignore_index: int | None = None) -> Result:
@@ -266,20 +254,19 @@ def top_k(probs: MetricInput, labels: Array | None = None, k: int = 5, *, ignore
     table = rows(probs, labels, ignore_index=ignore_index)
     if k < 1:
         raise UserError(f"k is {k}; at least 1 is needed")
-    if table.labels.ndim == 2:
-        best = table.probs.sort(dim=1, descending=True, stable=True).indices[:, :k]
-        correct = exact(table.labels.gather(1, best)).sum(1)  # the sum of float16 probabilities may differ from one
-    else:
-        correct = label_ranks(table.probs, table.labels) < k
     definition = replace(table.definition, estimator=f"top-{k} accuracy", scope=f"top-{k}")
-    return Result(float(exact(correct).mean()), definition)
+    return Result(float(exact(among_first(table, k)).mean()), definition)
 
 
-def label_ranks(probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """Return the number of classes ranked above the label; ties are ranked by class number."""
+def among_first(table: Rows, k: int) -> Tensor:
+    """Return whether each label is among the k most probable classes; ties are ranked by class number."""
+    probs, labels = table.probs, table.labels
+    if labels.ndim == 2:
+        best = probs.sort(dim=1, descending=True, stable=True).indices[:, :k]
+        return exact(labels.gather(1, best)).sum(1)  # the sum of float16 probabilities may differ from one
     label_probs = probs.gather(1, labels[:, None])
     earlier = torch.arange(probs.shape[1], device=label_probs.device) < labels[:, None]
-    return ((probs > label_probs) | ((probs == label_probs) & earlier)).sum(1)
+    return ((probs > label_probs) | ((probs == label_probs) & earlier)).sum(1) < k
 
 
 def prob_losses(
@@ -344,8 +331,8 @@ class LossStore(AbstractStore):
         self.total, self.floored, self.floor = 0.0, 0, 0.0
 
     def take(self, batch: Pairs | Rows) -> None:
-        table = as_rows(batch)
-        self._add_losses(prob_losses(table.probs, table.labels), table.definition)
+        assert isinstance(batch, Rows)
+        self._add_losses(prob_losses(batch.probs, batch.labels), batch.definition)
 
     def add(self, probs: AnyPredictions | Array, labels: Array | None) -> None:
         self._add_losses(*losses_of(probs, labels, self.ignore_index))
@@ -388,10 +375,10 @@ class BrierStore(AbstractStore):
         self.squares, self.label_squares = 0.0, 0.0
 
     def take(self, batch: Pairs | Rows) -> None:
-        table = as_rows(batch)
-        self.bins.take(table)
-        self.squares += float(squared_errors(table.probs, table.labels).sum())
-        self.label_squares += float(label_squares(table.labels).sum())
+        assert isinstance(batch, Rows)
+        self.bins.take(batch)
+        self.squares += float(squared_errors(batch.probs, batch.labels).sum())
+        self.label_squares += float(label_squares(batch.labels).sum())
 
     def merge(self, other: AbstractStore) -> None:
         same_kind = self.same(other)

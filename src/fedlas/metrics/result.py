@@ -124,11 +124,8 @@ class Result(float):
         result.details = MappingProxyType(dict(details or {}))
         return result
 
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return float(self), self.definition, self.interval, dict(self.details)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self.__getnewargs__()
+        return type(self), (float(self), self.definition, self.interval, dict(self.details))
 
     def __getattr__(self, name: str) -> Any:
         # Fields of the definition are attributes of the result: `result.bins`, `result.n`.

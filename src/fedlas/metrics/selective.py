@@ -20,7 +20,7 @@ that are at least as confident, e the mean of w, and sums over other samples j d
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Unpack
+from typing import Any, Unpack
 
 import torch
 from jaxtyping import Float64
@@ -29,13 +29,11 @@ from torch import Tensor
 from fedlas.errors import UserError
 from fedlas.metrics.base import AbstractTopLabel
 from fedlas.metrics.bin_sums import add_up, count_up, exact
-from fedlas.metrics.inputs import MetricInput, Pairs, Which, binary_predictions, pairs
+from fedlas.metrics.inputs import MetricInput, Pairs, Which, binary_predictions
 from fedlas.metrics.intervals.methods import AreaBootstrap
 from fedlas.metrics.paired import PairedMeans
 from fedlas.metrics.result import Result
 from fedlas.predictions.arrays import Array
-
-Area = Literal["aurc", "e_aurc", "augrc"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ def risk_coverage(
     **which: Unpack[Which],
 ) -> RiskCoverage:
     """Return the risk-coverage curve."""
-    return curve(ranked_pairs(probs, labels, **which))
+    return curve(aurc.read(probs, labels, **which))
 
 
 def curve(samples: Pairs) -> RiskCoverage:
@@ -79,12 +77,16 @@ def _curve(samples: Pairs) -> RiskCoverage:
 class AbstractArea(AbstractTopLabel):
     """An area under a risk-coverage curve."""
 
-    area: ClassVar[Area]
     ranked = True
     interval = AreaBootstrap()
 
+    def result(self, samples: Pairs, value: float, **details: Any) -> Result:
+        """Return an area with its definition."""
+        definition = replace(samples.definition, estimator=self.title, norm="mean over k = 1..n")
+        return Result(value, definition, None, details)
+
     def values_of(self, samples: Pairs) -> Tensor:
-        return area_values(samples, self.area)
+        return area_values(samples, self.name)
 
 
 class AURC(AbstractArea):
@@ -95,19 +97,15 @@ class AURC(AbstractArea):
     explanation = (
         "Error rate averaged over all coverages: whether confidence separates correct from incorrect predictions."
     )
-    area = "aurc"
     in_summary = True
     is_compared = True
     order = 90
     paired = PairedMeans(largest=2.0)  # nearly all influence values are below 2
 
     def of_pairs(self, samples: Pairs) -> Result:
-        traced, best = curve(samples), _best_aurc(samples)
-        value = float(traced.risk.mean())
-        details = {"e_aurc": value - best, "augrc": float(traced.generalised.mean())}
-        return Result(
-            value, replace(samples.definition, estimator=self.title, norm="mean over k = 1..n"), None, details
-        )
+        traced = curve(samples)
+        value, generalised = float(traced.risk.mean()), float(traced.generalised.mean())
+        return self.result(samples, value, e_aurc=value - _best_aurc(samples), augrc=generalised)
 
 
 class EAURC(AbstractArea):
@@ -116,13 +114,11 @@ class EAURC(AbstractArea):
     name = "e_aurc"
     title = "E-AURC"
     explanation = "The AURC minus the lowest one that this accuracy allows."
-    area = "e_aurc"
     order = 150
 
     def of_pairs(self, samples: Pairs) -> Result:
         best = _best_aurc(samples)
-        definition = replace(samples.definition, estimator=self.title, norm="mean over k = 1..n")
-        return Result(float(curve(samples).risk.mean()) - best, definition, None, {"best_aurc": best})
+        return self.result(samples, float(curve(samples).risk.mean()) - best, best_aurc=best)
 
 
 class AUGRC(AbstractArea):
@@ -131,12 +127,10 @@ class AUGRC(AbstractArea):
     name = "augrc"
     title = "AUGRC"
     explanation = "Errors among the covered samples as a fraction of all samples, averaged over all coverages."
-    area = "augrc"
     order = 160
 
     def of_pairs(self, samples: Pairs) -> Result:
-        definition = replace(samples.definition, estimator=self.title, norm="mean over k = 1..n")
-        return Result(float(curve(samples).generalised.mean()), definition)
+        return self.result(samples, float(curve(samples).generalised.mean()))
 
 
 aurc, e_aurc, augrc = AURC(), EAURC(), AUGRC()
@@ -151,7 +145,7 @@ def risk_at_coverage(
     """Return the error rate among the most confident fraction of samples."""
     if not 0 < coverage <= 1:
         raise UserError(f"coverage is {coverage}; it must be above 0 and at most 1")
-    samples = ranked_pairs(probs, labels, **which)
+    samples = aurc.read(probs, labels, **which)
     # 0.7 * 10 is 7.000000000000001, which would round up to 8 samples.
     index = max(math.ceil(coverage * len(samples.confidence) - 1e-9), 1) - 1
     traced = curve(samples)
@@ -166,19 +160,14 @@ def coverage_at_risk(
     **which: Unpack[Which],
 ) -> Result:
     """Return the largest fraction of samples that can be accepted with at most a given error rate."""
-    samples = ranked_pairs(probs, labels, **which)
+    samples = aurc.read(probs, labels, **which)
     traced = curve(samples)
     enough = (traced.risk <= risk + 1e-12).nonzero()
     value = float(traced.coverage[enough[-1]]) if len(enough) else 0.0
     return Result(value, replace(samples.definition, estimator=f"coverage at {100 * risk:g} % risk"))
 
 
-def ranked_pairs(probs: MetricInput, labels: Array | None = None, **which: Unpack[Which]) -> Pairs:
-    """Reduce predictions to the confidence, rank and correctness of each prediction."""
-    return binary_predictions(pairs(probs, labels, **which, ranked=True))
-
-
-def area_values(samples: Pairs, area: Area) -> Float64[Tensor, " n"]:
+def area_values(samples: Pairs, area: str) -> Float64[Tensor, " n"]:
     """Return the influence of each sample on an area plus the area itself, so that their mean is the area.
 
     The values are in the order of the samples, so that the values of two models can be paired.
@@ -198,7 +187,7 @@ def area_values(samples: Pairs, area: Area) -> Float64[Tensor, " n"]:
     return values
 
 
-def _influence(samples: Pairs, area: Area) -> tuple[Float64[Tensor, " n"], float]:
+def _influence(samples: Pairs, area: str) -> tuple[Float64[Tensor, " n"], float]:
     """Return the influence of each sample on an area up to a constant, the most confident first, and the area."""
     order, group = samples.ranking
     wrong = 1 - exact(samples.correct[order.to(samples.correct.device)])

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fedlas.errors import UserError
 from fedlas.metrics.accumulators import (
-    BIN_SUMS,
     AbstractHistogram,
     AbstractStore,
     BinStore,
@@ -26,7 +25,7 @@ from fedlas.metrics.accumulators import (
     as_pairs,
     merge_definitions,
 )
-from fedlas.metrics.bin_sums import Bins, EdgeRule, add_up, bin_index, bin_statistics, exact
+from fedlas.metrics.bin_sums import SUMS, Bins, EdgeRule, add_up, bin_index, bin_statistics, exact
 from fedlas.metrics.binning import EVERY_CLASS, Binning, Histogram
 from fedlas.metrics.inputs import Pairs, Rows, Scope
 from fedlas.metrics.result import Definition
@@ -95,7 +94,7 @@ class SketchStore(AbstractHistogram):
     def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
         self.cells = None
         if state and len(state["low"]):
-            counts, confidence, correct = (cast("Tensor", state[name]) for name in BIN_SUMS)
+            counts, confidence, correct = (cast("Tensor", state[name]) for name in SUMS)
             low, high = (torch.stack(list(state[name])) for name in ("low", "high"))
             n = int(counts.sum())
             self.cells, self.definition = (
@@ -106,7 +105,9 @@ class SketchStore(AbstractHistogram):
 
     def _ends(self) -> tuple[Bins, Tensor, Tensor]:
         """Return the last cell of each bin, and the number of samples up to the exact end of the bin."""
-        cells = self._filled_cells()
+        if self.cells is None:
+            raise UserError("no samples yet; call update first")
+        cells = self.cells
         parts = torch.arange(1, self.binning.bins + 1, device=cells.counts.device)
         ends = parts * (cells.n // self.binning.bins) + parts.clamp_max(cells.n % self.binning.bins)
         return cells, torch.searchsorted(cells.counts.cumsum(0), ends), ends
@@ -117,11 +118,6 @@ class SketchStore(AbstractHistogram):
         self.low = low if before is None else torch.minimum(self.low, low.to(self.low.device))
         self.high = high if before is None else torch.maximum(self.high, high.to(self.high.device))
         self.definition = merge_definitions(self.definition, definition)
-
-    def _filled_cells(self) -> Bins:
-        if self.cells is None:
-            raise UserError("no samples yet; call update first")
-        return self.cells
 
 
 def fine_edges() -> Float64[Tensor, " edges"]:

@@ -80,7 +80,7 @@ def smooth_curve(
     if points < 2:
         raise UserError(f"points is {points}; at least 2 are needed")
     samples = pairs(probs, labels, scope, ignore_index)
-    width = float(smooth_result(samples).details["bandwidth"])
+    width = float(smooth_ece.of_pairs(samples).details["bandwidth"])
     confidence, correct = exact(samples.confidence), exact(samples.correct)
     cells = _cells(width)
     ones = torch.ones_like(correct)
@@ -103,36 +103,6 @@ def smooth_curve(
         mass**2 / (kernel.square() @ count)[covered],
         width,
     )
-
-
-def smooth_result(samples: Pairs) -> Result:
-    """Return the smoothed error at the width at which width and error are equal."""
-    confidence, correct = exact(samples.confidence), exact(samples.correct)
-    gap, ones = confidence - correct, torch.ones_like(confidence)
-    grids: dict[int, Tensor] = {}
-
-    def error(width: float) -> float:
-        points = _cells(width)
-        if points not in grids:
-            grids[points] = _mirrored(
-                torch.stack([_double_ends(_on_grid(confidence, values, points)) for values in (gap, ones)])
-            )
-        return _smoothed_error(grids[points], width)
-
-    upper, lower = 1.0, 0.0
-    value = error(upper)
-    if value <= upper:
-        for _ in range(10):
-            middle = (upper + lower) / 2
-            middle_error = math.inf if middle < SMALLEST else error(middle)
-            if middle < middle_error:
-                lower = middle
-            else:
-                upper, value = middle, middle_error
-    definition = replace(
-        samples.definition, estimator="smooth ECE", norm="L1", edges="Gaussian kernel reflected at 0 and 1"
-    )
-    return Result(value, definition, None, {"bandwidth": upper})
 
 
 def _cells(width: float) -> int:
@@ -209,7 +179,32 @@ class SmoothECE(AbstractTopLabel):
     order = 140
 
     def of_pairs(self, samples: Pairs) -> Result:
-        return smooth_result(samples)
+        confidence, correct = exact(samples.confidence), exact(samples.correct)
+        gap, ones = confidence - correct, torch.ones_like(confidence)
+        grids: dict[int, Tensor] = {}
+
+        def error(width: float) -> float:
+            points = _cells(width)
+            if points not in grids:
+                grids[points] = _mirrored(
+                    torch.stack([_double_ends(_on_grid(confidence, values, points)) for values in (gap, ones)])
+                )
+            return _smoothed_error(grids[points], width)
+
+        upper, lower = 1.0, 0.0
+        value = error(upper)
+        if value <= upper:
+            for _ in range(10):
+                middle = (upper + lower) / 2
+                middle_error = math.inf if middle < SMALLEST else error(middle)
+                if middle < middle_error:
+                    lower = middle
+                else:
+                    upper, value = middle, middle_error
+        definition = replace(
+            samples.definition, estimator="smooth ECE", norm="L1", edges="Gaussian kernel reflected at 0 and 1"
+        )
+        return Result(value, definition, None, {"bandwidth": upper})
 
 
 smooth_ece = SmoothECE()

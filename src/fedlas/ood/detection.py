@@ -40,7 +40,7 @@ from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.result import Definition, Interval, Result, aligned, check_level, html_table
 from fedlas.ood.scores import available_scores, score_of
 from fedlas.predictions import AnyPredictions, Predictions, check_same_classes
-from fedlas.predictions.arrays import Array, are_probabilities, as_tensor, check_rows
+from fedlas.predictions.arrays import Array, are_probabilities, as_tensor, check_rows, float32_or_better
 
 Positive = Literal["ood", "id"]
 
@@ -93,7 +93,7 @@ def ranking(id_scores: Array, ood_scores: Array, positive: Positive = "ood") -> 
     _check_positive(positive)
     x, y = _check_scores(id_scores, "id_scores"), _check_scores(ood_scores, "ood_scores")
     dtype = str(torch.promote_types(x.dtype, y.dtype)).removeprefix("torch.")
-    both, order = torch.cat([_float32_or_better(x), _float32_or_better(y).to(x.device)]).sort(descending=True)
+    both, order = torch.cat([float32_or_better(x), float32_or_better(y).to(x.device)]).sort(descending=True)
     last = torch.cat([both[1:] != both[:-1], torch.ones(1, dtype=torch.bool, device=both.device)]).nonzero()[:, 0]
     detected = (order >= len(x)).cumsum(0)[last]
     positives, negatives = (torch.diff(total, prepend=total.new_zeros(1)) for total in (detected, last + 1 - detected))
@@ -420,10 +420,6 @@ def _check_scores(values: Array, name: str) -> Float[Tensor, " n"]:
     scores = scores if scores.is_floating_point() else scores.double()
     check_rows(name, scores, ~scores.isnan(), "is not a number")
     return scores
-
-
-def _float32_or_better(values: Tensor) -> Tensor:
-    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _check_positive(positive: str) -> None:

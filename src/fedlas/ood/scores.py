@@ -32,8 +32,8 @@ from torch.nn import functional
 from fedlas.errors import UserError
 from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
 from fedlas.predictions.arrays import Array, as_floats, check_finite, two_columns, warn_about_probabilities
+from fedlas.predictions.probabilities import NO_FLOAT64
 
-NO_FLOAT64 = {"mps"}
 AT_ONCE, AT_ONCE_ON_DEVICE = 2**18, 2**26  # logits in one block of rows
 QUERIES, NEIGHBOURS = 1024, 8192  # size of the distance matrices of `knn`: 64 MiB of float64
 
@@ -193,15 +193,6 @@ def available_scores(models: Sequence[AnyPredictions], train_features: Array | N
     return [name for name in score_names() if all(missing(data, name, train_features) is None for data in models)]
 
 
-def _probs_max(probs: Float[Tensor, "n classes"]) -> Float[Tensor, " n"]:
-    return 1 - probs.amax(1)
-
-
-def _probs_entropy(probs: Float[Tensor, "n classes"]) -> Float[Tensor, " n"]:
-    terms: Tensor = torch.special.entr(probs)
-    return terms.sum(1)
-
-
 def _probs_generalised(probs: Float[Tensor, "n classes"]) -> Float[Tensor, " n"]:
     likeliest = probs.topk(min(100, probs.shape[1])).values
     return (likeliest * (1 - likeliest)).clamp_min(0).pow(0.1).sum(1)
@@ -216,8 +207,8 @@ OF_LOGITS: Mapping[str, Callable[[Array], Tensor]] = {
 }
 # The same scores of probabilities; logarithms would turn rounding errors into different scores.
 OF_PROBS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "max_probability": _probs_max,
-    "entropy": _probs_entropy,
+    "max_probability": lambda probs: 1 - probs.amax(1),
+    "entropy": lambda probs: torch.special.entr(probs).sum(1),
     "generalised_entropy": _probs_generalised,
 }
 OF_FEATURES: Mapping[str, Callable[[Array], Tensor]] = {"l1_norm": feature_norm, "l2_norm": partial(feature_norm, p=2)}

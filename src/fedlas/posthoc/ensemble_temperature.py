@@ -8,13 +8,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from fedlas.posthoc.base import (
-    AbstractCalibrator,
-    Samples,
-    check_floor,
-    learned_like,
-    log_probs_of,
-)
+from fedlas.posthoc.base import AbstractCalibrator, Samples, check_floor, learned_like, log_probs_of
 from fedlas.posthoc.base.solvers import best_inverse_temperature
 
 ROUNDS = 5_000

@@ -19,7 +19,7 @@ from fedlas.errors import UserError
 from fedlas.metrics.calibration_error import ece
 from fedlas.posthoc.base import mean_nll, with_logits
 from fedlas.predictions import Predictions
-from fedlas.predictions.arrays import Array, as_floats, check_rows
+from fedlas.predictions.arrays import Array, as_floats, check_rows, float32_or_better
 
 CANDIDATES = 200
 PAPER_GRID = tuple(round(0.01 * step, 2) for step in range(1, 2001))
@@ -88,8 +88,7 @@ class FeatureClipping:
         return predictions.features
 
     def _logits(self, features: Float[Tensor, "n width"], threshold: float) -> Float[Tensor, "n classes"]:
-        kind = torch.promote_types(features.dtype, torch.float32)
-        clamped = features.to(kind).clamp(-threshold, threshold)
+        clamped = float32_or_better(features).clamp(-threshold, threshold)
         weight = self.weight.to(clamped)
         logits = clamped @ weight.T
         return logits if self.bias is None else logits + self.bias.to(clamped)

@@ -20,8 +20,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fedlas.errors import UserError
-from fedlas.metrics.binning import Binning, histogram_of
-from fedlas.metrics.calibration_error import l1_error
+from fedlas.metrics.calibration_error import ece
 from fedlas.metrics.inputs import Pairs
 from fedlas.metrics.result import Definition
 from fedlas.posthoc.base import AbstractCalibrator, Samples
@@ -35,6 +34,7 @@ GRID = tuple(round(0.1 * step, 1) for step in range(1, 101))
 FAR_BELOW = 1e6  # difference of logits at which a class has probability zero for every T between the bounds
 LARGEST_ERROR = math.log(1.3) / 1.96  # standard error of log T whose 95 % interval is +- 30 %
 ENOUGH = 0.9  # fraction of informative samples above which zeros are not the cause of a large standard error
+ABOUT = Definition(estimator="", scope="top-label")
 UNDETERMINED = {"temperature": 1.0, "standard_error": math.inf}
 
 
@@ -102,7 +102,8 @@ class Temperature(AbstractCalibrator):
             factor = best_inverse_temperature(known, 1 / self.high, 1 / self.low)
             learned["log_floor"] = _log_floor(samples, factor)
             samples = Samples(samples.logits.masked_fill(samples.zeros, learned["log_floor"]), samples.labels)
-        learned["temperature"] = self._on_grid(samples if self.objective == "ece" else known)
+        losses = _ece_on_grid(samples) if self.objective == "ece" else {t: scaled_nll(known, 1 / t)[0] for t in GRID}
+        learned["temperature"] = min(GRID, key=losses.__getitem__)  # the smallest on ties
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in learned.items()}
 
     def fill_zeros(
@@ -128,29 +129,16 @@ class Temperature(AbstractCalibrator):
     def apply(self, logits: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
         return logits / float(self.learned["temperature"])
 
-    def _on_grid(self, samples: Samples) -> float:
-        if self.objective == "nll":
-            losses = {temperature: scaled_nll(samples, 1 / temperature)[0] for temperature in GRID}
-        else:
-            losses = _ece_on_grid(samples)
-        return min(losses, key=lambda temperature: (losses[temperature], temperature))
-
 
 def _ece_on_grid(samples: Samples) -> dict[float, float]:
     """Return the ECE at every temperature of the grid, as in the official code of the paper."""
     prediction = samples.logits.argmax(1)
     soft = samples.labels.ndim == 2
     correct = samples.labels.gather(1, prediction[:, None])[:, 0] if soft else prediction == samples.labels
-    binning = Binning(15, compat="official")
     return {
-        temperature: float(
-            l1_error(histogram_of(Pairs(_confidence(samples, temperature), correct, _ABOUT), binning), "ECE")
-        )
+        temperature: float(ece(Pairs(_confidence(samples, temperature), correct, ABOUT), compat="official"))
         for temperature in GRID
     }
-
-
-_ABOUT = Definition(estimator="")
 
 
 def _confidence(samples: Samples, temperature: float) -> Float[Tensor, " n"]:

@@ -33,6 +33,7 @@ from fedlas.predictions.arrays import (
     check_probs,
     check_rows,
     check_transposed,
+    float32_or_better,
     two_columns,
     warn_about_probabilities,
 )
@@ -249,7 +250,7 @@ class Predictions:
         if self.given_logits is not None:
             return self.given_logits
         probs = self.scores
-        logs = probs.to(torch.promote_types(probs.dtype, torch.float32)).log()
+        logs = float32_or_better(probs).log()
         if self.decimals is None:
             return logs.clamp_min_(least_log_prob(probs.dtype))
         return logs.masked_fill_(logs == -math.inf, math.log(0.5 * 10.0**-self.decimals))

@@ -109,6 +109,11 @@ def as_floats(values: Array, name: str) -> Float[Tensor, "..."]:
     return tensor
 
 
+def float32_or_better(values: Tensor) -> Tensor:
+    """Return values in float32, or in float64 if they are in float64."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 def two_columns(values: Float[Tensor, "..."], name: str) -> Float[Tensor, "n classes"]:
     """Return two columns for the single one of a binary classifier: logits [0, z] for z, [1 - p, p] for p."""
     if values.ndim == 1 or values.shape[1:] == (1,):

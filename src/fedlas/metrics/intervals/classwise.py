@@ -127,7 +127,8 @@ class ClassGaps(AbstractGaps):
 
     def deviations(self, resamples: int, rng: np.random.Generator) -> Floats:
         """Draw deviations of the weighted gaps of all bins of all classes."""
-        n, table, sparse = len(self.probs), self._dense_gaps(), self._sparse_gaps()
+        n, sparse = len(self.probs), self._sparse_gaps()
+        table = (self.probs - self.labels if self.labels.ndim == 2 else self.probs).float()
         deviations = np.empty((resamples, self.classes * self.bins))
         at_once = max(1, min(MOST_AT_ONCE, WEIGHTS_AT_ONCE // n))
         for start in range(0, resamples, at_once):
@@ -146,9 +147,6 @@ class ClassGaps(AbstractGaps):
     @cached_property
     def _upper(self) -> Entries:
         return upper_entries(self.probs, equal_width_edges(self.bins), EdgeRule.RIGHT)
-
-    def _dense_gaps(self) -> Float[Tensor, "n classes"]:
-        return (self.probs - self.labels).float() if self.labels.ndim == 2 else self.probs.float()
 
     def _sparse_gaps(self) -> Tensor:
         """Return the sparse matrix that moves gaps from the first bins to their bins, and subtracts hard labels."""

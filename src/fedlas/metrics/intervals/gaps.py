@@ -8,26 +8,21 @@ from torch import Tensor
 
 from fedlas.errors import UserError
 from fedlas.metrics.bin_sums import EdgeRule, exact
-from fedlas.metrics.binning import EVERY_CLASS, Binning, Kind
-from fedlas.metrics.inputs import MetricInput, Pairs, Scope, pairs, rows
+from fedlas.metrics.binning import Binning, Kind, samples_of
+from fedlas.metrics.inputs import MetricInput, Pairs, Rows, Scope
 from fedlas.metrics.intervals.classwise import ClassGaps
 from fedlas.metrics.intervals.resampling import AbstractGaps, Gaps
 from fedlas.metrics.result import Result
 from fedlas.predictions.arrays import Array
 
 
-def gaps_of(
-    probs: MetricInput,
-    labels: Array | None,
-    binning: Binning,
-    scope: Scope = "top-label",
-    ignore_index: int | None = None,
-) -> AbstractGaps:
+def gaps_of(samples: Pairs | Rows, binning: Binning) -> AbstractGaps:
     """Return the bin of every sample, and its gap between confidence and correctness."""
-    if scope in EVERY_CLASS:
-        return _class_gaps(probs, labels, binning, scope, ignore_index)
-    samples = pairs(probs, labels, scope, ignore_index)
-    return samples.once(("gaps", binning), lambda: _pair_gaps(samples, binning))
+    if isinstance(samples, Pairs):
+        return samples.once(("gaps", binning), lambda: _pair_gaps(samples, binning))
+    if binning.kind == "mass" or binning.compat is not None:
+        raise UserError("intervals of class-wise errors exist for equal-width bins with the rule of this package only")
+    return ClassGaps(samples.probs, samples.labels, binning.bins, "soft" in (samples.definition.scope or ""))
 
 
 def _pair_gaps(samples: Pairs, binning: Binning) -> Gaps:
@@ -43,15 +38,6 @@ def _pair_gaps(samples: Pairs, binning: Binning) -> Gaps:
     return Gaps(_numpy(index.masked_fill(outside, 0)), _numpy(confidence), _numpy(confidence - correct), bins, soft)
 
 
-def _class_gaps(
-    probs: MetricInput, labels: Array | None, binning: Binning, scope: Scope, ignore_index: int | None
-) -> ClassGaps:
-    if binning.kind == "mass" or binning.compat is not None:
-        raise UserError("intervals of class-wise errors exist for equal-width bins with the rule of this package only")
-    table = rows(probs, labels, scope, ignore_index)
-    return ClassGaps(table.probs, table.labels, binning.bins, "soft" in (table.definition.scope or ""))
-
-
 def noise_floor(
     probs: MetricInput,
     labels: Array | None = None,
@@ -62,11 +48,9 @@ def noise_floor(
     ignore_index: int | None = None,
 ) -> Result:
     """Return the calibration error that a perfectly calibrated model with these confidences has on average."""
-    rule = Binning(bins, binning)
-    reduce = rows if scope in EVERY_CLASS else pairs
-    definition = rule.define(reduce(probs, labels, scope, ignore_index).definition)
-    gaps = gaps_of(probs, labels, rule, scope, ignore_index)
-    return Result(gaps.noise_floor(), replace(definition, estimator="expected ECE of a calibrated model", norm="L1"))
+    rule, samples = Binning(bins, binning), samples_of(probs, labels, scope, ignore_index)
+    definition = replace(rule.define(samples.definition), estimator="expected ECE of a calibrated model", norm="L1")
+    return Result(gaps_of(samples, rule).noise_floor(), definition)
 
 
 def _numpy(values: Tensor) -> Any:

@@ -39,6 +39,7 @@ from fedlas.predictions.arrays import (
     as_tensor,
     check_labels,
     check_rows,
+    float32_or_better,
     two_columns,
     warn_about_probabilities,
 )
@@ -353,11 +354,6 @@ def with_logits(predictions: Predictions, logits: Float[Tensor, "n classes"]) ->
     """Return predictions with new logits and all other fields unchanged."""
     fields: Any = {name: getattr(predictions, name) for name in OptionalFields.__annotations__}
     return Predictions(logits, predictions.given_labels, **fields)
-
-
-def float32_or_better(logits: Tensor) -> Tensor:
-    """Return logits in float32 or better."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def mean_nll(logits: Float[Tensor, "n classes"], labels: Tensor) -> float:
