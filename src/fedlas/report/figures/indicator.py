@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedlas import formatting
 from fedlas.errors import UserError
+from fedlas.ood.detection import auroc
 from fedlas.predictions import Predictions
 from fedlas.report import page_data
 from fedlas.report.figures.features import average_ranks, correlation, feature_norms, require_features
@@ -165,11 +166,6 @@ def norm_data(predictions: Predictions, title: str) -> Norms:
     )
 
 
-def has_norms(predictions: Predictions) -> bool:
-    """Return whether samples have features whose norms differ."""
-    return page_data.norm_data(predictions) is not None
-
-
 def norm_figure(models: Sequence[Norms]) -> Any:
     """Draw confidence and accuracy over the normalised feature norm, with its histogram; return the figure."""
     with panel_grid(len(models), height=1.8, share_axes=False) as (figure, axes):
@@ -317,8 +313,6 @@ def activations_figure(data: Activations) -> Any:
     return figure
 
 
-def _auroc(scores: Float64[Tensor, " n"], positive: Bool[Tensor, " n"]) -> float:
-    """Return the AUROC of scores; NaN if one class is empty."""
-    positives, negatives = int(positive.sum()), int((~positive).sum())
-    above = float(average_ranks(scores)[positive].sum()) - positives * (positives + 1) / 2
-    return above / (positives * negatives) if positives and negatives else math.nan
+def _auroc(scores: Float64[Tensor, " n"], correct: Bool[Tensor, " n"]) -> float:
+    """Return the AUROC of scores for detecting correct predictions; NaN if all or none are correct."""
+    return math.nan if correct.all() or not correct.any() else float(auroc(scores[~correct], scores[correct]))

@@ -55,11 +55,6 @@ def training_data(log: Sequence[Mapping[str, Any]], title: str) -> LearningCurve
     return LearningCurve(title, *columns)
 
 
-def has_epochs(log: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a log has a finished epoch."""
-    return page_data.training_data(log) is not None
-
-
 def training_figure(models: Sequence[LearningCurve]) -> Any:
     """Draw training loss, accuracy, ECE, O-ECE and U-ECE by epoch; return the matplotlib figure."""
     with figure_of_size(PAGE, 2.0 + 0.14 * math.ceil(len(models) / 3)) as figure:
