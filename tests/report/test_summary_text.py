@@ -15,7 +15,7 @@ from fedlas.metrics.result import Comparison, Definition, Interval, Result
 from fedlas.posthoc import build_calibrator
 from fedlas.predictions import Predictions
 from fedlas.report.reliability_bins import non_empty_bins
-from fedlas.report.summary_text import at_confidence, direction, effect, headline, sentences, worst_bin
+from fedlas.report.summary_text import direction, effect, headline, sentences, typical_bin, worst_bin
 
 
 def sample_predictions(n: int, classes: int = 10, scale: float = 1.0, seed: int = 0) -> Predictions:
@@ -150,14 +150,14 @@ def test_accuracy_at_a_confidence_is_taken_from_its_bin(report):
     predictions = sample_predictions(3_000, scale=2.0)
     confidence, correct = predictions.confidence, predictions.correct
     in_bin = (confidence > 13 / 15) & (confidence <= 14 / 15)
-    reliability_bin = at_confidence(report.before.bins["width"])
+    reliability_bin = typical_bin(report.before.bins["width"])
     assert reliability_bin is not None
     assert reliability_bin.samples == int(in_bin.sum())
     assert reliability_bin.accuracy == pytest.approx(float(correct[in_bin].double().mean()))
     assert f" {formatting.percent(reliability_bin.accuracy, reliability_bin.low, reliability_bin.high)}" in headline(
         report
     )
-    assert at_confidence(evaluate(predictions[:8], intervals=False).before.bins["width"]) is None
+    assert typical_bin(evaluate(predictions[:8], intervals=False).before.bins["width"]) is None
 
 
 def test_worst_bin_is_reported_if_its_gap_is_significant(report):

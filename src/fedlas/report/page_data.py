@@ -52,7 +52,9 @@ CONFIDENCE_BINS = 25
 CLASS_BINS = 10
 SCORE_BINS = 40
 NORM_BINS = 30
+CONFUSIONS = 10  # largest number of pairs of classes in each table
 MIN_CONFUSIONS = 5  # number of samples from which a pair of classes is ranked by its mean confidence
+LIKELIEST = 3  # number of the most likely classes listed for each sample
 EPOCHS = 400
 
 Plain = dict[str, Any]
@@ -274,7 +276,7 @@ def _cells(
     return rows
 
 
-def confusion_data(predictions: AnyPredictions, *, most: int = 10) -> Plain:
+def confusion_data(predictions: AnyPredictions) -> Plain:
     """Return the pairs of label and predicted class that are confused most often, or with the highest confidence.
 
     Each row has the label, the predicted class, the number of samples, their fraction of all samples with this label,
@@ -298,8 +300,8 @@ def confusion_data(predictions: AnyPredictions, *, most: int = 10) -> Plain:
 
     often = (counts >= MIN_CONFUSIONS).nonzero()[:, 0]
     return {
-        "by_count": rows(counts.argsort(descending=True, stable=True)[:most]),
-        "by_confidence": rows(often[confidence[often].argsort(descending=True, stable=True)[:most]]),
+        "by_count": rows(counts.argsort(descending=True, stable=True)[:CONFUSIONS]),
+        "by_confidence": rows(often[confidence[often].argsort(descending=True, stable=True)[:CONFUSIONS]]),
         "fewest": MIN_CONFUSIONS,
     }
 
@@ -318,24 +320,18 @@ def slice_data(slices: Slices) -> Plain:
     return {"rows": rows, "total": slices.total, "skipped": [text_data(name) for name in slices.skipped]}
 
 
-def sample_data(predictions: AnyPredictions, *, count: int = 12, most: int = 3) -> Plain:
-    """Return the most over-confident and the most under-confident samples.
-
-    Args:
-        predictions: predictions of one model.
-        count: number of samples of each kind.
-        most: number of the most likely classes listed for each sample.
-    """
+def sample_data(predictions: AnyPredictions, *, count: int = 12) -> Plain:
+    """Return the most over-confident and the most under-confident samples, `count` of each kind."""
     gap = exact(predictions.confidence) - exact(predictions.correct)
     data: Plain = {}
     for kind, sign in (("over", 1), ("under", -1)):
         order = (sign * gap).argsort(descending=True, stable=True)[:count]
         chosen = order[(sign * gap)[order] > 0]
-        data[kind] = [_sample(predictions, int(row), most) for row in chosen]
+        data[kind] = [_sample(predictions, int(row)) for row in chosen]
     return data
 
 
-def _sample(predictions: AnyPredictions, row: int, most: int) -> Plain:
+def _sample(predictions: AnyPredictions, row: int) -> Plain:
     sample = predictions[[row]]
     assert sample.prediction is not None
     data: Plain = {
@@ -350,7 +346,7 @@ def _sample(predictions: AnyPredictions, row: int, most: int) -> Plain:
             "label": int(sample.labels[0]), "label_weight": None, "label_probability": None, "likeliest": likeliest,
         }  # fmt: skip
     probs, labels = sample.probs[0], sample.labels
-    top = probs.topk(min(most, len(probs)))
+    top = probs.topk(min(LIKELIEST, len(probs)))
     label = int(labels[0]) if labels.ndim == 1 else int(labels[0].argmax())
     return data | {
         "label": label,

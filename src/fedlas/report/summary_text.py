@@ -66,14 +66,12 @@ def effect(after: "State") -> Effect:
     return "most" if end < start / 2 else "part"
 
 
-def at_confidence(bins: Bins, confidence: float = TYPICAL_CONFIDENCE, level: float = 0.95) -> ReliabilityBin | None:
-    """Return the bin of a confidence; None if it has too few samples."""
-    matching = [
-        filled_bin
-        for filled_bin in non_empty_bins(bins, level)
-        if filled_bin.lower < confidence <= filled_bin.upper and filled_bin.samples >= MIN_SAMPLES
-    ]
-    return matching[0] if matching else None
+def typical_bin(bins: Bins, level: float = 0.95) -> ReliabilityBin | None:
+    """Return the bin of the typical confidence; None if it has too few samples."""
+    for filled_bin in non_empty_bins(bins, level):
+        if filled_bin.lower < TYPICAL_CONFIDENCE <= filled_bin.upper and filled_bin.samples >= MIN_SAMPLES:
+            return filled_bin
+    return None
 
 
 def worst_bin(state: "State", level: float = 0.95) -> ReliabilityBin | None:
@@ -97,7 +95,7 @@ def headline(report: "Report") -> str:
     parts = [_headline(state, miscalibration, " of the predicted class" if two else "")]
     if two:
         parts.append(f"for the probability of one class the ECE is {state['classwise_ece'].text()}")
-    example = at_confidence(state.bins["width"], level=_level(state))
+    example = typical_bin(state.bins["width"], level=_level(state))
     if example is not None and example.is_calibrated and miscalibration not in {"none", "unknown"}:
         example = worst_bin(state, _level(state))  # an example of the error
     if example is not None:
@@ -139,7 +137,7 @@ def sentences(report: "Report") -> tuple[str, ...]:
             f"probability of one class the ECE is {state['classwise_ece'].text()}; its reliability diagram "
             "shows where."
         )
-    near = at_confidence(state.bins["width"], level=confidence_level)
+    near = typical_bin(state.bins["width"], level=confidence_level)
     if near is not None:
         agrees = ", which agrees with the confidence" if near.is_calibrated else ""
         lines.append(
