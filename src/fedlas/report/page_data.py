@@ -8,12 +8,14 @@ truncated, so that a page stays small for any number of samples and classes.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
+from fedlas.comparison import PairedTest
+from fedlas.evaluation import Report, State
 from fedlas.metrics.bin_sums import (
     Bins,
     EdgeRule,
@@ -38,10 +40,6 @@ from fedlas.predictions.arrays import Array
 from fedlas.predictions.probabilities import slices_of
 from fedlas.report.reliability_bins import non_empty_bins
 from fedlas.report.slices import Slices
-
-if TYPE_CHECKING:  # `evaluation` imports many modules
-    from fedlas.comparison import PairedTest
-    from fedlas.evaluation import Report, State
 
 LONGEST = 200  # largest number of characters of a text from a file
 ALL_NAMES, SHORTEST = 900_000, 24  # characters of all class names together, and at least of each one
@@ -80,7 +78,7 @@ def result_data(result: Result) -> Plain:
     }
 
 
-def state_data(state: "State", level: float = 0.95) -> Plain:
+def state_data(state: State, level: float = 0.95) -> Plain:
     """Return the results and diagrams before calibration, or after one calibrator."""
     data: Plain = {
         "name": text_data(state.name),
@@ -164,7 +162,7 @@ def _thinned(traced: RiskCoverage) -> RiskCoverage:
     return RiskCoverage(traced.coverage[points], traced.risk[points])
 
 
-def model_data(name: str, report: "Report", level: float = 0.95) -> Plain:
+def model_data(name: str, report: Report, level: float = 0.95) -> Plain:
     """Return the name, size and states of one evaluation."""
     return {
         "name": text_data(name),
@@ -185,7 +183,7 @@ def names_data(predictions: AnyPredictions) -> list[str] | None:
 
 
 def class_data(
-    predictions: AnyPredictions, report: "Report | None" = None, *, most: int = 2_000, level: float = 0.95
+    predictions: AnyPredictions, report: Report | None = None, *, most: int = 2_000, level: float = 0.95
 ) -> Plain:
     """Return the class table, and the diagrams of the classes that are predicted most often.
 
@@ -359,7 +357,7 @@ def _sample(predictions: AnyPredictions, row: int) -> Plain:
 def ood_data(
     predictions: AnyPredictions,
     ood: Mapping[str, AnyPredictions | Array],
-    report: "Report",
+    report: Report,
     train_features: Array | None = None,
 ) -> Plain | None:
     """Return the ROC curve, the histograms and the metrics of every OOD data set and score."""
@@ -526,7 +524,7 @@ def alpha_ratio(gamma: float, beta: float, mode: int) -> float:
     return 1 + math.tanh(beta * mode * gamma / 2)
 
 
-def comparison_data(names: Sequence[str], tests: "Iterable[PairedTest]") -> Plain | None:
+def comparison_data(names: Sequence[str], tests: Iterable[PairedTest]) -> Plain | None:
     """Return the paired tests between models; a model is given by its index in the list of names."""
     if len(names) < 2:
         return None

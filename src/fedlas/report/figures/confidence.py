@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedlas import formatting
+from fedlas.evaluation import State
 from fedlas.extras import optional_module
 from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.inputs import MetricInput, pairs
@@ -25,9 +26,6 @@ from fedlas.report.figures.style import (
     safe_label,
     title_width,
 )
-
-if TYPE_CHECKING:  # `evaluation` imports many modules
-    from fedlas.evaluation import State
 
 CLASSES = 20  # largest number of rows of a class map
 LARGEST = 0.5  # gap from which a square fills its cell
@@ -109,7 +107,7 @@ class OverUnder:
     under_interval: tuple[float, float] | None = None
 
 
-def over_under_data(state: "State", title: str) -> OverUnder:
+def over_under_data(state: State, title: str) -> OverUnder:
     """Return the O-ECE and U-ECE of an evaluated state."""
     over, under = state["over_ece"], state["under_ece"]
     return OverUnder(title, float(over), float(under), _interval(over), _interval(under))
