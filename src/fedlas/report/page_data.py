@@ -6,7 +6,7 @@ truncated, so that a page stays small for any number of samples and classes.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -524,9 +524,9 @@ def alpha_ratio(gamma: float, beta: float, mode: int) -> float:
     return 1 + math.tanh(beta * mode * gamma / 2)
 
 
-def comparison_data(names: Sequence[str], tests: Iterable[PairedTest]) -> Plain | None:
-    """Return the paired tests between models; a model is given by its index in the list of names."""
-    if len(names) < 2:
+def comparison_data(names: Sequence[str], tests: Sequence[PairedTest]) -> Plain | None:
+    """Return the paired tests between models, if any; a model is given by its index in the list of names."""
+    if not tests:
         return None
     rows: list[Plain] = []
     for test in tests:

@@ -12,7 +12,7 @@ from fedlas.report import page_data
 from fedlas.report.figures import confidence, gate, indicator, ood, reliability, selective, training
 from fedlas.report.figures.reliability import Reliability
 from fedlas.report.figures.style import save_with_data
-from fedlas.report.html import Models, named_models, report_of
+from fedlas.report.html import Models, named_models
 from fedlas.report.model import Model
 
 ROWS = 4  # largest number of rows of diagrams in one figure
@@ -53,7 +53,8 @@ def save_figures(
     if isinstance(formats, str) or unknown or not endings:
         raise UserError(f"formats is {formats!r}; choose from {sorted(FORMATS)}")
     models_by_name = named_models(models)
-    reports = {name: report_of(model, level, resamples, seed, bins) for name, model in models_by_name.items()}
+    options = {"bins": bins, "level": level, "resamples": resamples, "seed": seed}
+    reports = {name: model.evaluate(**options) for name, model in models_by_name.items()}
     figures = [
         *_shared_figures(reports, level),
         *_model_figures(models_by_name, reports),
