@@ -65,17 +65,12 @@ def confidence_figure(models: Sequence[Confidences]) -> Any:
     """Draw the confidence of correct and incorrect predictions of each model; return the matplotlib figure."""
     with panel_grid(len(models)) as (figure, axes):
         for panel, data in zip(axes, models, strict=True):
-            kinds: tuple[tuple[str, tuple[float, ...], dict[str, Any]], ...] = (
-                ("correct predictions", data.correct, {"fill": True, "facecolor": "0.8", "edgecolor": DARK}),
-                (
-                    "incorrect predictions",
-                    data.incorrect,
-                    {"fill": True, "facecolor": "none", "edgecolor": OVER, "hatch": "/////"},
-                ),
-            )
-            for name, counts, look in kinds:
+            for name, counts, look in (
+                ("correct", data.correct, {"facecolor": "0.8", "edgecolor": DARK}),
+                ("incorrect", data.incorrect, {"facecolor": "none", "edgecolor": OVER, "hatch": "/////"}),
+            ):
                 fractions = [count / max(1.0, sum(counts)) for count in counts]
-                panel.stairs(fractions, data.edges, label=name, linewidth=0.8, **look)
+                panel.stairs(fractions, data.edges, label=f"{name} predictions", fill=True, linewidth=0.8, **look)
             panel.axvline(data.confidence, color=DARK, linestyle="--", linewidth=0.9, label="mean confidence")
             panel.axvline(data.accuracy, color=DARK, linestyle=":", linewidth=1.2, label="accuracy")
             correct, incorrect = (formatting.count(sum(counts)) for counts in (data.correct, data.incorrect))

@@ -171,16 +171,12 @@ def norm_figure(models: Sequence[Norms]) -> Any:
     with panel_grid(len(models), height=1.8, share_axes=False) as (figure, axes):
         for panel, data in zip(axes, models, strict=True):
             most = max(*data.correct, *data.incorrect)
-            for counts, look in (
-                (data.correct, {"facecolor": "0.88"}),
-                (data.incorrect, {"facecolor": "none", "hatch": "/////"}),
+            for name, counts, look in (
+                ("correct", data.correct, {"facecolor": "0.88", "edgecolor": PALE}),
+                ("incorrect", data.incorrect, {"facecolor": "none", "edgecolor": OVER, "hatch": "/////"}),
             ):
-                heights = [0.6 * count / most for count in counts]
-                edge = OVER if "hatch" in look else PALE
-                name = "incorrect predictions" if "hatch" in look else "correct predictions"
-                panel.stairs(
-                    heights, data.edges, fill=True, edgecolor=edge, linewidth=0.6, label=name, zorder=0, **look
-                )
+                heights, label = [0.6 * count / most for count in counts], f"{name} predictions"
+                panel.stairs(heights, data.edges, fill=True, linewidth=0.6, label=label, zorder=0, **look)
             panel.plot(data.nci, data.confidence, color=DARK, marker="o", label="mean confidence")
             panel.plot(
                 data.nci,

@@ -79,18 +79,17 @@ class Reliability:
 def reliability_data(bins: Bins, ece: float, title: str, level: float = 0.95) -> Reliability:
     """Return the data of a reliability diagram; an ECE that is a `Result` is shown with the digits of its interval."""
     interval = ece.interval if isinstance(ece, Result) else None
-    filled = non_empty_bins(bins, level)
-    samples = sum(filled_bin.samples for filled_bin in filled)
+    lower, upper, samples, confidence, accuracy, low, high, _ = zip(*non_empty_bins(bins, level), strict=True)
     return Reliability(
         title=title,
-        confidence=tuple(filled_bin.confidence for filled_bin in filled),
-        accuracy=tuple(filled_bin.accuracy for filled_bin in filled),
-        fraction=tuple(filled_bin.samples / samples for filled_bin in filled),
+        confidence=confidence,
+        accuracy=accuracy,
+        fraction=tuple(count / sum(samples) for count in samples),
         ece=float(ece),
-        lower=tuple(filled_bin.lower for filled_bin in filled),
-        upper=tuple(filled_bin.upper for filled_bin in filled),
-        low=tuple(filled_bin.low for filled_bin in filled),
-        high=tuple(filled_bin.high for filled_bin in filled),
+        lower=lower,
+        upper=upper,
+        low=low,
+        high=high,
         level=level,
         ece_interval=None if interval is None else (interval.low, interval.high),
     )
