@@ -73,6 +73,8 @@ def test_filled_bins_have_exact_ranges_and_empty_ones_are_left_out(level):
 def test_bars_end_at_accuracy_and_hatches_at_confidence():
     data = reliability(pages.sample_predictions(300))
     accuracy_panel, histogram_panel = reliability_figure({"model": [data]}).axes
+    assert accuracy_panel.get_title() == f"one\nECE {100 * data.ece:.2f} %"
+    assert list(accuracy_panel.lines[1].get_xdata()) == list(data.confidence)
     solid = [bar for bar in accuracy_panel.patches if bar.get_hatch() is None]
     hatched = [bar for bar in accuracy_panel.patches if bar.get_hatch() and bar.get_height()]
     assert [bar.get_height() for bar in solid] == list(data.accuracy)

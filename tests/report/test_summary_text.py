@@ -14,7 +14,6 @@ from fedlas.metrics.bin_sums import EdgeRule
 from fedlas.metrics.result import Comparison, Definition, Interval, Result
 from fedlas.posthoc import build_calibrator
 from fedlas.predictions import Predictions
-from fedlas.report.reliability_bins import non_empty_bins
 from fedlas.report.summary_text import direction, effect, headline, sentences, typical_bin, worst_bin
 
 
@@ -275,20 +274,6 @@ def test_summary_truncates_long_untrusted_names():
         report, after={long_name: dataclasses.replace(report.after["temperature"], name=long_name)}
     )
     assert all(len(line) < 400 for line in (headline(renamed_report), *sentences(renamed_report)))
-
-
-def test_non_empty_bins_contain_every_sample():
-    predictions = sample_predictions(500)
-    bins = evaluate(predictions, intervals=False).before.bins["width"]
-    reliability_bins = non_empty_bins(bins)
-    assert sum(reliability_bin.samples for reliability_bin in reliability_bins) == 500
-    assert len(reliability_bins) == int((bins.counts > 0).sum()) < 15
-    assert all(
-        reliability_bin.low <= reliability_bin.accuracy <= reliability_bin.high for reliability_bin in reliability_bins
-    )
-    assert sum(abs(reliability_bin.weighted_gap) for reliability_bin in reliability_bins) == pytest.approx(
-        float(evaluate(predictions, intervals=False)["ece"])
-    )
 
 
 @pytest.mark.parametrize(("temperature", "expected_text"), [(4_987.0, "4990"), (2.316, "2.32")])

@@ -292,7 +292,7 @@ def expected_numbers(table: Table, row: Row, detail: Detail) -> list[str]:
 
 
 @given(table_arguments(), st.sampled_from(DETAILS))
-def test_text_table_contains_every_value(arguments: Any, detail: Detail) -> None:
+def test_every_format_contains_every_value(arguments: Any, detail: Detail) -> None:
     table = table_of(arguments)
     lines = table.text(detail).splitlines()
     start = next(index for index, line in enumerate(lines) if re.fullmatch("-+", line)) + 1
@@ -304,10 +304,6 @@ def test_text_table_contains_every_value(arguments: Any, detail: Detail) -> None
         partial = [cell for cell in row.cells if 0 < len(cell.values) < cell.planned]
         assert re.findall(r"\(\d/\d\)", line) == [f"({len(cell.values)}/{cell.planned})" for cell in partial]
 
-
-@given(table_arguments(), st.sampled_from(DETAILS))
-def test_all_formats_show_the_numbers_of_the_text_table(arguments: Any, detail: Detail) -> None:
-    table = table_of(arguments)
     latex = table.latex(detail).replace("$-$", "-")
     for row in table.rows:
         expected_row = expected_numbers(table, row, detail)
