@@ -317,8 +317,9 @@ def test_risk_curve_equals_error_rates_of_the_most_confident_samples():
         Predictions(torch.tensor([[3.0, 1.0], [9.0, 0.0], [2.0, 0.0]]), torch.tensor([1, 1, 1])),
         Predictions(torch.zeros(5, 1), torch.zeros(5, dtype=torch.long)),
         Predictions(torch.tensor([[3.0, 1.0], [0.0, 2.0]]), torch.tensor([[0.9, 0.1], [0.4, 0.6]])),
+        Predictions(torch.zeros(3, 3), torch.arange(3)),
     ],
-    ids=["one sample", "one confidence", "no errors", "all wrong", "one class", "soft labels"],
+    ids=["one sample", "one confidence", "no errors", "all wrong", "one class", "soft labels", "no smooth curve"],
 )
 def test_figures_of_few_and_unusual_samples_are_drawn(predictions):
     diagram = reliability(predictions)

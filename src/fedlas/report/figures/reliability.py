@@ -228,12 +228,11 @@ class SmoothReliability:
 
 
 def smooth_reliability_data(given: MetricInput, title: str, level: float = 0.95) -> SmoothReliability:
-    """Return the data of a smooth reliability diagram."""
+    """Return the data of a smooth reliability diagram; without points if the kernel covers too few samples."""
     predictions = pairs(given)
     curve = smooth_data(predictions, level)
-    confidence, accuracy, low, high, density, samples, _ = (
-        tuple(map(float, column)) for column in zip(*curve["points"], strict=True)
-    )
+    columns = zip(*curve["points"], strict=True) if curve["points"] else [()] * 7
+    confidence, accuracy, low, high, density, samples, _ = (tuple(map(float, column)) for column in columns)
     return SmoothReliability(
         title=title,
         confidence=confidence,
@@ -270,4 +269,4 @@ def smooth_reliability_figure(models: Sequence[SmoothReliability]) -> Any:
 def _segments(positions: Sequence[float]) -> Iterator[slice]:
     """Split a curve where consecutive points are further apart than `WINDOW`."""
     cuts = [n for n, (left, right) in enumerate(pairwise(positions), start=1) if right - left > WINDOW]
-    return (slice(start, end) for start, end in pairwise([0, *cuts, len(positions)]))
+    return (slice(start, end) for start, end in pairwise([0, *cuts, len(positions)]) if start < end)

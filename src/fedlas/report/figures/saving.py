@@ -84,7 +84,8 @@ def _shared_figures(reports: Mapping[str, Report], level: float) -> Iterator[Nam
     if not with_samples:
         return
     smooth = [reliability.smooth_reliability_data(samples, title, level) for title, samples, _ in with_samples]
-    yield "reliability_smooth", reliability.smooth_reliability_figure(smooth), smooth
+    if any(data.confidence for data in smooth):
+        yield "reliability_smooth", reliability.smooth_reliability_figure(smooth), smooth
     histograms = [confidence.confidence_data(samples, title) for title, samples, _ in with_samples]
     yield "confidence", confidence.confidence_figure(histograms), histograms
     risks = [selective.risk_data(samples, title, area) for title, samples, area in with_samples]
