@@ -276,11 +276,17 @@ def test_summary_truncates_long_untrusted_names():
     assert all(len(line) < 400 for line in (headline(renamed_report), *sentences(renamed_report)))
 
 
+def with_temperature(report: Report, temperature: float, standard_error: float, fits: int = 5) -> Report:
+    """Return a report with one calibrator, of this temperature."""
+    state = report.after["temperature"]
+    parameters = {"temperature": temperature, "standard_error": standard_error}
+    after = dataclasses.replace(state, parameters=parameters, fits=state.fits[:1] * fits)
+    return dataclasses.replace(report, after={"temperature": after})
+
+
 @pytest.mark.parametrize(("temperature", "expected_text"), [(4_987.0, "4990"), (2.316, "2.32")])
 def test_temperature_is_formatted_consistently_without_exponent(report, temperature, expected_text):
-    parameters = {"temperature": temperature, "standard_error": 0.02}
-    after = dataclasses.replace(report.after["temperature"], parameters=parameters)
-    report = dataclasses.replace(report, after={"temperature": after})
+    report = with_temperature(report, temperature, standard_error=0.02)
     assert f"; T = {expected_text} " in headline(report)
     assert any(f"T = {expected_text} (" in line for line in sentences(report))
     assert "e+" not in summary(report)
@@ -289,19 +295,14 @@ def test_temperature_is_formatted_consistently_without_exponent(report, temperat
 @pytest.mark.parametrize(("standard_error", "is_shown"), [(0.9, True), (1.1, False)])
 def test_temperature_interval_is_shown_unless_it_is_uninformative(report, standard_error, is_shown):
     """With a standard error of log T above 1, the range spans more than a factor of 50."""
-    parameters = {"temperature": 2.0, "standard_error": standard_error}
-    after = dataclasses.replace(report.after["temperature"], parameters=parameters)
-    lines = sentences(dataclasses.replace(report, after={"temperature": after}))
+    lines = sentences(with_temperature(report, 2.0, standard_error))
     assert any("T = 2 (" in line for line in lines) == is_shown
 
 
 def test_temperature_interval_of_cross_fitting_is_that_of_all_samples(report):
     """Each fold's fit has seen a part of the samples; their mean varies like one fit to all of them."""
-    calibrated = report.after["temperature"]
-    parameters = {"temperature": 2.0, "standard_error": 0.1}
-    for fits, expected_range in ((calibrated.fits[:1], "1.64 to 2.43"), (calibrated.fits[:1] * 5, "1.68 to 2.38")):
-        after = dataclasses.replace(calibrated, parameters=parameters, fits=fits)
-        lines = sentences(dataclasses.replace(report, after={"temperature": after}))
+    for fits, expected_range in ((1, "1.64 to 2.43"), (5, "1.68 to 2.38")):
+        lines = sentences(with_temperature(report, 2.0, 0.1, fits))
         assert any(f"T = 2 ({expected_range})" in line for line in lines)
 
 
