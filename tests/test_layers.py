@@ -45,8 +45,7 @@ ALLOWED: dict[str, set[str]] = {
         "posthoc", "ood", "evaluation", "data", "models",
     },
     "report": {
-        "progress", "lazy_imports", "extras", "formatting", "predictions", "io", "alignment", "metrics", "comparison",
-        "evaluation", "ood",
+        "progress", "extras", "formatting", "predictions", "io", "metrics", "comparison", "evaluation", "ood",
     },
     "experiments": {
         "extras", "formatting", "catalog", "predictions", "io", "alignment", "metrics", "posthoc", "ood", "training",

@@ -157,6 +157,9 @@ class BrowserTab:
         if not request.url.startswith(("data:", "file:")) or request.resource_type not in {"document", "image"}:
             self.errors.append(f"request: {request.url}")
 
+    def data(self) -> dict[str, Any]:
+        return dict(self.page.evaluate("JSON.parse(document.getElementById('page-data').textContent)"))
+
     def text(self, selector: str) -> str:
         return str(self.page.locator(selector).first.inner_text())
 

@@ -25,7 +25,7 @@ from fedlas.metrics.paired import paired_bootstrap
 from fedlas.predictions import Predictions
 from fedlas.report.evaluation_result import Condition, evaluate_files
 from fedlas.report.figures import reliability_data, reliability_figure, save_figures
-from fedlas.report.html import report_of, save_page
+from fedlas.report.html import save_page
 from fedlas.report.model import Model
 
 N, CLASSES = 600, 4
@@ -47,7 +47,7 @@ def sure_file(tmp_path):
 @pytest.fixture(autouse=True)
 def without_intervals(monkeypatch):
     """Leave out the intervals of reports, which take most of the time; `result` has them."""
-    monkeypatch.setattr("fedlas.report.evaluation_result.evaluate", partial(evaluate, intervals=False))
+    monkeypatch.setattr("fedlas.report.model.evaluate", partial(evaluate, intervals=False))
 
 
 @pytest.fixture(scope="module")
@@ -243,8 +243,9 @@ def test_the_public_api_exports_models_and_figures():
     assert {"Model", "save_figures"} <= set(fedlas.__all__)
 
 
-def test_page_and_evaluate_files_cross_fit_equally(result):
-    report = report_of(Model(predictions=sample_predictions(0)), resamples=200)
+def test_model_and_evaluate_files_cross_fit_equally(result, monkeypatch):
+    monkeypatch.undo()  # with intervals
+    report = Model(predictions=sample_predictions(0)).evaluate(resamples=200)
     assert report.to_json() == result.reports["sure"].to_json()
 
 

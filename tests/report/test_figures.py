@@ -8,7 +8,6 @@ import pytest
 import torch
 from matplotlib.text import Text
 
-from fedlas.metrics import histogram
 from fedlas.predictions import Predictions
 from fedlas.report import figures
 from fedlas.report.figures import (
@@ -19,8 +18,6 @@ from fedlas.report.figures import (
     gate_figure,
     indicator_data,
     indicator_figure,
-    reliability_data,
-    reliability_figure,
     save_figure,
     save_with_data,
     smoothing_data,
@@ -29,24 +26,6 @@ from fedlas.report.figures import (
     theorem_figure,
 )
 from fedlas.report.figures.theorem import Theorems
-
-
-def test_a_reliability_diagram_draws_its_data(tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    predictions = Predictions(
-        3 * torch.randn(200, 5, generator=generator), torch.randint(0, 5, (200,), generator=generator)
-    )
-    data = reliability_data(histogram(predictions).bins, 0.25, "one")
-    assert sum(data.fraction) == pytest.approx(1)
-    gaps = [s * abs(a - c) for s, a, c in zip(data.fraction, data.accuracy, data.confidence, strict=True)]
-    from fedlas.metrics import ece
-
-    assert sum(gaps) == pytest.approx(float(ece(predictions)))
-    figure = reliability_figure({"before": [data, data], "after": [data]})
-    panel = figure.axes[0]
-    assert panel.get_title() == "one\nECE 25.00 %"
-    assert list(panel.lines[1].get_xdata()) == list(data.confidence)
-    assert save_figure(figure, tmp_path / "x" / "f.png").stat().st_size > 1000
 
 
 def network(n=40, width=7, classes=4, *, signed=False, bias=False):
@@ -278,8 +257,8 @@ def test_smoothing_curves_are_drawn_in_the_order_of_beta():
     assert "NCI" in panel.get_xlabel()
 
 
-def gate_log(values, key="flip_rate", first=1):
-    return [{"epoch": first + n, "gate": {key: value}} for n, value in enumerate(values)]
+def gate_log(flip_rates):
+    return [{"epoch": epoch, "gate": {"flip_rate": rate}} for epoch, rate in enumerate(flip_rates, start=1)]
 
 
 def test_epoch_statistics_have_mean_and_range_over_available_seeds():
@@ -289,21 +268,21 @@ def test_epoch_statistics_have_mean_and_range_over_available_seeds():
     assert (statistics.low, statistics.high) == ((0.2, 0.2), (0.4, 0.2))
     assert statistics.per_seed == ((0.4, 0.2), (0.2, None), (None, None))
     assert epoch_statistics("x", [[{"epoch": 1, "gate": {}}]], "positive").epochs == ()
-    assert epoch_statistics("x", [gate_log([None, 0.0])], "flip_rate").mean == (
-        0.0,
-    )  # a flip rate of zero is not a missing value
+    zero_is_not_missing = epoch_statistics("x", [gate_log([None, 0.0])], "flip_rate")
+    assert zero_is_not_missing.mean == (0.0,)
+
+
+def gate_run(*fractions):
+    """The log of a gate with these fractions of samples in positive mode, one for each epoch."""
+    return [
+        {"epoch": epoch, "gate": {"positive": f, "negative": 1 - f, "flip_rate": f / 2 if epoch > 1 else None}}
+        for epoch, f in enumerate(fractions, start=1)
+    ]
 
 
 def test_gate_figure_draws_the_log():
-
-    def run(shift):
-        fractions = [0.2 + shift, 0.3 + shift, 0.4 + shift]
-        gates = [
-            {"positive": s, "negative": 1 - s, "flip_rate": None if s == fractions[0] else s / 2} for s in fractions
-        ]
-        return [{"epoch": n, "gate": gate} for n, gate in enumerate(gates, start=1)]
-
-    data = gate_data({"one": [run(0), run(0.1)], "two": [run(0.5)]}, "title", (2,))
+    runs = {"one": [gate_run(0.2, 0.3, 0.4), gate_run(0.3, 0.4, 0.5)], "two": [gate_run(0.7, 0.8, 0.9)]}
+    data = gate_data(runs, "title", (2,))
     assert data.positive[0].mean == pytest.approx((0.25, 0.35, 0.45))
     assert data.negative[1].mean == pytest.approx((0.3, 0.2, 0.1))
     assert data.flip_rate[0].epochs == (2, 3)
@@ -321,15 +300,9 @@ def test_gate_figure_draws_the_log():
     assert flips.get_xlabel() == "epoch"
 
 
-def gate_run(shift: float = 0.0) -> list[dict]:
-    return [
-        {"epoch": n, "gate": {"positive": shift, "negative": 1 - shift, "flip_rate": shift / n}} for n in range(1, 6)
-    ]
-
-
 def test_gate_figure_draws_the_flip_rate_of_every_loss():
     names = [f"loss {n}" for n in range(9)]
-    figure = gate_figure(gate_data({name: [gate_run(n / 10)] for n, name in enumerate(names)}, ""))
+    figure = gate_figure(gate_data({name: [gate_run(*[n / 10] * 5)] for n, name in enumerate(names)}, ""))
     panels = {panel.get_title(): panel for panel in figure.axes}
     assert {*names, "flip rate"} <= panels.keys()
     lines = panels["flip rate"].lines
@@ -350,7 +323,7 @@ def test_untrusted_names_are_not_rendered_as_math_in_figures():
     images = torch.randint(0, 256, (50, 1, 4, 4), dtype=torch.uint8)
     theorem = theorem_data(predictions, weight, bias, title=UNTRUSTED_NAME)
     figures = [
-        gate_figure(gate_data({UNTRUSTED_NAME: [gate_run(0.2)], "other": [gate_run(0.3)]}, UNTRUSTED_NAME)),
+        gate_figure(gate_data({UNTRUSTED_NAME: [gate_run(0.2, 0.2)], "other": [gate_run(0.3, 0.3)]}, UNTRUSTED_NAME)),
         indicator_figure(indicator_data(predictions_with_names, UNTRUSTED_NAME)),
         activations_figure(activations_data(predictions_with_names, images, UNTRUSTED_NAME, count=1)),
         theorem_figure(Theorems(UNTRUSTED_NAME, theorem, theorem)),

@@ -73,6 +73,8 @@ def test_filled_bins_have_exact_ranges_and_empty_ones_are_left_out(level):
 def test_bars_end_at_accuracy_and_hatches_at_confidence():
     data = reliability(pages.sample_predictions(300))
     accuracy_panel, histogram_panel = reliability_figure({"model": [data]}).axes
+    assert accuracy_panel.get_title() == f"one\nECE {100 * data.ece:.2f} %"
+    assert list(accuracy_panel.lines[1].get_xdata()) == list(data.confidence)
     solid = [bar for bar in accuracy_panel.patches if bar.get_hatch() is None]
     hatched = [bar for bar in accuracy_panel.patches if bar.get_hatch() and bar.get_height()]
     assert [bar.get_height() for bar in solid] == list(data.accuracy)
@@ -315,8 +317,9 @@ def test_risk_curve_equals_error_rates_of_the_most_confident_samples():
         Predictions(torch.tensor([[3.0, 1.0], [9.0, 0.0], [2.0, 0.0]]), torch.tensor([1, 1, 1])),
         Predictions(torch.zeros(5, 1), torch.zeros(5, dtype=torch.long)),
         Predictions(torch.tensor([[3.0, 1.0], [0.0, 2.0]]), torch.tensor([[0.9, 0.1], [0.4, 0.6]])),
+        Predictions(torch.zeros(3, 3), torch.arange(3)),
     ],
-    ids=["one sample", "one confidence", "no errors", "all wrong", "one class", "soft labels"],
+    ids=["one sample", "one confidence", "no errors", "all wrong", "one class", "soft labels", "no smooth curve"],
 )
 def test_figures_of_few_and_unusual_samples_are_drawn(predictions):
     diagram = reliability(predictions)

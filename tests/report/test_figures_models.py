@@ -111,10 +111,8 @@ def test_norm_data_has_accuracy_and_confidence_by_decile():
         assert data.nci[tenth] == pytest.approx(sum((norms[n] - mean) / deviation for n in rows) / 20, abs=1e-4)
         assert data.confidence[tenth] == pytest.approx(float(predictions.confidence[rows].mean()), rel=1e-4)
         assert data.accuracy[tenth] == pytest.approx(float(predictions.correct[rows].double().mean()), abs=1e-4)
-    assert (sum(data.correct), sum(data.incorrect)) == (
-        int(predictions.correct.sum()),
-        int((~predictions.correct).sum()),
-    )
+    correct = int(predictions.correct.sum())
+    assert (sum(data.correct), sum(data.incorrect)) == (correct, 200 - correct)
     (panel,) = norm_figure([data]).axes
     lines = {line.get_label(): line for line in panel.lines}
     assert list(lines["mean confidence"].get_ydata()) == list(data.confidence)

@@ -274,6 +274,15 @@ def test_a_loaded_report_has_the_same_figures_and_page(tmp_path):
     }
 
 
+def test_too_few_samples_for_a_smooth_curve_have_the_other_figures():
+    """Regression: the kernel covers no sample at any point of the curve."""
+    names = drawn_figures(
+        Model(predictions=Predictions(torch.zeros(3, 3), torch.arange(3)), posthoc=()), only=()
+    ).keys()
+    assert "reliability_smooth" not in names
+    assert {"reliability", "confidence", "risk_coverage"} <= names
+
+
 def test_many_models_are_spread_over_several_figures():
     predictions = pages.sample_predictions(60, features=None)
     report = evaluate(predictions, intervals=False)

@@ -1,4 +1,4 @@
-"""Accessibility of the report page: the main rules by hand, which always run, and axe-core."""
+"""Accessibility of the report page: axe-core, and rules that it does not have."""
 
 from pathlib import Path
 from typing import Any
@@ -27,31 +27,17 @@ def test_accessibility_rules_detect_violations(open_tab: Any, three_model_page: 
             document.querySelector("main").append(node);
             return node;
         };
-        add("input", {});
-        add("button", {});
-        add("img", {});
-        add("h5", {}, "Too deep");
-        add("fieldset", {});
-        add("div", { className: "scroll" });
-        add("p", { id: "main" }, "Twice");
+        document.querySelector("figure svg").removeAttribute("aria-label");
         add("section", {});
-        add("p", {}, "Too pale").style.setProperty("color", "rgb(170, 170, 170)");
+        add("fieldset", {});
         const table = add("table", {});
-        table.insertRow().insertCell().textContent = "Without a head";
+        table.insertRow().append(document.createElement("th"));
+        add("div", { className: "scroll" }).setAttribute("aria-describedby", "nowhere");
+        add("p", { id: "main" }, "Twice");
+        add("h1", {}, "Twice");
     }""")
-    broken = {rule for rule, nodes in tab.page.evaluate(RULES).items() if nodes}
-    assert broken >= {
-        "labels",
-        "buttons",
-        "pictures",
-        "headings",
-        "groups",
-        "scrolling",
-        "ids",
-        "regions",
-        "contrast",
-        "tables",
-    }
+    broken = tab.page.evaluate(RULES)
+    assert {rule for rule, nodes in broken.items() if nodes} == broken.keys()
 
 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.campaign)])

@@ -83,8 +83,7 @@ def test_reliability_diagrams_switch_the_binning(open_tab, three_model_page):
 
 def test_empty_bins_are_not_drawn(open_tab, three_model_page):
     tab = open_tab(three_model_page)
-    states = tab.page.evaluate("JSON.parse(document.getElementById('page-data').textContent).models[0].states")
-    rows = states[0]["diagrams"]["width"]["bins"]
+    rows = tab.data()["models"][0]["states"][0]["diagrams"]["width"]["bins"]
     diagram = "#reliability-diagrams > div:first-child svg[role=group]"
     assert tab.count(f"{diagram} .stop") == len(rows) < 15
     assert tab.count(f"{diagram} .bar") == tab.count(f"{diagram} .whisker") == len(rows)
@@ -112,9 +111,7 @@ def test_uncalibrated_and_calibrated_diagrams_are_side_by_side(open_tab, three_m
 
 def test_hover_and_keyboard_show_count_accuracy_and_confidence(open_tab, three_model_page):
     tab = open_tab(three_model_page)
-    row = tab.page.evaluate(
-        "JSON.parse(document.getElementById('page-data').textContent).models[0].states[0].diagrams.width.bins[3]"
-    )
+    row = tab.data()["models"][0]["states"][0]["diagrams"]["width"]["bins"][3]
     drawing = "#reliability-diagrams > div:first-child .drawing"
     assert not tab.page.locator(f"{drawing} .tip").is_visible()
     tab.page.locator(f"{drawing} .stop").nth(3).hover()
@@ -176,10 +173,8 @@ def test_every_figure_has_a_data_table(open_tab, three_model_page):
         figure.locator("tbody tr").first.wait_for(state="visible")
         figure.locator(".as-table summary").click()
         assert not figure.locator("table").is_visible()
-    rows = tab.page.evaluate(
-        "JSON.parse(document.getElementById('page-data').textContent).models[0].states[0].diagrams.width.bins.length"
-    )
-    assert tab.count("#reliability-diagrams > div:first-child tbody tr") == rows
+    rows = tab.data()["models"][0]["states"][0]["diagrams"]["width"]["bins"]
+    assert tab.count("#reliability-diagrams > div:first-child tbody tr") == len(rows)
 
 
 def test_confidence_histogram_follows_state_and_scale(open_tab, three_model_page):
@@ -308,10 +303,8 @@ def test_class_map_is_ordered_and_paged(open_tab, three_model_page, thousand_cla
     tab.page.select_option("#map-order", "weight")
     assert rows() == initial_rows
     assert not tab.page.locator("#map-after").is_visible()
-    cells = tab.page.evaluate(
-        "JSON.parse(document.getElementById('page-data').textContent).models[0].class_table.of_predictions.flat().length"
-    )
-    assert tab.count("#map-figure .stop") == cells
+    bins_by_class = tab.data()["models"][0]["class_table"]["of_predictions"]
+    assert tab.count("#map-figure .stop") == sum(map(len, bins_by_class))
     tab.page.locator("#map-figure .stop").nth(3).hover()
     assert re.search(r"\d samples?", tab.text("#map-figure .tip"))
     tab.page.locator("#map-figure .stop").first.focus()
@@ -399,8 +392,7 @@ def test_samples_are_shown_with_images(open_tab, three_model_page):
 
 def test_comparison_section_lists_all_tests(open_tab, three_model_page):
     tab = open_tab(three_model_page)
-    tests = tab.page.evaluate("JSON.parse(document.getElementById('page-data').textContent).comparison.tests.length")
-    assert tab.count("#comparison-tests tbody tr") == tests >= 12
+    assert tab.count("#comparison-tests tbody tr") == len(tab.data()["comparison"]["tests"]) >= 12
     assert re.search(r"\d", tab.text("#comparison-tests tbody"))
     assert tab.count("#comparison-diagrams figure") == 3
 
@@ -454,46 +446,6 @@ def test_every_control_has_a_test(open_tab, three_model_page):
         list(TESTED_CONTROLS),
     )
     assert untested == []
-
-
-def test_page_has_landmarks_labels_and_headings(open_tab, three_model_page):
-    tab = open_tab(three_model_page)
-    for landmark in ("header", "nav[aria-label]", "main", "footer"):
-        assert tab.count(landmark) == 1
-    assert tab.count("h1") == 1
-    problems = tab.page.evaluate("""() => {
-        const problems = [];
-        for (const element of document.querySelectorAll("input, select")) {
-            if (!element.labels.length) problems.push(`no label: ${element.outerHTML}`);
-        }
-        for (const element of document.querySelectorAll("fieldset")) {
-            if (!element.querySelector("legend").textContent) problems.push(`no legend: ${element.outerHTML}`);
-        }
-        for (const element of document.querySelectorAll("section")) {
-            const title = document.getElementById(element.getAttribute("aria-labelledby"));
-            if (!title || title.tagName !== "H2") problems.push(`no title: ${element.id}`);
-        }
-        for (const element of document.querySelectorAll("[role=region], [role=group]")) {
-            if (!element.getAttribute("aria-label")) problems.push(`no name: ${element.outerHTML.slice(0, 80)}`);
-        }
-        for (const element of document.querySelectorAll(".stop")) {
-            const isNamed = element.getAttribute("role") === "img" && element.getAttribute("aria-label");
-            if (!isNamed) problems.push("mark without a name");
-        }
-        const ids = [...document.querySelectorAll("[id]")].map((element) => element.id);
-        if (new Set(ids).size !== ids.length) problems.push("duplicate id");
-        let level = 1;
-        for (const element of document.querySelectorAll("h1, h2, h3, h4")) {
-            const next = Number(element.tagName[1]);
-            if (next > level + 1) problems.push(`heading jumps: ${element.textContent}`);
-            level = next;
-        }
-        for (const element of document.querySelectorAll("table th")) {
-            if (!element.getAttribute("scope")) problems.push(`no scope: ${element.outerHTML}`);
-        }
-        return problems;
-    }""")
-    assert problems == []
 
 
 def test_untrusted_text_is_never_executed(open_tab, hostile_page):

@@ -25,7 +25,7 @@ def download(open_tab: Any, three_model_page: Path, tmp_path: Path) -> Any:
         download_info.value.save_as(tmp_path / "file")
         return download_info.value.suggested_filename, (tmp_path / "file").read_bytes()
 
-    click.data = tab.page.evaluate("JSON.parse(document.getElementById('page-data').textContent)")
+    click.data = tab.data()
     return click
 
 

@@ -14,8 +14,7 @@ from fedlas.metrics.bin_sums import EdgeRule
 from fedlas.metrics.result import Comparison, Definition, Interval, Result
 from fedlas.posthoc import build_calibrator
 from fedlas.predictions import Predictions
-from fedlas.report.reliability_bins import non_empty_bins
-from fedlas.report.summary_text import at_confidence, direction, effect, headline, sentences, worst_bin
+from fedlas.report.summary_text import direction, effect, headline, sentences, typical_bin, worst_bin
 
 
 def sample_predictions(n: int, classes: int = 10, scale: float = 1.0, seed: int = 0) -> Predictions:
@@ -150,14 +149,14 @@ def test_accuracy_at_a_confidence_is_taken_from_its_bin(report):
     predictions = sample_predictions(3_000, scale=2.0)
     confidence, correct = predictions.confidence, predictions.correct
     in_bin = (confidence > 13 / 15) & (confidence <= 14 / 15)
-    reliability_bin = at_confidence(report.before.bins["width"])
+    reliability_bin = typical_bin(report.before.bins["width"])
     assert reliability_bin is not None
     assert reliability_bin.samples == int(in_bin.sum())
     assert reliability_bin.accuracy == pytest.approx(float(correct[in_bin].double().mean()))
     assert f" {formatting.percent(reliability_bin.accuracy, reliability_bin.low, reliability_bin.high)}" in headline(
         report
     )
-    assert at_confidence(evaluate(predictions[:8], intervals=False).before.bins["width"]) is None
+    assert typical_bin(evaluate(predictions[:8], intervals=False).before.bins["width"]) is None
 
 
 def test_worst_bin_is_reported_if_its_gap_is_significant(report):
@@ -277,25 +276,17 @@ def test_summary_truncates_long_untrusted_names():
     assert all(len(line) < 400 for line in (headline(renamed_report), *sentences(renamed_report)))
 
 
-def test_non_empty_bins_contain_every_sample():
-    predictions = sample_predictions(500)
-    bins = evaluate(predictions, intervals=False).before.bins["width"]
-    reliability_bins = non_empty_bins(bins)
-    assert sum(reliability_bin.samples for reliability_bin in reliability_bins) == 500
-    assert len(reliability_bins) == int((bins.counts > 0).sum()) < 15
-    assert all(
-        reliability_bin.low <= reliability_bin.accuracy <= reliability_bin.high for reliability_bin in reliability_bins
-    )
-    assert sum(abs(reliability_bin.weighted_gap) for reliability_bin in reliability_bins) == pytest.approx(
-        float(evaluate(predictions, intervals=False)["ece"])
-    )
+def with_temperature(report: Report, temperature: float, standard_error: float, fits: int = 5) -> Report:
+    """Return a report with one calibrator, of this temperature."""
+    state = report.after["temperature"]
+    parameters = {"temperature": temperature, "standard_error": standard_error}
+    after = dataclasses.replace(state, parameters=parameters, fits=state.fits[:1] * fits)
+    return dataclasses.replace(report, after={"temperature": after})
 
 
 @pytest.mark.parametrize(("temperature", "expected_text"), [(4_987.0, "4990"), (2.316, "2.32")])
 def test_temperature_is_formatted_consistently_without_exponent(report, temperature, expected_text):
-    parameters = {"temperature": temperature, "standard_error": 0.02}
-    after = dataclasses.replace(report.after["temperature"], parameters=parameters)
-    report = dataclasses.replace(report, after={"temperature": after})
+    report = with_temperature(report, temperature, standard_error=0.02)
     assert f"; T = {expected_text} " in headline(report)
     assert any(f"T = {expected_text} (" in line for line in sentences(report))
     assert "e+" not in summary(report)
@@ -304,19 +295,14 @@ def test_temperature_is_formatted_consistently_without_exponent(report, temperat
 @pytest.mark.parametrize(("standard_error", "is_shown"), [(0.9, True), (1.1, False)])
 def test_temperature_interval_is_shown_unless_it_is_uninformative(report, standard_error, is_shown):
     """With a standard error of log T above 1, the range spans more than a factor of 50."""
-    parameters = {"temperature": 2.0, "standard_error": standard_error}
-    after = dataclasses.replace(report.after["temperature"], parameters=parameters)
-    lines = sentences(dataclasses.replace(report, after={"temperature": after}))
+    lines = sentences(with_temperature(report, 2.0, standard_error))
     assert any("T = 2 (" in line for line in lines) == is_shown
 
 
 def test_temperature_interval_of_cross_fitting_is_that_of_all_samples(report):
     """Each fold's fit has seen a part of the samples; their mean varies like one fit to all of them."""
-    calibrated = report.after["temperature"]
-    parameters = {"temperature": 2.0, "standard_error": 0.1}
-    for fits, expected_range in ((calibrated.fits[:1], "1.64 to 2.43"), (calibrated.fits[:1] * 5, "1.68 to 2.38")):
-        after = dataclasses.replace(calibrated, parameters=parameters, fits=fits)
-        lines = sentences(dataclasses.replace(report, after={"temperature": after}))
+    for fits, expected_range in ((1, "1.64 to 2.43"), (5, "1.68 to 2.38")):
+        lines = sentences(with_temperature(report, 2.0, 0.1, fits))
         assert any(f"T = 2 ({expected_range})" in line for line in lines)
 
 

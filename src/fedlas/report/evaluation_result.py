@@ -22,7 +22,7 @@ from typing import Any, Unpack
 
 from fedlas.comparison import PairedTest, compare_models, correction_note
 from fedlas.errors import UserError, UserTypeError
-from fedlas.evaluation import FOLDS, UNCALIBRATED, Report, State, evaluate
+from fedlas.evaluation import FOLDS, UNCALIBRATED, Report
 from fedlas.io import read_predictions, require_labels
 from fedlas.io.columns import ReadOptions
 from fedlas.metrics.registry import all_metrics, summary_metrics
@@ -105,7 +105,7 @@ class EvaluationResult:
         """Show the result in a notebook."""
         head, rows = self.table()
         paragraphs = "".join(f"<p>{html.escape(line)}</p>" for line in self.lines() if line)
-        tables = [detection._repr_html_() for report in self.reports.values() for detection in _detections(report)]
+        tables = [detection._repr_html_() for detection in self._detections().values()]
         notes = "".join(f"<p><small>{html.escape(note)}</small></p>" for note in self.footnotes())
         return paragraphs + html_table([head, *rows]) + notes + "".join(tables)
 
@@ -118,8 +118,11 @@ class EvaluationResult:
 
     def detections(self) -> dict[str, str]:
         """Return the tables of OOD detection, by model and state."""
+        return {name: str(detection) for name, detection in self._detections().items()}
+
+    def _detections(self) -> dict[str, Detection]:
         return {
-            f"{name}, {state.name}": str(state.detection)
+            f"{name}, {state.name}": state.detection
             for name, report in self.reports.items()
             for state in report.states
             if state.detection is not None
@@ -204,19 +207,21 @@ class Condition:
     @property
     def name(self) -> str:
         """State, metric and end of the interval, separated by dots."""
-        return ".".join(
-            [*([] if self.state == UNCALIBRATED else [self.state]), self.metric, *([self.end] * bool(self.end))]
-        )
+        state = "" if self.state == UNCALIBRATED else self.state
+        return ".".join(filter(None, [state, self.metric, self.end]))
+
+    def check_names(self, states: Sequence[str], metrics: Sequence[str]) -> None:
+        """Raise if the state or the metric is not one of these."""
+        if self.state not in states:
+            raise UserError(f"{self.name}: there is no {self.state!r} here, only {', '.join(states)}")
+        if self.metric not in metrics:
+            raise UserError(f"{self.name}: {self.metric!r} is not known; known: {', '.join(metrics)}")
 
     def value(self, report: Report) -> float:
         """Return the value in a report."""
-        states: dict[str, State] = {state.name: state for state in report.states}
-        if self.state not in states:
-            raise UserError(f"{self.name}: there is no {self.state!r} here, only {', '.join(states)}")
-        results = states[self.state].results
-        if self.metric not in results:
-            raise UserError(f"{self.name}: {self.metric!r} is not known; known: {', '.join(results)}")
-        result = results[self.metric]
+        results = {state.name: state.results for state in report.states}
+        self.check_names(list(results), list(results.get(self.state, ())))
+        result = results[self.state][self.metric]
         if self.end and result.interval is None:
             raise UserError(f"{self.name}: {self.metric} has no interval")
         value = float(result) if not self.end else float(getattr(result.interval, self.end))
@@ -234,11 +239,7 @@ def check_conditions(conditions: Sequence[str], posthoc: Sequence[str]) -> None:
     """
     metrics = all_metrics()
     for condition in map(Condition.parse, conditions):
-        if condition.state not in {UNCALIBRATED, *posthoc}:
-            there = ", ".join([UNCALIBRATED, *posthoc])
-            raise UserError(f"{condition.name}: there is no {condition.state!r} here, only {there}")
-        if condition.metric not in metrics:
-            raise UserError(f"{condition.name}: {condition.metric!r} is not known; known: {', '.join(metrics)}")
+        condition.check_names([UNCALIBRATED, *posthoc], list(metrics))
         if metrics[condition.metric].unit == "fraction" and condition.limit > 1:
             fraction = f"{condition.limit:g}% or {condition.limit / 100:g}"
             raise UserError(
@@ -322,7 +323,7 @@ def evaluate_files(
             if reason and calibrators:
                 notes.append(f"{name}: no calibrator is fitted: {reason}")
             model = replace(model, posthoc=() if reason else calibrators, folds=folds)
-            model = replace(model, report=_report(model, options, _with_name(progress, name)))
+            model = replace(model, report=model.evaluate(**options, progress=_with_name(progress, name)))
         elif name in calibration_files or name in ood_files:
             raise UserError(f"{name} has a report already, so no further predictions of it can be evaluated")
         models[name] = model
@@ -393,11 +394,6 @@ def _with_data(
     return replace(model, calibration=held_out, ood={**model.ood, **ood_predictions})
 
 
-def _report(model: Model, options: Mapping[str, Any], progress: Progress | None) -> Report:
-    assert model.predictions is not None
-    return evaluate(model.predictions, **model.evaluate_options(), **options, progress=progress)
-
-
 def _no_calibrator(model: Model, folds: int) -> str:
     """Return why no calibrator can be fitted; empty if one can."""
     predictions = model.predictions
@@ -408,10 +404,6 @@ def _no_calibrator(model: Model, folds: int) -> str:
         have = "1 sample is" if len(predictions) == 1 else f"{len(predictions)} samples are"
         return f"{have} too few to cross-fit one in {folds} parts; other ones can be given"
     return ""
-
-
-def _detections(report: Report) -> list[Detection]:
-    return [state.detection for state in report.states if state.detection is not None]
 
 
 def _with_name(progress: Progress | None, name: str) -> Progress | None:

@@ -25,9 +25,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fedlas.comparison import PairedTest, compare_models
+from fedlas.comparison import compare_models
 from fedlas.errors import UserError, UserTypeError
-from fedlas.evaluation import Report, evaluate
+from fedlas.evaluation import Report
 from fedlas.extras import optional_module
 from fedlas.formatting import count, level
 from fedlas.io.atomic import write_atomic
@@ -66,18 +66,6 @@ LONG = 2_000  # characters of a command, or of a value in a recipe
 
 ModelLike = AnyPredictions | Report | Model
 Models = ModelLike | Mapping[str, ModelLike] | EvaluationResult
-
-
-@dataclass(frozen=True)
-class _PageOptions:
-    """Options of a page; see `report_page`."""
-
-    title: str
-    samples: int
-    bins: int
-    level: float
-    resamples: int | None
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -178,12 +166,18 @@ def report_page(
     samples_by_model = _samples(models_by_name, ids, paths, images)
     if bins is None:
         bins = next((model.report["ece"].definition.bins for model in models_by_name.values() if model.report), None)
-    page_options = _PageOptions(title, samples, bins or 15, level, resamples, seed)
-    reports = {
-        name: report_of(model, level, resamples, seed, page_options.bins) for name, model in models_by_name.items()
+    options: Plain = {"bins": bins or 15, "level": level, "resamples": resamples, "seed": seed}
+    reports = {name: model.evaluate(**options) for name, model in models_by_name.items()}
+    comparisons = models.comparisons if isinstance(models, EvaluationResult) else ()
+    compared = {name: model.predictions for name, model in models_by_name.items() if model.predictions is not None}
+    if not comparisons and len(compared) == len(models_by_name):
+        comparisons = compare_models(compared, **options)
+    data = {
+        "title": text_data(title),
+        "level": level,
+        **_models_data(models_by_name, reports, samples_by_model, samples, options),
+        "comparison": comparison_data(list(models_by_name), comparisons),
     }
-    comparisons = (models.comparisons or None) if isinstance(models, EvaluationResult) else None
-    data = _data(models_by_name, reports, samples_by_model, page_options, comparisons)
     if data["outside"]:
         warnings.warn(
             f"{data['outside']} pictures are not shown: their files lie outside of the folder of the predictions; "
@@ -244,51 +238,41 @@ def unbroken(text: str) -> str:
 
 def named_models(models: Models) -> dict[str, Model]:
     """Return a `Model` for each name."""
-    inputs: Mapping[str, Any]
-    if isinstance(models, EvaluationResult):
-        inputs = models.models
-    else:
-        inputs = models if isinstance(models, Mapping) else {"model": models}
+    inputs: Any = models.models if isinstance(models, EvaluationResult) else models
+    if not isinstance(inputs, Mapping):
+        inputs = {"model": inputs}
     if not inputs:
         raise UserError("no model is given")
     models_by_name: dict[str, Model] = {}
-    for name, model in inputs.items():
-        if isinstance(model, AnyPredictions):
-            models_by_name[str(name)] = Model(predictions=model)
-        elif isinstance(model, Report):
-            models_by_name[str(name)] = Model(report=model)
-        elif isinstance(model, Model):
-            models_by_name[str(name)] = model
-        else:
+    for name, given in inputs.items():
+        model = given
+        if isinstance(given, AnyPredictions):
+            model = Model(predictions=given)
+        elif isinstance(given, Report):
+            model = Model(report=given)
+        elif not isinstance(given, Model):
             raise UserTypeError(
-                f"{name} is {type(model).__name__}; Predictions, a Report or a Model is expected, such as "
+                f"{name} is {type(given).__name__}; Predictions, a Report or a Model is expected, such as "
                 "Predictions.from_probs(probs, labels)"
             )
-        if models_by_name[str(name)].predictions is None and models_by_name[str(name)].report is None:
+        if model.predictions is None and model.report is None:
             raise UserError(f"{name} has neither predictions nor a report")
+        models_by_name[str(name)] = model
     return models_by_name
 
 
-def report_of(model: Model, level: float = 0.95, resamples: int | None = None, seed: int = 0, bins: int = 15) -> Report:
-    """Return the report of a model, computed if there is none."""
-    if model.report is not None:
-        return model.report
-    assert model.predictions is not None
-    return evaluate(
-        model.predictions, **model.evaluate_options(), bins=bins, level=level, resamples=resamples, seed=seed
-    )
-
-
-def _data(
+def _models_data(
     models_by_name: Mapping[str, Model],
     reports: Mapping[str, Report],
     samples_by_model: Mapping[str, _Samples],
-    page_options: _PageOptions,
-    comparisons: Sequence[PairedTest] | None,
+    count: int,
+    options: Plain,
 ) -> Plain:
+    """Return the data of all models, and the class names and pictures that they share."""
     names: list[list[str]] = []
     models = [
-        _model(name, model, reports[name], page_options, len(models_by_name)) for name, model in models_by_name.items()
+        _model(name, model, reports[name], models=len(models_by_name), count=count, options=options)
+        for name, model in models_by_name.items()
     ]
     for page_model, model in zip(models, models_by_name.values(), strict=True):
         class_names = None if model.predictions is None else names_data(model.predictions)
@@ -303,47 +287,26 @@ def _data(
             missing = samples.pictured and not _keep_picture(pictures, samples, sample)
             is_outside = missing and samples.outside(sample["row"])
             outside, left_out = outside + is_outside, left_out + (missing and not is_outside)
-    if comparisons is None:
-        compared = {name: model.predictions for name, model in models_by_name.items() if model.predictions is not None}
-        if len(compared) == len(models_by_name):
-            options: dict[str, Any] = {
-                "level": page_options.level,
-                "resamples": page_options.resamples,
-                "seed": page_options.seed,
-            }
-            comparisons = compare_models(compared, bins=page_options.bins, **options)
-    return {
-        "title": text_data(page_options.title),
-        "level": page_options.level,
-        "names": names,
-        "models": models,
-        "pictures": pictures,
-        "lost": left_out,
-        "outside": outside,
-        "comparison": None if comparisons is None else comparison_data(list(models_by_name), comparisons),
-    }
+    return {"names": names, "models": models, "pictures": pictures, "lost": left_out, "outside": outside}
 
 
-def _model(name: str, model: Model, report: Report, page_options: _PageOptions, models: int) -> Plain:
-    data = model_data(name, report, page_options.level)
+def _model(name: str, model: Model, report: Report, *, models: int, count: int, options: Plain) -> Plain:
+    data = model_data(name, report, options["level"])
     data |= {"direction": direction(report.before), "training": training_data(model.log, model.recipe)}
     predictions = model.predictions
-    if predictions is not None:
-        data["ood"] = ood_data(predictions, model.ood, report, model.train_features)
-        data["norms"] = norm_data(predictions)
-    if predictions is not None:
-        most = max(10, MOST_SLICES // models)
-        has_intervals = report.before["ece"].interval is not None
-        how = (
-            Resampling(page_options.level, page_options.resamples or RESAMPLES, page_options.seed)
-            if has_intervals
-            else None
-        )
-        data["slices"] = slice_data(slices(predictions, bins=page_options.bins, most=most, how=how))
-    if predictions is not None and predictions.given_labels is not None and predictions.prediction is not None:
-        data["class_table"] = class_data(predictions, report, most=CLASS_DIAGRAMS // models, level=page_options.level)
+    if predictions is None:
+        return data
+    data["ood"] = ood_data(predictions, model.ood, report, model.train_features)
+    data["norms"] = norm_data(predictions)
+    how = None
+    if report.before["ece"].interval is not None:
+        how = Resampling(options["level"], options["resamples"] or RESAMPLES, options["seed"])
+    most = max(10, MOST_SLICES // models)
+    data["slices"] = slice_data(slices(predictions, bins=options["bins"], most=most, how=how))
+    if predictions.given_labels is not None and predictions.prediction is not None:
+        data["class_table"] = class_data(predictions, report, most=CLASS_DIAGRAMS // models, level=options["level"])
         data["confusions"] = confusion_data(predictions)
-        data["samples"] = sample_data(predictions, count=page_options.samples)
+        data["samples"] = sample_data(predictions, count=count)
     return data
 
 
@@ -403,41 +366,27 @@ def _policy(script: str, style: str) -> str:
 def _sections(data: Plain, has_calibrators: bool) -> list[tuple[str, str]]:
     """Return the id and title of each section that has data."""
     models = data["models"]
-    there = {
-        "summary": True,
-        "recalibration": has_calibrators,
-        "comparison": len(models) > 1,
-        "reliability": True,
-        "confidences": any("confidences" in state for model in models for state in model["states"]),
-        "slices": any(model.get("slices") and model["slices"]["rows"] for model in models),
-        "classes": any(model.get("class_table") for model in models),
-        "map": any(model.get("class_table") for model in models),
-        "confusions": any(model.get("confusions") and model["confusions"]["by_count"] for model in models),
-        "selective": any("risk" in state for model in models for state in model["states"]),
-        "ood": any(model.get("ood") for model in models),
-        "norms": any(model.get("norms") for model in models),
-        "training": any(model.get("training") for model in models),
-        "samples": any(model.get("samples") and any(model["samples"].values()) for model in models),
-        "method": True,
-    }
-    titles = {
-        "summary": "Summary",
-        "recalibration": "Recalibration",
-        "comparison": "Model comparison",
-        "reliability": "Reliability",
-        "confidences": "Confidence of correct and incorrect predictions",
-        "slices": "Slices",
-        "classes": "Classes",
-        "map": "Over- and under-confidence by class",
-        "confusions": "Confused classes",
-        "selective": "Selective prediction",
-        "ood": "OOD detection",
-        "norms": "Feature norms",
-        "training": "Training",
-        "samples": "Most over- and under-confident samples",
-        "method": "Definitions and environment",
-    }
-    return [(name, titles[name]) for name, shown in there.items() if shown]
+    has_pairs = any("risk" in state for model in models for state in model["states"])
+    has_classes = any(model.get("class_table") for model in models)
+    has_confusions = any(model.get("confusions") and model["confusions"]["by_count"] for model in models)
+    sections = [
+        ("summary", "Summary", True),
+        ("recalibration", "Recalibration", has_calibrators),
+        ("comparison", "Model comparison", len(models) > 1),
+        ("reliability", "Reliability", True),
+        ("confidences", "Confidence of correct and incorrect predictions", has_pairs),
+        ("slices", "Slices", any(model.get("slices") and model["slices"]["rows"] for model in models)),
+        ("classes", "Classes", has_classes),
+        ("map", "Over- and under-confidence by class", has_classes),
+        ("confusions", "Confused classes", has_confusions),
+        ("selective", "Selective prediction", has_pairs),
+        ("ood", "OOD detection", any(model.get("ood") for model in models)),
+        ("norms", "Feature norms", any(model.get("norms") for model in models)),
+        ("training", "Training", any(model.get("training") for model in models)),
+        ("samples", "Most over- and under-confident samples", any(any(m.get("samples", {}).values()) for m in models)),
+        ("method", "Definitions and environment", True),
+    ]
+    return [(name, title) for name, title, is_shown in sections if is_shown]
 
 
 def _header(data: Plain, models_by_name: Mapping[str, Model], environment: Mapping[str, Any]) -> list[tuple[str, str]]:

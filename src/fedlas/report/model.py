@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlas.errors import UserTypeError
-from fedlas.evaluation import FOLDS, Report
+from fedlas.evaluation import FOLDS, Report, evaluate
 from fedlas.predictions import AnyPredictions
 from fedlas.predictions.arrays import Array
 
@@ -53,8 +53,17 @@ class Model:
                     "Predictions(logits, labels) or read_predictions(file)"
                 )
 
-    def evaluate_options(self) -> dict[str, Any]:
-        """Return the arguments of `evaluate` other than the predictions."""
-        names = ("posthoc", "train_features", "folds")
-        data = {"ood": self.ood or None, "calibration": self.calibration if self.posthoc else None}
-        return data | {name: getattr(self, name) for name in names}
+    def evaluate(self, **options: Any) -> Report:
+        """Return the report, computed with further options of `evaluate` if there is none."""
+        if self.report is not None:
+            return self.report
+        assert self.predictions is not None
+        return evaluate(
+            self.predictions,
+            calibration=self.calibration if self.posthoc else None,
+            posthoc=self.posthoc,
+            folds=self.folds,
+            ood=self.ood or None,
+            train_features=self.train_features,
+            **options,
+        )

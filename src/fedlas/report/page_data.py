@@ -6,14 +6,16 @@ truncated, so that a page stays small for any number of samples and classes.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
+from fedlas.comparison import PairedTest
+from fedlas.evaluation import Report, State
 from fedlas.metrics.bin_sums import (
     Bins,
     EdgeRule,
@@ -39,10 +41,6 @@ from fedlas.predictions.probabilities import slices_of
 from fedlas.report.reliability_bins import non_empty_bins
 from fedlas.report.slices import Slices
 
-if TYPE_CHECKING:  # `evaluation` imports many modules
-    from fedlas.comparison import PairedTest
-    from fedlas.evaluation import Report, State
-
 LONGEST = 200  # largest number of characters of a text from a file
 ALL_NAMES, SHORTEST = 900_000, 24  # characters of all class names together, and at least of each one
 POINTS = 160  # number of points of a curve
@@ -52,7 +50,9 @@ CONFIDENCE_BINS = 25
 CLASS_BINS = 10
 SCORE_BINS = 40
 NORM_BINS = 30
+CONFUSIONS = 10  # largest number of pairs of classes in each table
 MIN_CONFUSIONS = 5  # number of samples from which a pair of classes is ranked by its mean confidence
+LIKELIEST = 3  # number of the most likely classes listed for each sample
 EPOCHS = 400
 
 Plain = dict[str, Any]
@@ -78,7 +78,7 @@ def result_data(result: Result) -> Plain:
     }
 
 
-def state_data(state: "State", level: float = 0.95) -> Plain:
+def state_data(state: State, level: float = 0.95) -> Plain:
     """Return the results and diagrams before calibration, or after one calibrator."""
     data: Plain = {
         "name": text_data(state.name),
@@ -162,7 +162,7 @@ def _thinned(traced: RiskCoverage) -> RiskCoverage:
     return RiskCoverage(traced.coverage[points], traced.risk[points])
 
 
-def model_data(name: str, report: "Report", level: float = 0.95) -> Plain:
+def model_data(name: str, report: Report, level: float = 0.95) -> Plain:
     """Return the name, size and states of one evaluation."""
     return {
         "name": text_data(name),
@@ -183,7 +183,7 @@ def names_data(predictions: AnyPredictions) -> list[str] | None:
 
 
 def class_data(
-    predictions: AnyPredictions, report: "Report | None" = None, *, most: int = 2_000, level: float = 0.95
+    predictions: AnyPredictions, report: Report | None = None, *, most: int = 2_000, level: float = 0.95
 ) -> Plain:
     """Return the class table, and the diagrams of the classes that are predicted most often.
 
@@ -274,7 +274,7 @@ def _cells(
     return rows
 
 
-def confusion_data(predictions: AnyPredictions, *, most: int = 10) -> Plain:
+def confusion_data(predictions: AnyPredictions) -> Plain:
     """Return the pairs of label and predicted class that are confused most often, or with the highest confidence.
 
     Each row has the label, the predicted class, the number of samples, their fraction of all samples with this label,
@@ -298,8 +298,8 @@ def confusion_data(predictions: AnyPredictions, *, most: int = 10) -> Plain:
 
     often = (counts >= MIN_CONFUSIONS).nonzero()[:, 0]
     return {
-        "by_count": rows(counts.argsort(descending=True, stable=True)[:most]),
-        "by_confidence": rows(often[confidence[often].argsort(descending=True, stable=True)[:most]]),
+        "by_count": rows(counts.argsort(descending=True, stable=True)[:CONFUSIONS]),
+        "by_confidence": rows(often[confidence[often].argsort(descending=True, stable=True)[:CONFUSIONS]]),
         "fewest": MIN_CONFUSIONS,
     }
 
@@ -318,24 +318,18 @@ def slice_data(slices: Slices) -> Plain:
     return {"rows": rows, "total": slices.total, "skipped": [text_data(name) for name in slices.skipped]}
 
 
-def sample_data(predictions: AnyPredictions, *, count: int = 12, most: int = 3) -> Plain:
-    """Return the most over-confident and the most under-confident samples.
-
-    Args:
-        predictions: predictions of one model.
-        count: number of samples of each kind.
-        most: number of the most likely classes listed for each sample.
-    """
+def sample_data(predictions: AnyPredictions, *, count: int = 12) -> Plain:
+    """Return the most over-confident and the most under-confident samples, `count` of each kind."""
     gap = exact(predictions.confidence) - exact(predictions.correct)
     data: Plain = {}
     for kind, sign in (("over", 1), ("under", -1)):
         order = (sign * gap).argsort(descending=True, stable=True)[:count]
         chosen = order[(sign * gap)[order] > 0]
-        data[kind] = [_sample(predictions, int(row), most) for row in chosen]
+        data[kind] = [_sample(predictions, int(row)) for row in chosen]
     return data
 
 
-def _sample(predictions: AnyPredictions, row: int, most: int) -> Plain:
+def _sample(predictions: AnyPredictions, row: int) -> Plain:
     sample = predictions[[row]]
     assert sample.prediction is not None
     data: Plain = {
@@ -350,7 +344,7 @@ def _sample(predictions: AnyPredictions, row: int, most: int) -> Plain:
             "label": int(sample.labels[0]), "label_weight": None, "label_probability": None, "likeliest": likeliest,
         }  # fmt: skip
     probs, labels = sample.probs[0], sample.labels
-    top = probs.topk(min(most, len(probs)))
+    top = probs.topk(min(LIKELIEST, len(probs)))
     label = int(labels[0]) if labels.ndim == 1 else int(labels[0].argmax())
     return data | {
         "label": label,
@@ -363,7 +357,7 @@ def _sample(predictions: AnyPredictions, row: int, most: int) -> Plain:
 def ood_data(
     predictions: AnyPredictions,
     ood: Mapping[str, AnyPredictions | Array],
-    report: "Report",
+    report: Report,
     train_features: Array | None = None,
 ) -> Plain | None:
     """Return the ROC curve, the histograms and the metrics of every OOD data set and score."""
@@ -530,9 +524,9 @@ def alpha_ratio(gamma: float, beta: float, mode: int) -> float:
     return 1 + math.tanh(beta * mode * gamma / 2)
 
 
-def comparison_data(names: Sequence[str], tests: "Iterable[PairedTest]") -> Plain | None:
-    """Return the paired tests between models; a model is given by its index in the list of names."""
-    if len(names) < 2:
+def comparison_data(names: Sequence[str], tests: Sequence[PairedTest]) -> Plain | None:
+    """Return the paired tests between models, if any; a model is given by its index in the list of names."""
+    if not tests:
         return None
     rows: list[Plain] = []
     for test in tests:

@@ -3,14 +3,11 @@
 import re
 import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from fedlas.evaluation import Report, State
 from fedlas.formatting import significant
 from fedlas.predictions import AnyPredictions
 from fedlas.report.summary_text import direction, effect
-
-if TYPE_CHECKING:  # `evaluation` imports many modules
-    from fedlas.evaluation import Report, State
 
 VERDICTS = {
     "all": "On these samples this removes all detectable miscalibration.",
@@ -40,7 +37,7 @@ class Recommendation:
     code: tuple[tuple[str, str], ...]
 
 
-def recommendations(report: "Report", predictions: AnyPredictions | None = None) -> list[Recommendation]:
+def recommendations(report: Report, predictions: AnyPredictions | None = None) -> list[Recommendation]:
     """Return one recommendation for each calibrator of a report.
 
     Args:
@@ -51,7 +48,7 @@ def recommendations(report: "Report", predictions: AnyPredictions | None = None)
     return [_recommend(state, direction(report.before) == "none", of_probs) for state in report.after.values()]
 
 
-def _recommend(state: "State", is_calibrated: bool, of_probs: bool) -> Recommendation:
+def _recommend(state: State, is_calibrated: bool, of_probs: bool) -> Recommendation:
     name = re.sub(r" \d+$", "", state.name)  # remove the number of calibrators with equal names
     is_temperature = name == "temperature" and "temperature" in state.parameters and "log_floor" not in state.parameters
     if is_temperature:

@@ -105,8 +105,10 @@ def slices(predictions: AnyPredictions, *, bins: int = 15, most: int = 50, how: 
         columns.append(_class_column(predictions, predictions.prediction))
     for name, values in islice((predictions.metadata or {}).items(), MOST_COLUMNS):
         column = _group(name, values)
-        columns += [] if column is None else [column]
-        skipped += [name] if column is None else []
+        if column is None:
+            skipped.append(name)
+        else:
+            columns.append(column)
     samples = pairs(predictions)
     harms = [_harms(samples, column, bins) for column in columns]
     ranked = sorted(

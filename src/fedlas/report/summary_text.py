@@ -7,15 +7,13 @@ miscalibration is shown, and gives the noise floor with the error.
 
 import math
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from fedlas.evaluation import Report, State
 from fedlas.formatting import count, decimals, fixed, interval, level, number, p_value, percent, significant
 from fedlas.metrics.bin_sums import Bins
 from fedlas.metrics.result import Result
 from fedlas.report.reliability_bins import ReliabilityBin, non_empty_bins
-
-if TYPE_CHECKING:  # `evaluation` imports many modules
-    from fedlas.evaluation import Report, State
 
 Direction = Literal["over", "under", "both", "some", "none", "unknown"]
 Effect = Literal["all", "most", "part", "unchanged", "worse", "harm", "untested"]
@@ -27,7 +25,7 @@ TINY = 1e-30  # smaller floors of probabilities are not due to rounding to decim
 MUCH = 0.1  # if the upper end of the interval is larger, the ECE is not known to be small
 
 
-def direction(state: "State") -> Direction:
+def direction(state: State) -> Direction:
     """Return the direction of the miscalibration that is statistically significant.
 
     "over" and "under": mean confidence is above or below accuracy; "both": over-confident and under-confident bins
@@ -44,7 +42,7 @@ def direction(state: "State") -> Direction:
     return "none"
 
 
-def effect(after: "State") -> Effect:
+def effect(after: State) -> Effect:
     """Return the effect of a calibrator on the calibration error, by paired tests on the same samples.
 
     "all": the ECE is significantly lower, and no miscalibration is detectable any more; "most", "part": the ECE is
@@ -66,17 +64,15 @@ def effect(after: "State") -> Effect:
     return "most" if end < start / 2 else "part"
 
 
-def at_confidence(bins: Bins, confidence: float = TYPICAL_CONFIDENCE, level: float = 0.95) -> ReliabilityBin | None:
-    """Return the bin of a confidence; None if it has too few samples."""
-    matching = [
-        filled_bin
-        for filled_bin in non_empty_bins(bins, level)
-        if filled_bin.lower < confidence <= filled_bin.upper and filled_bin.samples >= MIN_SAMPLES
-    ]
-    return matching[0] if matching else None
+def typical_bin(bins: Bins, level: float = 0.95) -> ReliabilityBin | None:
+    """Return the bin of the typical confidence; None if it has too few samples."""
+    for filled_bin in non_empty_bins(bins, level):
+        if filled_bin.lower < TYPICAL_CONFIDENCE <= filled_bin.upper and filled_bin.samples >= MIN_SAMPLES:
+            return filled_bin
+    return None
 
 
-def worst_bin(state: "State", level: float = 0.95) -> ReliabilityBin | None:
+def worst_bin(state: State, level: float = 0.95) -> ReliabilityBin | None:
     """Return the significantly miscalibrated bin with the largest contribution to the ECE."""
     miscalibration = direction(state)
     bins = state.bins["width"]
@@ -90,14 +86,14 @@ def worst_bin(state: "State", level: float = 0.95) -> ReliabilityBin | None:
     return max(miscalibrated, key=lambda filled_bin: abs(filled_bin.weighted_gap), default=None)
 
 
-def headline(report: "Report") -> str:
+def headline(report: Report) -> str:
     """Return one line: direction, accuracy at 0.9 confidence, and the effect of calibration."""
     state, miscalibration = report.before, direction(report.before)
     two = _hides_classes(report, miscalibration)
     parts = [_headline(state, miscalibration, " of the predicted class" if two else "")]
     if two:
         parts.append(f"for the probability of one class the ECE is {state['classwise_ece'].text()}")
-    example = at_confidence(state.bins["width"], level=_level(state))
+    example = typical_bin(state.bins["width"], level=_level(state))
     if example is not None and example.is_calibrated and miscalibration not in {"none", "unknown"}:
         example = worst_bin(state, _level(state))  # an example of the error
     if example is not None:
@@ -119,12 +115,12 @@ def headline(report: "Report") -> str:
     return "; ".join(parts)
 
 
-def _hides_classes(report: "Report", miscalibration: Direction) -> bool:
+def _hides_classes(report: Report, miscalibration: Direction) -> bool:
     """Return whether readers may mistake a statement on the predicted class for one on the positive class."""
     return report.classes == 2 and miscalibration == "none" and "classwise_ece" in report.before.results
 
 
-def sentences(report: "Report") -> tuple[str, ...]:
+def sentences(report: Report) -> tuple[str, ...]:
     """Return the results of a report as sentences, with confidence intervals."""
     state, miscalibration = report.before, direction(report.before)
     confidence_level = _level(state)
@@ -139,7 +135,7 @@ def sentences(report: "Report") -> tuple[str, ...]:
             f"probability of one class the ECE is {state['classwise_ece'].text()}; its reliability diagram "
             "shows where."
         )
-    near = at_confidence(state.bins["width"], level=confidence_level)
+    near = typical_bin(state.bins["width"], level=confidence_level)
     if near is not None:
         agrees = ", which agrees with the confidence" if near.is_calibrated else ""
         lines.append(
@@ -160,7 +156,7 @@ def sentences(report: "Report") -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _direction_sentences(state: "State", miscalibration: Direction, samples: str) -> list[str]:
+def _direction_sentences(state: State, miscalibration: Direction, samples: str) -> list[str]:
     signed, total = state["signed_ece"], state["ece"]
     mean = float(state["accuracy"]) + float(signed)
     compared = f"mean confidence is {state['accuracy'].text(mean)}, accuracy {state['accuracy'].text()}"
@@ -193,7 +189,7 @@ def _direction_sentences(state: "State", miscalibration: Direction, samples: str
     ]
 
 
-def _effect_sentence(before: "State", after: "State", miscalibration: Direction) -> str:
+def _effect_sentence(before: State, after: State, miscalibration: Direction) -> str:
     if any(fit.doubt for fit in after.fits):
         return _doubt(after)
     change, costs = effect(after), _costs(after)
@@ -216,7 +212,7 @@ def _effect_sentence(before: "State", after: "State", miscalibration: Direction)
     return f"{_subject(after, brief=miscalibration == 'none')} {verdict}: {_changes(before, after)}.{explanation}"
 
 
-def _changes(before: "State", after: "State") -> str:
+def _changes(before: State, after: State) -> str:
     """Describe the change of the ECE and of the NLL, each with the p-value of its paired test."""
     total = after["ece"]
     start = before["ece"].text()
@@ -231,12 +227,12 @@ def _changes(before: "State", after: "State") -> str:
     return "; ".join(parts)
 
 
-def _lowered_nll(after: "State") -> str:
+def _lowered_nll(after: State) -> str:
     test = after.comparisons.get("nll")
     return "lowers the NLL but " if test is not None and test.better == "second" else ""
 
 
-def _p_value(after: "State", name: str) -> str:
+def _p_value(after: State, name: str) -> str:
     test = after.comparisons.get(name)
     if test is None:
         return ""
@@ -244,19 +240,19 @@ def _p_value(after: "State", name: str) -> str:
     return f" ({significance}{p_value(test.p_value, is_bound=test.p_value_is_bound)})"
 
 
-def _costs(after: "State") -> list[str]:
+def _costs(after: State) -> list[str]:
     """Return which metrics other than the ECE a calibrator makes significantly worse."""
     costs = {"accuracy": "a lower accuracy", "nll": "a higher NLL"}
     tests = after.comparisons
     return [words for name, words in costs.items() if name in tests and tests[name].better == "first"]
 
 
-def _zeros(state: "State") -> int:
+def _zeros(state: State) -> int:
     """Count the labels whose input probability was zero."""
     return int(state["nll"].details.get("floored", 0)) if "nll" in state.results else 0
 
 
-def _is_lower_bound(state: "State") -> bool:
+def _is_lower_bound(state: State) -> bool:
     """Return whether the NLL is a lower bound.
 
     It is if zeros were replaced by half of the last decimal; the smallest float is below any true probability.
@@ -264,7 +260,7 @@ def _is_lower_bound(state: "State") -> bool:
     return _zeros(state) > 0 and float(state["nll"].details["floor"]) > TINY
 
 
-def _floored(state: "State") -> list[str]:
+def _floored(state: State) -> list[str]:
     """Return a note where the NLL depends on the number that stands for probabilities of zero."""
     zeros = _zeros(state)
     if not zeros:
@@ -277,7 +273,7 @@ def _floored(state: "State") -> list[str]:
     return [f"{count(zeros)} {labels} probability zero: {bound}. Give logits, or probabilities with more digits."]
 
 
-def _fitted(after: "State") -> str:
+def _fitted(after: State) -> str:
     if len(after.fits) > 1:
         parts = f"{len(after.fits)} parts"
         return f"Calibrators were cross-fitted in {parts}: no sample is evaluated by a fit that saw its label."
@@ -289,7 +285,7 @@ def _fitted(after: "State") -> str:
     return f"Calibrators were fitted on {count(fit.n)} samples{of_split}{leaked}."
 
 
-def _doubt(after: "State") -> str:
+def _doubt(after: State) -> str:
     """Return why a fitted calibrator should not be relied on."""
     doubts = [fit.doubt for fit in after.fits if fit.doubt]
     parts = f" in {len(doubts)} of {len(after.fits)} parts" if len(after.fits) > 1 else ""
@@ -297,22 +293,22 @@ def _doubt(after: "State") -> str:
     return f"Do not rely on {_name(after.name)}{parts}: {doubts[0]}{end}"
 
 
-def _headline_calibrator(report: "Report") -> "State | None":
+def _headline_calibrator(report: Report) -> State | None:
     """Return the calibrator of the headline: a temperature if there is one."""
     states = list(report.after.values())
     return next((state for state in states if _temperature(state) is not None), states[0] if states else None)
 
 
-def _temperature(state: "State") -> float | None:
+def _temperature(state: State) -> float | None:
     return state.parameters.get("temperature") if state.name.startswith("temperature") else None
 
 
-def _called(state: "State") -> str:
+def _called(state: State) -> str:
     temperature = _temperature(state)
     return _name(state.name) if temperature is None else f"T = {significant(temperature)}"
 
 
-def _subject(state: "State", *, brief: bool = False) -> str:
+def _subject(state: State, *, brief: bool = False) -> str:
     temperature, spread = _temperature(state), state.parameters.get("standard_error", math.inf)
     if temperature is None:
         return f"The calibrator {_name(state.name)}"
@@ -326,7 +322,7 @@ def _subject(state: "State", *, brief: bool = False) -> str:
     return f"A temperature of T = {significant(temperature)} ({significant(low)} to {significant(high)})"
 
 
-def _headline(state: "State", miscalibration: Direction, of: str = "") -> str:
+def _headline(state: State, miscalibration: Direction, of: str = "") -> str:
     signed, total = state["signed_ece"], state["ece"]
     if miscalibration in {"over", "under"}:
         return f"{miscalibration}-confident by {_points(signed)}"
@@ -351,7 +347,7 @@ def _excess(result: Result) -> float:
     return float(result) - float(result.details.get("noise_floor", 0.0))
 
 
-def _level(state: "State") -> float:
+def _level(state: State) -> float:
     interval = state["ece"].interval
     return 0.95 if interval is None else interval.level
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedlas import formatting
+from fedlas.evaluation import State
 from fedlas.extras import optional_module
 from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.inputs import MetricInput, pairs
@@ -25,9 +26,6 @@ from fedlas.report.figures.style import (
     safe_label,
     title_width,
 )
-
-if TYPE_CHECKING:  # `evaluation` imports many modules
-    from fedlas.evaluation import State
 
 CLASSES = 20  # largest number of rows of a class map
 LARGEST = 0.5  # gap from which a square fills its cell
@@ -67,17 +65,12 @@ def confidence_figure(models: Sequence[Confidences]) -> Any:
     """Draw the confidence of correct and incorrect predictions of each model; return the matplotlib figure."""
     with panel_grid(len(models)) as (figure, axes):
         for panel, data in zip(axes, models, strict=True):
-            kinds: tuple[tuple[str, tuple[float, ...], dict[str, Any]], ...] = (
-                ("correct predictions", data.correct, {"fill": True, "facecolor": "0.8", "edgecolor": DARK}),
-                (
-                    "incorrect predictions",
-                    data.incorrect,
-                    {"fill": True, "facecolor": "none", "edgecolor": OVER, "hatch": "/////"},
-                ),
-            )
-            for name, counts, look in kinds:
+            for name, counts, look in (
+                ("correct", data.correct, {"facecolor": "0.8", "edgecolor": DARK}),
+                ("incorrect", data.incorrect, {"facecolor": "none", "edgecolor": OVER, "hatch": "/////"}),
+            ):
                 fractions = [count / max(1.0, sum(counts)) for count in counts]
-                panel.stairs(fractions, data.edges, label=name, linewidth=0.8, **look)
+                panel.stairs(fractions, data.edges, label=f"{name} predictions", fill=True, linewidth=0.8, **look)
             panel.axvline(data.confidence, color=DARK, linestyle="--", linewidth=0.9, label="mean confidence")
             panel.axvline(data.accuracy, color=DARK, linestyle=":", linewidth=1.2, label="accuracy")
             correct, incorrect = (formatting.count(sum(counts)) for counts in (data.correct, data.incorrect))
@@ -109,7 +102,7 @@ class OverUnder:
     under_interval: tuple[float, float] | None = None
 
 
-def over_under_data(state: "State", title: str) -> OverUnder:
+def over_under_data(state: State, title: str) -> OverUnder:
     """Return the O-ECE and U-ECE of an evaluated state."""
     over, under = state["over_ece"], state["under_ece"]
     return OverUnder(title, float(over), float(under), _interval(over), _interval(under))

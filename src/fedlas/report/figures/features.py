@@ -2,6 +2,7 @@
 
 import torch
 from jaxtyping import Float64
+from scipy.stats import rankdata
 from torch import Tensor
 
 from fedlas.errors import UserError
@@ -23,9 +24,7 @@ def feature_norms(predictions: Predictions) -> Float64[Tensor, " n"]:
 
 def average_ranks(values: Float64[Tensor, " n"]) -> Float64[Tensor, " n"]:
     """Return the rank of each value, starting at 1; tied values get their mean rank."""
-    _, inverse, counts = values.unique(return_inverse=True, return_counts=True)
-    ranks: Tensor = counts.cumsum(0) - (counts - 1).double() / 2
-    return ranks[inverse]
+    return torch.from_numpy(rankdata(values))
 
 
 def correlation(x: Float64[Tensor, " n"], y: Float64[Tensor, " n"]) -> float:

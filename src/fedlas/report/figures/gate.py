@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fedlas.formatting import significant
 from fedlas.report.figures.style import (
-    COLOURS_AND_MARKERS,
     COLUMN,
     DARK,
     LIGHT,
@@ -75,23 +74,23 @@ def smoothing_figure(data: SmoothingCurve) -> Any:
     with figure_of_size(COLUMN, 2.6) as figure:
         panel = figure.subplots()
         for curve in data.curves:
-            colour, marker = COLOURS_AND_MARKERS[(len(betas) - 1 - betas.index(curve.beta)) % len(COLOURS_AND_MARKERS)]
-            positive = curve.mode == "positive"
-            panel.plot(
-                curve.nci,
-                curve.alpha_i,
-                color=colour,
-                linestyle="-" if positive else "--",
-                marker=marker,
-                markerfacecolor=colour if positive else "white",
-                markevery=max(1, len(curve.nci) // 8),
-                clip_on=False,
-                label=rf"$\beta$ = {significant(curve.beta)}, {curve.mode}",
-            )
+            look = line_style(len(betas) - 1 - betas.index(curve.beta))
+            label = rf"$\beta$ = {significant(curve.beta)}, {curve.mode}"
+            dash = "-" if curve.mode == "positive" else "--"
+            draw_mode(panel, curve.nci, curve.alpha_i, look, dash=dash, label=label)
         panel.axhline(data.alpha, color=PALE, linewidth=0.8, linestyle=":")
         panel.set(xlabel=r"NCI $\gamma$", ylabel=r"smoothing $\alpha_i$", ylim=(0, None))
         figure.legend(loc="outside lower center", ncols=2)
     return figure
+
+
+def draw_mode(
+    panel: Any, gamma: Sequence[float], values: Sequence[float], look: LineStyle, *, dash: str, label: str | None = None
+) -> None:
+    """Draw smoothing in one mode of a gate: markers distinguish betas or models, dashes distinguish modes."""
+    face = look.colour if dash == "-" else "white"
+    marked = {"marker": look.marker, "markerfacecolor": face, "markevery": max(1, len(values) // 8)}
+    panel.plot(gamma, values, color=look.colour, linestyle=dash, clip_on=False, label=label, **marked)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedlas import formatting
 from fedlas.errors import UserError
+from fedlas.ood.detection import auroc
 from fedlas.predictions import Predictions
 from fedlas.report import page_data
 from fedlas.report.figures.features import average_ranks, correlation, feature_norms, require_features
@@ -165,26 +166,17 @@ def norm_data(predictions: Predictions, title: str) -> Norms:
     )
 
 
-def has_norms(predictions: Predictions) -> bool:
-    """Return whether samples have features whose norms differ."""
-    return page_data.norm_data(predictions) is not None
-
-
 def norm_figure(models: Sequence[Norms]) -> Any:
     """Draw confidence and accuracy over the normalised feature norm, with its histogram; return the figure."""
     with panel_grid(len(models), height=1.8, share_axes=False) as (figure, axes):
         for panel, data in zip(axes, models, strict=True):
             most = max(*data.correct, *data.incorrect)
-            for counts, look in (
-                (data.correct, {"facecolor": "0.88"}),
-                (data.incorrect, {"facecolor": "none", "hatch": "/////"}),
+            for name, counts, look in (
+                ("correct", data.correct, {"facecolor": "0.88", "edgecolor": PALE}),
+                ("incorrect", data.incorrect, {"facecolor": "none", "edgecolor": OVER, "hatch": "/////"}),
             ):
-                heights = [0.6 * count / most for count in counts]
-                edge = OVER if "hatch" in look else PALE
-                name = "incorrect predictions" if "hatch" in look else "correct predictions"
-                panel.stairs(
-                    heights, data.edges, fill=True, edgecolor=edge, linewidth=0.6, label=name, zorder=0, **look
-                )
+                heights, label = [0.6 * count / most for count in counts], f"{name} predictions"
+                panel.stairs(heights, data.edges, fill=True, linewidth=0.6, label=label, zorder=0, **look)
             panel.plot(data.nci, data.confidence, color=DARK, marker="o", label="mean confidence")
             panel.plot(
                 data.nci,
@@ -317,8 +309,6 @@ def activations_figure(data: Activations) -> Any:
     return figure
 
 
-def _auroc(scores: Float64[Tensor, " n"], positive: Bool[Tensor, " n"]) -> float:
-    """Return the AUROC of scores; NaN if one class is empty."""
-    positives, negatives = int(positive.sum()), int((~positive).sum())
-    above = float(average_ranks(scores)[positive].sum()) - positives * (positives + 1) / 2
-    return above / (positives * negatives) if positives and negatives else math.nan
+def _auroc(scores: Float64[Tensor, " n"], correct: Bool[Tensor, " n"]) -> float:
+    """Return the AUROC of scores for detecting correct predictions; NaN if all or none are correct."""
+    return math.nan if correct.all() or not correct.any() else float(auroc(scores[~correct], scores[correct]))

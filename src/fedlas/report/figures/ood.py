@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedlas.errors import UserError
+from fedlas.evaluation import Report
 from fedlas.formatting import number
 from fedlas.predictions import AnyPredictions
 from fedlas.predictions.arrays import Array
@@ -21,9 +22,6 @@ from fedlas.report.figures.style import (
     safe_label,
     title_width,
 )
-
-if TYPE_CHECKING:  # `evaluation` imports many modules
-    from fedlas.evaluation import Report
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class OODFigureData:
 def ood_data(
     predictions: AnyPredictions,
     ood: Mapping[str, AnyPredictions | Array],
-    report: "Report",
+    report: Report,
     title: str,
     train_features: Array | None = None,
 ) -> OODFigureData:

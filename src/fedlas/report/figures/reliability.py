@@ -79,18 +79,17 @@ class Reliability:
 def reliability_data(bins: Bins, ece: float, title: str, level: float = 0.95) -> Reliability:
     """Return the data of a reliability diagram; an ECE that is a `Result` is shown with the digits of its interval."""
     interval = ece.interval if isinstance(ece, Result) else None
-    filled = non_empty_bins(bins, level)
-    samples = sum(filled_bin.samples for filled_bin in filled)
+    lower, upper, samples, confidence, accuracy, low, high, _ = zip(*non_empty_bins(bins, level), strict=True)
     return Reliability(
         title=title,
-        confidence=tuple(filled_bin.confidence for filled_bin in filled),
-        accuracy=tuple(filled_bin.accuracy for filled_bin in filled),
-        fraction=tuple(filled_bin.samples / samples for filled_bin in filled),
+        confidence=confidence,
+        accuracy=accuracy,
+        fraction=tuple(count / sum(samples) for count in samples),
         ece=float(ece),
-        lower=tuple(filled_bin.lower for filled_bin in filled),
-        upper=tuple(filled_bin.upper for filled_bin in filled),
-        low=tuple(filled_bin.low for filled_bin in filled),
-        high=tuple(filled_bin.high for filled_bin in filled),
+        lower=lower,
+        upper=upper,
+        low=low,
+        high=high,
         level=level,
         ece_interval=None if interval is None else (interval.low, interval.high),
     )
@@ -229,12 +228,11 @@ class SmoothReliability:
 
 
 def smooth_reliability_data(given: MetricInput, title: str, level: float = 0.95) -> SmoothReliability:
-    """Return the data of a smooth reliability diagram."""
+    """Return the data of a smooth reliability diagram; without points if the kernel covers too few samples."""
     predictions = pairs(given)
     curve = smooth_data(predictions, level)
-    confidence, accuracy, low, high, density, samples, _ = (
-        tuple(map(float, column)) for column in zip(*curve["points"], strict=True)
-    )
+    columns = zip(*curve["points"], strict=True) if curve["points"] else [()] * 7
+    confidence, accuracy, low, high, density, samples, _ = (tuple(map(float, column)) for column in columns)
     return SmoothReliability(
         title=title,
         confidence=confidence,
@@ -271,4 +269,4 @@ def smooth_reliability_figure(models: Sequence[SmoothReliability]) -> Any:
 def _segments(positions: Sequence[float]) -> Iterator[slice]:
     """Split a curve where consecutive points are further apart than `WINDOW`."""
     cuts = [n for n, (left, right) in enumerate(pairwise(positions), start=1) if right - left > WINDOW]
-    return (slice(start, end) for start, end in pairwise([0, *cuts, len(positions)]))
+    return (slice(start, end) for start, end in pairwise([0, *cuts, len(positions)]) if start < end)

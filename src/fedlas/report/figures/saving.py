@@ -3,17 +3,17 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedlas.errors import UserError
+from fedlas.evaluation import Report, State
 from fedlas.predictions import Predictions
+from fedlas.report import page_data
+from fedlas.report.figures import confidence, gate, indicator, ood, reliability, selective, training
+from fedlas.report.figures.reliability import Reliability
 from fedlas.report.figures.style import save_with_data
-
-if TYPE_CHECKING:
-    from fedlas.evaluation import Report, State
-    from fedlas.report.figures.reliability import Reliability
-    from fedlas.report.html import Models
-    from fedlas.report.model import Model
+from fedlas.report.html import Models, named_models
+from fedlas.report.model import Model
 
 ROWS = 4  # largest number of rows of diagrams in one figure
 GATES = 7  # largest number of models in a figure of gates; with the panel of flip rates, two rows of panels
@@ -28,7 +28,7 @@ NamedFigure = tuple[str, Any, Any]  # file name without extension, figure, data 
 
 
 def save_figures(
-    models: "Models",
+    models: Models,
     folder: str | Path,
     formats: Sequence[str] = ("pdf", "png", "svg"),
     *,
@@ -48,14 +48,13 @@ def save_figures(
         resamples: number of bootstrap resamples; by default that of each method.
         seed: random seed for bootstrap intervals and cross-fitting.
     """
-    from fedlas.report.html import named_models, report_of  # noqa: PLC0415
-
     endings = tuple(formats)
     unknown = sorted({*endings} - FORMATS)
     if isinstance(formats, str) or unknown or not endings:
         raise UserError(f"formats is {formats!r}; choose from {sorted(FORMATS)}")
     models_by_name = named_models(models)
-    reports = {name: report_of(model, level, resamples, seed, bins) for name, model in models_by_name.items()}
+    options = {"bins": bins, "level": level, "resamples": resamples, "seed": seed}
+    reports = {name: model.evaluate(**options) for name, model in models_by_name.items()}
     figures = [
         *_shared_figures(reports, level),
         *_model_figures(models_by_name, reports),
@@ -64,20 +63,20 @@ def save_figures(
     return [path for name, figure, data in figures for path in save_with_data(figure, data, folder, name, endings)]
 
 
-def _shared_figures(reports: "Mapping[str, Report]", level: float) -> Iterator[NamedFigure]:
-    """Draw the figures that compare all models."""
-    from fedlas.report.figures import confidence, reliability, selective  # noqa: PLC0415
+def _shared_figures(reports: Mapping[str, Report], level: float) -> Iterator[NamedFigure]:
+    """Draw the figures that compare all models, or the states of a single model."""
 
-    rows = {
-        name: [_reliability(state, state.name, level) for state in report.states] for name, report in reports.items()
-    }
-    parts = [dict(list(rows.items())[start : start + ROWS]) for start in range(0, len(rows), ROWS)]
-    for number, part in enumerate(parts, start=1):
-        name = "reliability" if len(parts) == 1 else f"reliability-{number}"
+    def diagram(state: State, title: str) -> Reliability:
+        return reliability.reliability_data(state.bins["width"], state["ece"], title, level)
+
+    rows = {name: [diagram(state, state.name) for state in report.states] for name, report in reports.items()}
+    for name, part in _parts("reliability", rows, ROWS):
         labelled = part if len(rows) > 1 else {"": next(iter(part.values()))}
         yield name, reliability.reliability_figure(labelled), part
-    states = _states(reports)
-    lines = [_reliability(state, title, level) for title, state in states]
+    states = [(name, report.before) for name, report in reports.items()]
+    if len(reports) == 1:
+        states = [(state.name, state) for report in reports.values() for state in report.states]
+    lines = [diagram(state, title) for title, state in states]
     yield "reliability_lines", reliability.reliability_lines_figure(lines), lines
     over_under = [confidence.over_under_data(state, title) for title, state in states]
     yield "over_under", confidence.over_under_figure(over_under), over_under
@@ -85,30 +84,16 @@ def _shared_figures(reports: "Mapping[str, Report]", level: float) -> Iterator[N
     if not with_samples:
         return
     smooth = [reliability.smooth_reliability_data(samples, title, level) for title, samples, _ in with_samples]
-    yield "reliability_smooth", reliability.smooth_reliability_figure(smooth), smooth
+    if any(data.confidence for data in smooth):
+        yield "reliability_smooth", reliability.smooth_reliability_figure(smooth), smooth
     histograms = [confidence.confidence_data(samples, title) for title, samples, _ in with_samples]
     yield "confidence", confidence.confidence_figure(histograms), histograms
     risks = [selective.risk_data(samples, title, area) for title, samples, area in with_samples]
     yield "risk_coverage", selective.risk_figure(risks), risks
 
 
-def _states(reports: "Mapping[str, Report]") -> "list[tuple[str, State]]":
-    """Return every state of a single model, or the uncalibrated state of every model."""
-    if len(reports) == 1:
-        return [(state.name, state) for report in reports.values() for state in report.states]
-    return [(name, report.before) for name, report in reports.items()]
-
-
-def _reliability(state: "State", title: str, level: float) -> "Reliability":
-    from fedlas.report.figures import reliability  # noqa: PLC0415
-
-    return reliability.reliability_data(state.bins["width"], state["ece"], title, level)
-
-
-def _model_figures(models_by_name: "Mapping[str, Model]", reports: "Mapping[str, Report]") -> Iterator[NamedFigure]:
+def _model_figures(models_by_name: Mapping[str, Model], reports: Mapping[str, Report]) -> Iterator[NamedFigure]:
     """Draw the figures of each model."""
-    from fedlas.report.figures import confidence, indicator, ood  # noqa: PLC0415
-
     suffixes = _suffixes(list(models_by_name))
     norms = []
     for name, model in models_by_name.items():
@@ -124,35 +109,38 @@ def _model_figures(models_by_name: "Mapping[str, Model]", reports: "Mapping[str,
             set_suffixes = _suffixes([ood_set.name for ood_set in detection.sets])
             for ood_set in detection.sets:
                 yield f"scores{suffix}{set_suffixes[ood_set.name]}", ood.score_figure(ood_set), ood_set
-        if isinstance(predictions, Predictions) and indicator.has_norms(predictions):
+        if isinstance(predictions, Predictions) and page_data.norm_data(predictions) is not None:
             norms.append(indicator.norm_data(predictions, name))
     if norms:
         yield "norm", indicator.norm_figure(norms), norms
 
 
-def _training_figures(models_by_name: "Mapping[str, Model]") -> Iterator[NamedFigure]:
+def _training_figures(models_by_name: Mapping[str, Model]) -> Iterator[NamedFigure]:
     """Draw the training curves of models that have a log."""
-    from fedlas.report.figures import gate, training  # noqa: PLC0415
-
-    logged = {name: model for name, model in models_by_name.items() if training.has_epochs(model.log)}
+    logged = {name: model for name, model in models_by_name.items() if page_data.training_data(model.log) is not None}
     if logged:
         curves = [training.training_data(model.log, name) for name, model in logged.items()]
         yield "training", training.training_figure(curves), curves
-    gated = [data for name, model in logged.items() if (data := training.alpha_data(model.log, name, model.recipe))]
-    feedback = [training.feedback_data(model.log, name) for name, model in logged.items()]
-    available = [data for data in feedback if data is not None][:ROWS]
-    if available:
-        yield "feedback", training.feedback_figure(available), available
+    feedback = [data for name, model in logged.items() if (data := training.feedback_data(model.log, name))][:ROWS]
+    if feedback:
+        yield "feedback", training.feedback_figure(feedback), feedback
+    gated = [alphas for name, model in logged.items() if (alphas := training.alpha_data(model.log, name, model.recipe))]
     if gated:
         yield "alpha", training.alpha_figure(gated), gated
-    modes = {name: [_with_modes(model.log)] for name, model in logged.items() if _with_modes(model.log)}
-    parts = [dict(list(modes.items())[start : start + GATES]) for start in range(0, len(modes), GATES)]
-    for number, part in enumerate(parts, start=1):
+    modes = {name: [epochs] for name, model in logged.items() if (epochs := _with_modes(model.log))}
+    for name, part in _parts("gate", modes, GATES):
         stability = gate.gate_data(part, "")
-        yield "gate" if len(parts) == 1 else f"gate-{number}", gate.gate_figure(stability), stability
+        yield name, gate.gate_figure(stability), stability
 
 
-def _with_modes(log: "Sequence[Mapping[str, Any]]") -> list[Mapping[str, Any]]:
+def _parts(name: str, models: Mapping[str, Any], most: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Split models into figures of at most `most`; a single figure has this name, several are numbered."""
+    parts = [dict(list(models.items())[start : start + most]) for start in range(0, len(models), most)]
+    for number, part in enumerate(parts, start=1):
+        yield name if len(parts) == 1 else f"{name}-{number}", part
+
+
+def _with_modes(log: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the epochs whose record has the fraction of samples in each gate mode."""
     epochs = [record for record in log if "epoch" in record and isinstance(record.get("gate"), Mapping)]
     return [record for record in epochs if {"positive", "negative"} <= record["gate"].keys()]

@@ -50,7 +50,6 @@ OVER, UNDER = "#d55e00", "#56b4e9"  # differ in luminance too
 COLOURS = (DARK, MIDDLE, LIGHT, PALE, "#d55e00", "#009e73", "#cc79a7")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)), (0, (8, 1.5, 1, 1, 1, 1.5)))
-COLOURS_AND_MARKERS = tuple(zip(COLOURS, MARKERS, strict=False))
 NO_TIMESTAMP = {".png": {"Software": None}, ".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
 FORMATS = ("pdf", "png")
 FORMAT = "fedlas.figure/1"  # format tag of the JSON data of a figure, which identifies the file

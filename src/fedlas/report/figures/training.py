@@ -8,11 +8,11 @@ from typing import Any
 from fedlas import formatting
 from fedlas.errors import UserError
 from fedlas.report import page_data
+from fedlas.report.figures.gate import draw_mode
 from fedlas.report.figures.style import (
     DARK,
     PAGE,
     PALE,
-    LineStyle,
     figure_of_size,
     fit_label,
     legend_below,
@@ -53,11 +53,6 @@ def training_data(log: Sequence[Mapping[str, Any]], title: str) -> LearningCurve
         raise UserError('the log has no finished epoch; its records need "epoch", "train" and "val"')
     columns = (tuple(epochs[name]) for name in ("epoch", "loss", "accuracy", "ece", "over_ece", "under_ece"))
     return LearningCurve(title, *columns)
-
-
-def has_epochs(log: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a log has a finished epoch."""
-    return page_data.training_data(log) is not None
 
 
 def training_figure(models: Sequence[LearningCurve]) -> Any:
@@ -205,7 +200,7 @@ def alpha_figure(models: Sequence[Alphas]) -> Any:
             left.plot(data.epoch, _scaled(data.ratio, 1), label=safe_label(data.title), **look)
             for values, dash in ((data.positive, "-"), (data.negative, "--")):
                 if values:  # an unclipped line without points would have an infinite extent
-                    _draw_mode(right, data.gamma, values, line_style(number), dash)
+                    draw_mode(right, data.gamma, values, line_style(number), dash=dash)
         for mode, dash in (("positive mode", "-"), ("negative mode", "--")):
             left.plot([], [], color=PALE, linestyle=dash, label=mode)
         left.set(xlabel="epoch", ylabel=r"mean $\alpha_i$ / $\alpha$", ylim=(0, None))
@@ -219,11 +214,3 @@ def alpha_figure(models: Sequence[Alphas]) -> Any:
             right.set_title(f"grey: histogram of $\\gamma$, {fit_label(first.title, 1.2, 7)}, last epoch", fontsize=7)
         legend_below(figure, left, most=6)
     return figure
-
-
-def _draw_mode(panel: Any, gamma: Sequence[float], values: Sequence[float], look: LineStyle, dash: str) -> None:
-    """Draw one mode of a gate: markers distinguish models, dashes distinguish modes."""
-    face = look.colour if dash == "-" else "white"
-    every = max(1, len(values) // 8)
-    marked = {"marker": look.marker, "markerfacecolor": face, "markevery": every}
-    panel.plot(gamma, values, color=look.colour, linestyle=dash, clip_on=False, **marked)

@@ -1,6 +1,6 @@
 // Over- and under-confidence by class and confidence.
 import { classBins, classRows } from "./classes.js";
-import { find, onEvent, onPager, setPager } from "./dom.js";
+import { find, onEvent, onPager, rowsOfPage } from "./dom.js";
 import { addMark, canvas, showFigure } from "./figure.js";
 import { decimalsOf, formatCount, formatGap, formatInterval, formatPercent, formatProbability, formatRange, formatSamples, formatSigned, formatTenth } from "./format.js";
 import { currentModel } from "./page_state.js";
@@ -26,12 +26,9 @@ function drawSection() {
   const order = ORDERS[view.order];
   const all = classRows().filter((row) => row.drawn !== null && row.predicted > 0);
   all.sort((a, b) => order(a) - order(b) || a.index - b.index);
-  const pages = Math.max(1, Math.ceil(all.length / PAGE_SIZE));
-  view.page = Math.min(Math.max(0, view.page), pages - 1);
-  const start = view.page * PAGE_SIZE;
-  const rows = all.slice(start, start + PAGE_SIZE).map((row) => ({ name: row.name, cells: classBins("of_predictions", row.drawn) }));
+  const { rows: listed, start } = rowsOfPage("map", view, all, PAGE_SIZE);
+  const rows = listed.map((row) => ({ name: row.name, cells: classBins("of_predictions", row.drawn) }));
   find("map-page").textContent = `Classes ${rows.length ? start + 1 : 0} to ${start + rows.length} of ${all.length}`;
-  setPager("map", view.page, pages);
   showFigure(find("map-figure"), {
     title: "Gap of confidence and accuracy",
     caption: "The stronger the colour, the larger the gap, up to 30 points. Pale cells have no sign: their gap is not significant.",

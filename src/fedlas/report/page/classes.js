@@ -1,5 +1,5 @@
 // The class table, with sorting, search and pages, and a reliability diagram of the chosen class.
-import { element, find, isolate, note, onEvent, onPager, onRadio, replaceContent, setPager } from "./dom.js";
+import { element, find, isolate, note, onEvent, onPager, onRadio, replaceContent, rowsOfPage } from "./dom.js";
 import { csvButton, downloads } from "./download.js";
 import { formatCount, formatPercent, formatSamples, formatSigned } from "./format.js";
 import { className, currentModel } from "./page_state.js";
@@ -83,13 +83,10 @@ function searchRows() {
 }
 
 function drawPage() {
-  const pages = Math.max(1, Math.ceil(view.matches.length / PAGE_SIZE));
-  view.page = Math.min(Math.max(0, view.page), pages - 1);
-  const rows = view.matches.slice(view.page * PAGE_SIZE, (view.page + 1) * PAGE_SIZE);
+  const { rows, pages } = rowsOfPage("class", view, view.matches, PAGE_SIZE);
   replaceContent(find("class-table").tBodies[0], ...rows.map(tableRow));
   find("class-count").textContent = `${formatCount(view.matches.length)} of ${formatCount(view.rows.length)} classes`;
   find("class-page").textContent = `Page ${view.page + 1} of ${pages}`;
-  setPager("class", view.page, pages);
 }
 
 function tableRow(row) {

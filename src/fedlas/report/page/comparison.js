@@ -1,5 +1,5 @@
 // Paired tests between models, and their reliability diagrams side by side.
-import { element, find, isolate, note, replaceContent, scrollRegion } from "./dom.js";
+import { captionedTable, element, find, isolate, note, replaceContent, scrollRegion } from "./dom.js";
 import { csvButton, downloads } from "./download.js";
 import { decimalsOf, formatLevel, formatPValue, formatSigned } from "./format.js";
 import { data } from "./page_state.js";
@@ -29,15 +29,7 @@ function testRow({ first, second, name, reason, percent, difference, low, high, 
   );
 }
 
-function testTable(tests) {
-  return element(
-    "table",
-    {},
-    element("caption", {}, `Paired bootstrap, ${formatLevel(data.level)} intervals`),
-    element("thead", {}, element("tr", {}, ...HEAD.map(([text, kind]) => element("th", { scope: "col", class: kind }, text)))),
-    element("tbody", {}, ...tests.map(testRow)),
-  );
-}
+const testTable = (tests) => captionedTable(`Paired bootstrap, ${formatLevel(data.level)} intervals`, HEAD, tests.map(testRow));
 
 function csvRows() {
   const name = (index) => data.models[index].name;

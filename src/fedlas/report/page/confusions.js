@@ -1,5 +1,5 @@
 // Pairs of classes that are confused most often, or with the highest confidence.
-import { element, find, isolate, note, replaceContent, scrollRegion } from "./dom.js";
+import { captionedTable, element, find, isolate, note, replaceContent, scrollRegion } from "./dom.js";
 import { csvButton, downloads } from "./download.js";
 import { formatCount, formatPercent, formatProbability } from "./format.js";
 import { className, currentModel } from "./page_state.js";
@@ -19,13 +19,7 @@ function confusionRow([label, prediction, count, fraction, confidence]) {
 function confusionTable(title, rows, text) {
   const head = [["Label", null], ["Prediction", "words"], ["Samples", null], ["Of the label", null], ["Mean confidence", null]];
   if (!rows.length) return element("div", {}, element("h3", {}, title), note(text));
-  const table = element(
-    "table",
-    {},
-    element("caption", {}, title),
-    element("thead", {}, element("tr", {}, ...head.map(([name, kind]) => element("th", { scope: "col", class: kind }, name)))),
-    element("tbody", {}, ...rows.map(confusionRow)),
-  );
+  const table = captionedTable(title, head, rows.map(confusionRow));
   const columns = ["label", "prediction", "samples", "fraction_of_label", "mean_confidence"];
   const named = ([label, prediction, ...numbers]) => [className(label), className(prediction), ...numbers];
   const csv = csvButton(`confused classes ${title}`, () => [columns, rows.map(named)]);

@@ -26,14 +26,20 @@ export function replaceContent(host, ...children) {
 
 export const note = (text) => element("p", { class: "note" }, text);
 
-export function table(head, rows) {
-  const cell = (value, column) => (column ? element("td", {}, String(value)) : element("th", { scope: "row" }, isolate(String(value))));
+// `head` has a pair [heading, css class] for each column; `rows` are elements.
+export function captionedTable(caption, head, rows) {
   return element(
     "table",
     {},
-    element("thead", {}, element("tr", {}, ...head.map((text) => element("th", { scope: "col" }, text)))),
-    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map(cell)))),
+    caption === null ? null : element("caption", {}, caption),
+    element("thead", {}, element("tr", {}, ...head.map(([text, kind]) => element("th", { scope: "col", class: kind }, text)))),
+    element("tbody", {}, ...rows),
   );
+}
+
+export function table(head, rows) {
+  const cell = (value, column) => (column ? element("td", {}, String(value)) : element("th", { scope: "row" }, isolate(String(value))));
+  return captionedTable(null, head.map((text) => [text, null]), rows.map((row) => element("tr", {}, ...row.map(cell))));
 }
 
 export function scrollRegion(label, ...children) {
@@ -67,8 +73,13 @@ export function onPager(prefix, turn) {
   onEvent(`${prefix}-after`, "click", () => turn(1));
 }
 
-export function setPager(prefix, page, pages) {
-  find(`${prefix}-before`).disabled = page === 0;
-  find(`${prefix}-after`).disabled = page === pages - 1;
+// The rows of the current page of a list; `view.page` is limited to the pages that exist.
+export function rowsOfPage(prefix, view, all, size) {
+  const pages = Math.max(1, Math.ceil(all.length / size));
+  view.page = Math.min(Math.max(0, view.page), pages - 1);
+  find(`${prefix}-before`).disabled = view.page === 0;
+  find(`${prefix}-after`).disabled = view.page === pages - 1;
   find(`${prefix}-after`).parentElement.hidden = pages === 1;
+  const start = view.page * size;
+  return { rows: all.slice(start, start + size), start, pages };
 }

@@ -1,8 +1,10 @@
 // The slices with the largest harm.
-import { element, find, isolate, note, replaceContent, scrollRegion } from "./dom.js";
+import { captionedTable, element, find, isolate, note, replaceContent, scrollRegion } from "./dom.js";
 import { csvButton, downloads } from "./download.js";
 import { formatCount, formatInterval, formatLevel, formatPercent, formatTenth } from "./format.js";
 import { currentModel, data } from "./page_state.js";
+
+const HEAD = [["Slice", null], ["Column", "words"], ["Samples", null], ["Accuracy", null], ["ECE", null], ["Harm", null]];
 
 function sliceRow([column, value, n, accuracy, ece, low, high, harm, isSmall]) {
   const interval = low === null ? null : element("span", { class: "interval" }, formatInterval(low, high));
@@ -19,24 +21,14 @@ function sliceRow([column, value, n, accuracy, ece, low, high, harm, isSmall]) {
   );
 }
 
-function sliceTable(rows) {
-  const head = [["Slice", null], ["Column", "words"], ["Samples", null], ["Accuracy", null], ["ECE", null], ["Harm", null]];
-  return element(
-    "table",
-    {},
-    element("caption", {}, `By decreasing harm, with ${formatLevel(data.level)} intervals`),
-    element("thead", {}, element("tr", {}, ...head.map(([text, kind]) => element("th", { scope: "col", class: kind }, text)))),
-    element("tbody", {}, ...rows.map(sliceRow)),
-  );
-}
-
 export function drawSlices() {
   const { slices } = currentModel();
   const host = find("slice-table");
   const { rows, total, skipped } = slices ?? { rows: [], total: 0, skipped: [] };
   const columns = ["column", "value", "samples", "accuracy", "ece", "ece_low", "ece_high", "harm", "small"];
   const csv = downloads(csvButton("slices", () => [columns, rows]));
-  if (rows.length) replaceContent(host, scrollRegion("Slices, can be scrolled", sliceTable(rows)), csv);
+  const table = captionedTable(`By decreasing harm, with ${formatLevel(data.level)} intervals`, HEAD, rows.map(sliceRow));
+  if (rows.length) replaceContent(host, scrollRegion("Slices, can be scrolled", table), csv);
   else replaceContent(host, note("This report has no predicted classes and no metadata of this model."));
   const countNote = rows.length < total ? [`${formatCount(rows.length)} of ${formatCount(total)} slices are listed. `] : [];
   const names = skipped.flatMap((name, index) => [index ? ", " : "", isolate(name)]);
