@@ -424,7 +424,8 @@ def test_reproduce_trains_missing_runs(tmp_path, monkeypatch):
     assert [line.method for line in Ledger("results").lines.values()] == ["ls", "ls+temperature"]
     title = experiment_named("sota").title
     assert result.output.count(title) == result.stdout.count(title) == 1, "the last table comes once"
-    tables = {f"sota-small{suffix}" for suffix in (".md", ".tex", ".csv", ".html", ".txt")}
+    formats = (".md", ".tex", ".csv", ".html", ".txt")
+    tables = {f"sota-small{part}{suffix}" for part in ("", "-epochs") for suffix in formats}
     assert {path.name for path in Path("made").glob("[!.]*")} == tables
     second_result = CliRunner().invoke(app, arguments)
     assert re.search(r"small.*\b1 run\b.*\b1\b.*\b0\b", second_result.output)

@@ -532,6 +532,7 @@ def test_html_escapes_text(text: str) -> None:
     assert {tag for tag, _ in parsed.tags} <= allowed
     if printable(text):
         assert ("title", printable(text)) in parsed.texts
+    if printable(text) and printable(text) not in {content for _, content in reference.texts}:  # such as "paper"
         assert sum(content == printable(text) for _, content in parsed.texts) == 1 + 2 * (1 + 1 + 2 + 4 + 1)
 
 
