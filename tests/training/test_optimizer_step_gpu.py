@@ -11,8 +11,7 @@ pytest.importorskip("triton")
 from optimizer_step_case import CASES, compare, compare_gate_statistics, compare_metric_sums, use_torch
 from test_train_gpu import assert_never_waits, pytestmark, tensors, trained
 
-from fedlas.training import build, compilation
-from fedlas.training.accelerators import batch_norm, conv1x1, metric_sums, optimizer_step, parameter_blocks, stem
+from fedlas.training import build
 from fedlas.training.accelerators.optimizer_step import FusedOptimizerStep
 from fedlas.training.accelerators.resnet import FusedResNet
 from fedlas.training.backend_flags import backend_flags
@@ -141,40 +140,3 @@ def test_the_first_step_of_a_resnet_equals_that_of_torch(accumulate):
 def test_a_step_does_not_synchronise(capture):
     recipe = short("fedlas_ls", deterministic=False, compile=True, drop_last=True)
     assert assert_never_waits(recipe, capture=capture).step.fused_step.ready
-
-
-def compiled(*modules: Any) -> list[Any]:
-    """List the compiled kernels of modules, one for each specialisation."""
-    kernels = {kernel for module in modules for name, kernel in vars(module).items() if name.endswith("_kernel")}
-    return [
-        compiled_kernel
-        for kernel in kernels
-        for caches in kernel.device_caches.values()
-        for compiled_kernel in caches[0].values()
-    ]
-
-
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("model", ["resnet18_cifar", "resnet50_cifar"])
-def test_after_precompilation_a_step_compiles_few_kernels(model, monkeypatch):
-    """Kernels for unaligned tensors are compiled in the step."""
-    recipe = short("ce", compile=True, **RESIDUAL | {"model": model})
-    device, modules = select_device("cuda"), (batch_norm, stem, conv1x1, parameter_blocks, optimizer_step, metric_sums)
-    with backend_flags(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
-        session = Session(recipe, device)
-        session.net.train()
-        inputs = next(iter(session.batches(0)))
-        for module in modules:
-            for name, item in vars(module).items():
-                if name.endswith("_kernel"):
-                    item.device_caches.clear()
-        trace, traces = compilation.trace, []
-        monkeypatch.setattr(compilation, "trace", lambda step, inputs, trace=trace: traces.append(trace(step, inputs)))
-        with compilation.precompiled(session.step, inputs, session.runner.precompile):
-            pass
-        assert len(traces) == 1  # nothing went wrong, and nothing warned
-        precompiled = compiled(*modules)
-        assert len(precompiled) >= 10
-        assert all(item.module is not None for item in precompiled)  # loaded: it can start at once
-        session.runner.run(*inputs)
-        assert len(compiled(*modules)) <= len(precompiled) + 4

@@ -15,7 +15,7 @@ from fedlas.data import AbstractDataset, Resident, Sample
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.losses import AbstractLoss, build_loss
 from fedlas.models import Output, WithFeatures, build_model
-from fedlas.training.compilation import CompiledCall, Precompile, first_line
+from fedlas.training.compilation import CompiledCall, first_line
 from fedlas.training.distributed import wrap_in_ddp
 from fedlas.training.epoch_metrics import EpochMetrics
 from fedlas.training.gate_statistics import GateStatistics
@@ -35,12 +35,11 @@ COMPILER = {"combo_kernels": True}  # for example one kernel for the casts of al
 
 
 class Network(NamedTuple):
-    """A network on the device, its callable (eager or compiled), and the custom kernels and their pre-compilation."""
+    """A network on the device, its callable (eager or compiled), and the custom kernels, if there are any."""
 
     net: WithFeatures
     call: Callable[..., Output]
     accelerator: "Accelerator | None" = None
-    precompile: Precompile | None = None
 
 
 def is_compiled(recipe: Recipe, device: torch.device) -> bool:
@@ -79,8 +78,7 @@ def build_network(recipe: Recipe, model: nn.Module, device: torch.device) -> Net
     if accelerated is None and is_compiled(recipe, device):
         # Separate from the loss, so that runs with other losses use the same compiler cache.
         call = CompiledCall(net, fullgraph=True, dynamic=False, options=COMPILER)
-    precompile = None if accelerator is None else accelerator.precompile(net.model)
-    return Network(net, call, accelerator, precompile)
+    return Network(net, call, accelerator)
 
 
 def with_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:

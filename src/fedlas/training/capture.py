@@ -14,17 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedlas.training.compilation import (
-    Inputs,
-    Precompile,
-    first_line,
-    ran_out_of_memory,
-    run_first_step,
-    run_with_fallback,
-)
+from fedlas.training.compilation import Inputs, first_line, ran_out_of_memory, run_with_fallback
 from fedlas.training.step import TrainStep
 
-WARM = 3  # eager steps before a capture: enough for compilation, autotuning and allocation
+WARM = 3  # eager steps between the one that compiles and the capture: enough for autotuning and allocation
 
 
 class StepRunner:
@@ -32,27 +25,20 @@ class StepRunner:
 
     Args:
         step: the step.
-        precompile: context that pre-compiles custom kernels, if there are any.
         capture: whether to capture the step; only on a CUDA device.
     """
 
-    def __init__(self, step: TrainStep, precompile: Precompile | None = None, *, capture: bool = True) -> None:
-        self.step, self.precompile = step, precompile
+    def __init__(self, step: TrainStep, *, capture: bool = True) -> None:
+        self.step = step
         self.capture = capture and step.device.type == "cuda"
         self.graphs: dict[tuple[Any, ...], tuple[torch.cuda.CUDAGraph, Inputs]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.capture else None  # batches of all sizes share memory
-        self._first_step_started = False
-        self._eager_steps: Counter[tuple[Any, ...]] = Counter()  # without the first step of the run
+        self._eager_steps: Counter[tuple[Any, ...]] = Counter()
 
     def run(self, *inputs: Tensor) -> None:
         """Train on a batch."""
         kind = tuple((tuple(value.shape), value.dtype) for value in inputs)
-        if not self._first_step_started:
-            self._first_step_started = True
-            self._eager_steps[kind] = 0  # compiled for this batch size
-            run_first_step(self.step, inputs, self.precompile)
-            return
-        if self.capture and kind not in self.graphs and self._eager_steps[kind] >= WARM:
+        if self.capture and kind not in self.graphs and self._eager_steps[kind] > WARM:
             self._capture(kind, inputs)
         if kind in self.graphs:
             graph, static_inputs = self.graphs[kind]
@@ -62,7 +48,7 @@ class StepRunner:
             return
         if kind in self._eager_steps:
             self.step(*inputs)
-        else:  # a batch of another size is compiled again
+        else:  # the first batch of a size is compiled
             run_with_fallback(self.step, lambda: self.step(*inputs))
         self._eager_steps[kind] += 1
 

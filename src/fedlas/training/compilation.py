@@ -2,22 +2,18 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedlas import ranks
-from fedlas.data.base import Sample
-from fedlas.training.precision import autocast
 from fedlas.training.random_state import random_state, restore_random_state
 from fedlas.training.run_folder import RunError
 from fedlas.training.step import TrainStep
 
 Inputs = tuple[Tensor, ...]
-Precompile = Callable[[], AbstractContextManager[Any]]  # of an accelerator
 MEMORY_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # of torch, Triton and cuBLAS
 
 
@@ -83,56 +79,6 @@ def run_with_fallback(step: TrainStep, run: Callable[[], object]) -> None:
     run()
 
 
-def run_first_step(step: TrainStep, inputs: Inputs, precompile: Precompile | None) -> None:
-    """Execute the first step of a run, which compiles; see `run_with_fallback`."""
-    with precompiled(step, inputs, precompile):
-        if isinstance(step.feed, CompiledCall):
-            run_with_fallback(step, lambda: step.feed(*_first_part(step, inputs)))
-    run_with_fallback(step, lambda: step(*inputs))
-
-
-@contextmanager
-def precompiled(step: TrainStep, inputs: Inputs, precompile: Precompile | None) -> Iterator[None]:
-    """Compile custom kernels in parallel, also while the body runs; buffers are left as they were."""
-    if precompile is None:
-        yield
-        return
-    restore = snapshot(step)
-    with ExitStack() as wait:
-        try:
-            with wait.enter_context(precompile()).active():
-                trace(step, _first_part(step, inputs))
-        except Exception as error:
-            if ran_out_of_memory(error):
-                raise
-            # Without pre-compilation kernels are compiled one by one when they first run.
-            warnings.warn(f"kernels were not pre-compiled: {first_line(error)}", UserWarning, stacklevel=5)
-        step.optimizer.zero_grad(set_to_none=True)
-        restore()
-        yield
-
-
-def trace(step: TrainStep, inputs: Inputs) -> None:
-    """Run forward and backward of the network, which collects its kernels, and then of the loss.
-
-    The network's output is not computed meanwhile, so the loss gets zeros.
-    """
-    call_net, call_loss = step.module.calls
-    feed = step.feed.module if isinstance(step.feed, CompiledCall) else step.feed  # it is compiled later
-    sample: Sample = feed(*inputs)
-    images, labels = step.mixer(sample.images, sample.labels, step.count)
-    with step.gradient_slots():
-        with autocast(step.recipe.precision, step.device):
-            output = call_net(images)
-        # From a number, whose kernel is the first of autograd's thread: if cuBLAS were, it would warn that there is
-        # no CUDA context.
-        (0 * (output.logits.sum() + output.features.sum())).backward()
-    logits, features = (torch.zeros_like(value).requires_grad_() + 0 for value in output)
-    with autocast(step.recipe.precision, step.device):
-        loss = call_loss(logits, labels, features=features, index=sample.index)
-    step.scaler.scale(loss).backward()
-
-
 def snapshot(step: TrainStep) -> Callable[[], None]:
     """Remember what an incomplete step may change, except gradients; return a function that restores it."""
     random, names = random_state(step.device), list(step.metrics.sums)
@@ -146,10 +92,6 @@ def snapshot(step: TrainStep) -> Callable[[], None]:
         restore_random_state(random, step.device)
 
     return restore
-
-
-def _first_part(step: TrainStep, inputs: Inputs) -> Inputs:
-    return tuple(value.chunk(step.recipe.accumulate)[0] for value in inputs)
 
 
 def _compiler_errors() -> tuple[type[BaseException], ...]:

@@ -88,7 +88,7 @@ class Session:
         self.net: WithFeatures = network.net
         self.step = build_step(recipe, network, self.loss, self.train_source, self.num_samples, num_classes=num_classes)
         capture = capture and recipe.capture and self.world_size == 1
-        self.runner = StepRunner(self.step, network.precompile, capture=capture)
+        self.runner = StepRunner(self.step, capture=capture)
         if self.world_size > 1:
             seed_everything(recipe.seed + 7919 * rank())  # dropout must differ between ranks
 

@@ -3,9 +3,7 @@
 The engine works without any accelerator. One is loaded by `training.build.load_accelerator`.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -28,9 +26,6 @@ class Accelerator(Protocol):
 
     def prepare_model(self, model: nn.Module) -> nn.Module | None:
         """Return a network with the same layers that trains faster, or None if the kernels do not fit."""
-
-    def precompile(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]] | None:
-        """Return a context that pre-compiles the kernels of a network in parallel, if it has any."""
 
     def optimizer_step(
         self, recipe: Recipe, optimizer: torch.optim.Optimizer, rates: LearningRates, loss: nn.Module, model: nn.Module

@@ -11,7 +11,6 @@ last ones and they are still in the cache; the second pass starts with the first
 sign of the ReLU input from y if there is no residual add; otherwise the forward pass stores it as one bit per element.
 """
 
-import inspect
 import os
 import warnings
 from collections.abc import Callable
@@ -24,7 +23,6 @@ import triton.language as tl
 from torch import Tensor
 
 from fedlas.errors import UserError
-from fedlas.training.accelerators.precompile import launch, precompiling
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it when a kernel is defined
 UNROLL = tl.constexpr(8)  # loads of partial sums in flight
@@ -457,7 +455,7 @@ def statistics(y: Tensor, norm: Affine, counter: Tensor) -> Normed:
     tile = tile_for_sums(y.numel())
     blocks = tile.blocks(rows, channels)
     result, partial = statistics_buffers(channels, blocks, y.device)
-    launch(sums_kernel, (channels // tile.columns, blocks),
+    sums_kernel[channels // tile.columns, blocks](
         y, partial, counter, norm.weight, norm.bias, *result, norm.running_mean, norm.running_var,
         rows, channels, blocks, norm.eps, norm.momentum, STAGES=tile.stages, **compile_options(tile),
     )  # fmt: skip
@@ -477,7 +475,7 @@ def activation(
     z = torch.empty_like(y)
     bits = torch.empty(0 if skip is None else y.numel() // 8, device=y.device, dtype=torch.uint8)
     skip_affine = skip_statistics or statistics
-    launch(apply_kernel, (channels // tile.columns * triton.cdiv(rows, tile.rows),),
+    apply_kernel[(channels // tile.columns * triton.cdiv(rows, tile.rows),)](
         y, statistics.scale, statistics.shift, y if skip is None else skip, skip_affine.scale, skip_affine.shift,
         z, bits, rows, channels,
         HAS_SKIP=skip is not None, SKIP_IS_NORMED=skip_statistics is not None, **compile_options(tile),
@@ -568,7 +566,7 @@ def gradient_sums(
     weight, bias, slope, offset, *of_other = numbers
     other_arguments = other_statistics or statistics
     second_gradient, second_options = second_gradient_options(second, y)
-    launch(back_sums_kernel, (channels // tile.columns, blocks),
+    back_sums_kernel[channels // tile.columns, blocks](
         first, second_gradient, y, bits, output, statistics.scale, statistics.shift,
         statistics.mean, statistics.rstd, partial, counter, weight, bias, slope, offset,
         y if other is None else other, other_arguments.mean, other_arguments.rstd, other_arguments.scale, *of_other,
@@ -582,7 +580,7 @@ def apply_gradient(sums: GradientSums, y: Tensor, statistics: Normed, slope: Ten
     """Compute the second backward pass: the gradient of the input of a norm."""
     rows, channels = shape_of(y)
     tile, result = tile_for(channels), torch.empty_like(y)
-    launch(back_apply_kernel, (channels // tile.columns * triton.cdiv(rows, tile.rows),),
+    back_apply_kernel[(channels // tile.columns * triton.cdiv(rows, tile.rows),)](
         sums.gradient, y, statistics.scale, statistics.shift, slope, offset, result, rows, channels,
         MASK=sums.mask, **compile_options(tile),
     )  # fmt: skip
@@ -621,7 +619,7 @@ def spread(gradient: Tensor, height: int, width: int) -> Tensor:
     result = new_images(gradient, gradient.shape[1], height, width)
     rows, channels = shape_of(result)
     tile = tile_for(channels)
-    launch(spread_kernel, (channels // tile.columns * triton.cdiv(rows, tile.rows),),
+    spread_kernel[(channels // tile.columns * triton.cdiv(rows, tile.rows),)](
         gradient.contiguous(), result, rows, channels, height * width, **compile_options(tile),
     )  # fmt: skip
     return result
@@ -656,17 +654,6 @@ def try_kernels(device: torch.device, layers: str, work: Callable[[], object]) -
     if reason is not None:
         warnings.warn(f"{layers} computed by cuDNN, custom kernels cannot be used: {reason}", stacklevel=3)
     return reason is None
-
-
-def kernel_available(trial: Callable[[torch.device], bool], device: torch.device) -> bool:
-    """Return the cached result of a trial; during a precompilation, compile its kernels and return True."""
-    active = precompiling()
-    if active is None:
-        return trial(device)
-    if trial not in active.tried:
-        active.tried.add(trial)
-        inspect.unwrap(trial)(device)
-    return True
 
 
 def example_norm(device: torch.device) -> Affine:

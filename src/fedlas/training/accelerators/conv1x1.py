@@ -29,7 +29,6 @@ from fedlas.training.accelerators.batch_norm import (
     compile_options,
     example_norm,
     gradient_buffers,
-    kernel_available,
     load_running_mean,
     load_second_gradient,
     new_images,
@@ -41,7 +40,6 @@ from fedlas.training.accelerators.batch_norm import (
     store_partial_sums,
     try_kernels,
 )
-from fedlas.training.accelerators.precompile import launch
 
 MULTIPROCESSORS = 132  # of an H200, for which tiles and thresholds were tuned
 MIN_ROWS = 1 << 15  # rows from which on the kernel is faster
@@ -155,14 +153,14 @@ def fits(images: Tensor, weight: Tensor) -> bool:
     """
     outputs, inputs = weight.shape[:2]
     is_faster = images.numel() // inputs >= MIN_ROWS and (inputs in (64, 128) or (inputs == 256 and outputs <= 128))
-    return is_faster and _has_supported_layout(images, weight) and kernel_available(_can_run, images.device)
+    return is_faster and _has_supported_layout(images, weight) and _can_run(images.device)
 
 
 def fits_back(images: Tensor, weight: Tensor) -> bool:
     """Return the same for the input gradient and the sums of the batch norm before."""
     outputs, inputs = weight.shape[:2]
     is_faster = images.numel() // inputs >= MIN_ROWS_BACKWARD and outputs in (64, 128, 256) and outputs <= inputs
-    return is_faster and _has_supported_layout(images, weight) and kernel_available(_can_run_backward, images.device)
+    return is_faster and _has_supported_layout(images, weight) and _can_run_backward(images.device)
 
 
 def _has_supported_layout(images: Tensor, weight: Tensor) -> bool:
@@ -227,7 +225,7 @@ def multiply(images: Tensor, weight: Tensor, norm: Affine, counter: Tensor) -> t
     tile = tile_for(inputs)
     blocks = tile.blocks(rows, channels)
     statistics, partial = statistics_buffers(channels, blocks, y.device)
-    launch(product_kernel, (channels // tile.columns, blocks),
+    product_kernel[channels // tile.columns, blocks](
         images, weight, y, partial, counter, norm.weight, norm.bias, *statistics, norm.running_mean, norm.running_var,
         rows, channels, blocks, norm.eps, norm.momentum,
         K=inputs, STAGES=tile.stages, EVEN=rows % tile.rows == 0, maxnreg=registers(tile), **compile_options(tile),
@@ -248,7 +246,7 @@ def gradient_sums(
     weight, bias, slope, offset, *of_other = numbers
     other_arguments = other_statistics or statistics
     second_gradient, second_options = second_gradient_options(second, y)
-    launch(back_product_kernel, (channels // tile.columns, blocks),
+    back_product_kernel[channels // tile.columns, blocks](
         product.gradient, product.weight, second_gradient, y, bits, gradient, statistics.scale, statistics.shift,
         statistics.mean, statistics.rstd, partial, counter, weight, bias, slope, offset,
         y if other is None else other, other_arguments.mean, other_arguments.rstd, other_arguments.scale, *of_other,

@@ -1,15 +1,11 @@
 """The accelerator: custom Triton kernels for ResNets and SGD on one GPU."""
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
-from importlib import import_module
 
 import torch
 from torch import nn
 
-from fedlas.training.accelerators import batch_norm, metric_sums, precompile, resnet
+from fedlas.training.accelerators import batch_norm, metric_sums, resnet
 from fedlas.training.accelerators.optimizer_step import FusedOptimizerStep, fits
 from fedlas.training.epoch_metrics import EpochSums
 from fedlas.training.optimizer import FusedStep
@@ -38,13 +34,6 @@ class CustomKernels:
             warnings.warn(f"custom kernels cannot be used, torch.compile is used instead: {reason}", stacklevel=2)
             return None
         return fused
-
-    def precompile(self, model: nn.Module) -> Callable[[], AbstractContextManager[precompile.Precompilation]] | None:
-        """Return a context that pre-compiles the kernels of a ResNet in parallel."""
-        if not isinstance(model, resnet.FusedResNet):
-            return None
-        # The compiler of the loss takes seconds to import: that happens in parallel too.
-        return partial(precompile.precompilation, self.device, partial(import_module, "torch._inductor.compile_fx"))
 
     def optimizer_step(
         self, recipe: Recipe, optimizer: torch.optim.Optimizer, rates: LearningRates, loss: nn.Module, model: nn.Module

@@ -14,7 +14,6 @@ from jaxtyping import Float, Int, Int8
 from torch import Tensor
 
 from fedlas.errors import UserError
-from fedlas.training.accelerators.precompile import launch
 
 LOGITS_PER_PROGRAM = 4096
 MAX_CLASSES = 16384  # more classes do not fit into the registers
@@ -67,7 +66,7 @@ def add_batch(
         return False
     columns = triton.next_power_of_2(classes)
     height = max(1, LOGITS_PER_PROGRAM // columns)
-    launch(batch_kernel, (triton.cdiv(rows, height),),
+    batch_kernel[(triton.cdiv(rows, height),)](
         logits, labels.contiguous(), samples, correct, tuple(means), tuple(sums), rows, classes, *logits.stride(),
         MEANS=len(means), ROWS=height, COLUMNS=columns, num_warps=8,
     )  # fmt: skip
@@ -123,7 +122,7 @@ def add_gate(
     inputs = [tensor.contiguous() for tensor in (index, psi, gamma, alpha_i)]
     if any(tensor.shape != index.shape for tensor in inputs):
         raise UserError(f"index, psi, gamma and alpha_i have shapes {[tuple(tensor.shape) for tensor in inputs]}")
-    launch(gate_kernel, (1,),
+    gate_kernel[(1,)](
         *inputs, edges, now, sums, len(index), len(now), len(edges), alpha,
         ROWS=SAMPLES_PER_TILE, EDGES=triton.next_power_of_2(len(edges)), num_warps=8,
     )  # fmt: skip

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from fedlas.training.accelerators import batch_norm, metric_sums
 from fedlas.training.accelerators.batch_norm import is_last_program
 from fedlas.training.accelerators.parameter_blocks import ALIGNED, BLOCK, TILE, Layout, block_table, is_plain, lay_out
-from fedlas.training.accelerators.precompile import launch, precompilation
 from fedlas.training.accelerators.resnet import FusedResNet
 from fedlas.training.epoch_metrics import EpochMetrics
 from fedlas.training.optimizer import SKIP, build_optimizer, parameters_of
@@ -163,12 +162,7 @@ def _unsupported_reason(recipe: Recipe, device: torch.device) -> str | None:
         sums = torch.zeros(4, dtype=torch.float64, device=device)
         metric_sums.add_gate(labels[:1], psi, gamma, alpha_i, 1.0, edges, labels.to(torch.int8), sums)
 
-    def precompile_and_run() -> None:
-        with precompilation(device) as kernels, kernels.active():
-            work()
-        work()
-
-    return batch_norm.failure_reason(precompile_and_run)
+    return batch_norm.failure_reason(work)
 
 
 class FusedOptimizerStep:
@@ -249,14 +243,14 @@ class FusedOptimizerStep:
         self._copy_to_slots()
         recipe, table = self.recipe, self.rates.table
         groups = len(self.scales)
-        launch(norm_kernel, (len(self.partial),),
+        norm_kernel[(len(self.partial),)](
             self.flat, self.partial, self.counter, loss_is_valid, table, self.rates.factors, self.rates.now,
             self.scales, count, first_bad, self.skip, steps, norm_sum, self.net // TILE, len(table), groups,
             groups if recipe.clip_loss else self.groups_of_net, float(recipe.clip or 0),
             CLIPS=recipe.clip is not None, CLIP_TOGETHER=recipe.clip_loss, GROUPS=triton.next_power_of_2(groups),
             SUMS=SUMS, TILE=TILE, num_warps=8,
         )  # fmt: skip
-        launch(sgd_kernel, (len(self.blocks),),
+        sgd_kernel[(len(self.blocks),)](
             self.flat, self.blocks, self.scales, self.rates.now, self.decays, self.skip,
             float(recipe.momentum), HAS_MOMENTUM=recipe.momentum > 0, NESTEROV=recipe.nesterov, BLOCK=BLOCK,
             COLUMNS=COLUMNS, ALIGNED=ALIGNED, num_warps=4,

@@ -17,7 +17,6 @@ from jaxtyping import Int
 from torch import Tensor
 
 from fedlas.training.accelerators import batch_norm
-from fedlas.training.accelerators.precompile import launch
 
 BLOCK = 2048  # elements of one tensor that a program updates
 TILE = 4 * BLOCK  # elements that a program of the norm reads
@@ -100,7 +99,7 @@ class WeightCast:
             torch._foreach_copy_(copies, list(tensors))
             return copies
         flat = torch.empty(self.layout.end, dtype=dtype, device=self.blocks.device)
-        launch(cast_kernel, (len(self.blocks),),
+        cast_kernel[(len(self.blocks),)](
             self.blocks, flat, BLOCK=BLOCK, COLUMNS=COLUMNS, ALIGNED=ALIGNED, EVEN=EVEN, num_warps=4,
         )  # fmt: skip
         return self.layout.views(flat, tensors)

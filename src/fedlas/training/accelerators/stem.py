@@ -28,7 +28,6 @@ from fedlas.training.accelerators.batch_norm import (
     example_norm,
     gradient_of_y,
     gradient_sums,
-    kernel_available,
     load_running_mean,
     new_images,
     shape_of,
@@ -36,7 +35,6 @@ from fedlas.training.accelerators.batch_norm import (
     store_partial_sums,
     try_kernels,
 )
-from fedlas.training.accelerators.precompile import launch
 
 FILTER_SHAPE = (3, 3, 3)  # channels, height and width
 FORWARD = Tile(64, 64, 4, 396, stages=3)
@@ -125,7 +123,7 @@ def fits(images: Tensor, filters: Tensor) -> bool:
     return (
         filters.shape[1:] == FILTER_SHAPE
         and all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (images, filters))
-        and kernel_available(_can_run, images.device)
+        and _can_run(images.device)
     )
 
 
@@ -161,7 +159,7 @@ def convolve(images: Tensor, filters: Tensor, norm: Affine, counter: Tensor) -> 
     rows, channels = shape_of(y)
     blocks = FORWARD.blocks(rows, channels)
     statistics, partial = statistics_buffers(channels, blocks, y.device)
-    launch(convolve_kernel, (channels // FORWARD.columns, blocks),
+    convolve_kernel[channels // FORWARD.columns, blocks](
         images, filters, y, partial, counter, norm.weight, norm.bias, *statistics, norm.running_mean, norm.running_var,
         rows, channels, blocks, norm.eps, norm.momentum, HEIGHT=height, WIDTH=width, **compile_options(FORWARD),
     )  # fmt: skip
@@ -173,11 +171,11 @@ def gradient_of_filters(images: Tensor, filters: Tensor, y: Tensor, statistics: 
     rows, channels = shape_of(y)
     blocks = BACKWARD.blocks(rows, channels)
     partial = torch.empty(blocks, channels, 32, device=y.device, dtype=torch.float32)
-    launch(back_kernel, (channels // BACKWARD.columns, blocks),
+    back_kernel[channels // BACKWARD.columns, blocks](
         sums.gradient, y, images, statistics.scale, statistics.shift, sums.slope, sums.offset, partial,
         rows, channels, blocks,
         MASK=sums.mask, HEIGHT=images.shape[2], WIDTH=images.shape[3], **compile_options(BACKWARD),
     )  # fmt: skip
     result = torch.empty_like(filters)
-    launch(add_kernel, (channels,), partial, result, channels, blocks, BLOCKS=128)
+    add_kernel[(channels,)](partial, result, channels, blocks, BLOCKS=128)
     return result
