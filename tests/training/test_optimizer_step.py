@@ -14,9 +14,10 @@ from optimizer_step_case import CASES
 
 from fedlas.models import resnet
 from fedlas.training import build
-from fedlas.training.accelerators import batch_norm, conv1x1, metric_sums, optimizer_step, stem
+from fedlas.training.accelerators import kernels, metric_sums, optimizer_step
 from fedlas.training.accelerators.parameter_blocks import BLOCK, TILE, WeightCast
 from fedlas.training.accelerators.resnet import SideStream, _CastWeights, _GradientTarget
+from fedlas.training.accelerators.trial import resnet_failure
 from fedlas.training.optimizer import build_optimizer
 from fedlas.training.recipe import Recipe
 from fedlas.training.session import Session
@@ -170,13 +171,13 @@ def with_unaligned_storage(net: nn.Linear) -> nn.Module:
     ],
 )
 def test_unsupported_optimizers_use_torch(change, changes, expected, monkeypatch):
-    monkeypatch.setattr(batch_norm, "unsupported_reason", lambda _: None)
+    monkeypatch.setattr(optimizer_step, "failure", lambda _: None)
     recipe = Recipe(data="digits", model="small_cnn", loss="ce", **changes)
     optimizer, _ = build_optimizer(recipe, change(nn.Linear(30, 20)), nn.Identity(), torch.ones(3), CPU)
     assert optimizer_step.fits(recipe, optimizer, CPU) == expected
     if expected:
-        monkeypatch.setattr(batch_norm, "unsupported_reason", lambda _: "no compiler")
-        with pytest.warns(UserWarning, match="no compiler"):
+        monkeypatch.undo()
+        with pytest.warns(UserWarning, match="cannot be used.*driver"):
             assert not optimizer_step.fits(recipe, optimizer, CPU)
 
 
@@ -190,7 +191,8 @@ def pretend_compilation(monkeypatch):
     """Let a session on the CPU use the custom kernels, which are not run, in place of the compiler."""
     monkeypatch.setattr(build, "is_compiled", lambda recipe, _: recipe.compile)
     monkeypatch.setattr(build, "CompiledCall", lambda module, **_: module)
-    monkeypatch.setattr(batch_norm, "unsupported_reason", lambda _: None)
+    monkeypatch.setattr(kernels, "resnet_failure", lambda *_, **__: None)
+    monkeypatch.setattr(optimizer_step, "failure", lambda _: None)
 
 
 def is_fused(session: Session) -> bool:
@@ -220,10 +222,9 @@ def test_a_session_uses_the_kernels_if_it_compiles(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there can be used")
-def test_kernels_that_fail_fall_back_with_a_warning():
-    missing_device = torch.device("cuda")
-    for can_run in (stem._can_run, conv1x1._can_run, conv1x1._can_run_backward):
-        with pytest.warns(UserWarning, match="cuDNN"):
-            assert not can_run.__wrapped__(missing_device)
-        assert can_run(CPU)
-    assert optimizer_step._unsupported_reason(Recipe(data="digits", model="small_cnn", loss="ce"), missing_device)
+@pytest.mark.parametrize("bottlenecks", [False, True])
+def test_kernels_that_fail_return_the_reason(bottlenecks):
+    for device in ("cpu", "cuda"):
+        reason = resnet_failure(torch.device(device), bottlenecks=bottlenecks)
+        assert reason is not None
+        assert "\n" not in reason

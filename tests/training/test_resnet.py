@@ -12,7 +12,7 @@ from fedlas.models import build_model, resnet
 from fedlas.training import build, recipe_for, session
 
 pytest.importorskip("triton")
-from fedlas.training.accelerators import batch_norm
+from fedlas.training.accelerators import batch_norm, kernels, optimizer_step
 from fedlas.training.accelerators.resnet import (
     DeferredGradient,
     FusedResNet,
@@ -199,7 +199,8 @@ def prepare_on_pretended_gpu(monkeypatch, reason=None, **changes):
     """Return whether a session on a GPU would fuse the network, and whether it would compile it."""
     monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, (1, 1, 1, 1)))
     monkeypatch.setattr(build, "is_compiled", lambda recipe, _: recipe.compile)
-    monkeypatch.setattr(batch_norm, "unsupported_reason", lambda _: reason)
+    monkeypatch.setattr(kernels, "resnet_failure", lambda *_, **__: reason)
+    monkeypatch.setattr(optimizer_step, "failure", lambda _: None)
     compiled = []
     monkeypatch.setattr(build, "CompiledCall", lambda module, **_: compiled.append(type(module).__name__) or module)
     options = {"model_options": {"in_channels": 1}, "channels_last": True, "compile": True} | changes
@@ -219,12 +220,6 @@ def test_a_session_fuses_networks_that_it_would_compile(monkeypatch):
 def test_without_kernels_the_network_is_compiled(monkeypatch):
     with pytest.warns(UserWarning, match="no C compiler"):
         assert prepare_on_pretended_gpu(monkeypatch, reason="RuntimeError: no C compiler") == (False, True)
-
-
-def test_why_not_returns_the_reason():
-    reason = batch_norm.unsupported_reason(torch.device("cpu"))  # unsupported by Triton, except in its interpreter
-    assert reason is not None
-    assert "\n" not in reason
 
 
 @pytest.mark.parametrize("trainable", [True, False])

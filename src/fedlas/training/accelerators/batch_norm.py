@@ -12,9 +12,6 @@ sign of the ReLU input from y if there is no residual add; otherwise the forward
 """
 
 import os
-import warnings
-from collections.abc import Callable
-from functools import cache
 from typing import NamedTuple, no_type_check
 
 import torch
@@ -623,40 +620,3 @@ def spread(gradient: Tensor, height: int, width: int) -> Tensor:
         gradient.contiguous(), result, rows, channels, height * width, **compile_options(tile),
     )  # fmt: skip
     return result
-
-
-@cache
-def unsupported_reason(device: torch.device) -> str | None:
-    """Return why the kernels cannot run on a device (no compiler, an old GPU), or None.
-
-    It runs a small kernel, because Triton declares no requirements: a missing C compiler or an unsupported GPU shows
-    only when a kernel is launched.
-    """
-    y, norm = torch.zeros(2, CHANNEL_MULTIPLE, 1, 1, device=device), example_norm(device)
-    y = y.contiguous(memory_format=torch.channels_last)
-    return failure_reason(lambda: statistics(y, norm, torch.zeros(1, dtype=torch.int32, device=device)))
-
-
-def failure_reason(work: Callable[[], object]) -> str | None:
-    """Run a function, and return the reason if it fails."""
-    try:
-        work()
-    except torch.OutOfMemoryError:  # says nothing about the kernels
-        raise
-    except Exception as error:  # torch is the fallback for any other error
-        return f"{type(error).__name__}: {(str(error).strip() or 'no reason').splitlines()[0]}"
-    return None
-
-
-def try_kernels(device: torch.device, layers: str, work: Callable[[], object]) -> bool:
-    """Return whether kernels run on a device, and warn if they do not."""
-    reason = failure_reason(work) if device.type == "cuda" else None
-    if reason is not None:
-        warnings.warn(f"{layers} computed by cuDNN, custom kernels cannot be used: {reason}", stacklevel=3)
-    return reason is None
-
-
-def example_norm(device: torch.device) -> Affine:
-    """Return a norm with the smallest number of channels, to try kernels with."""
-    weight, bias, mean, var = torch.zeros(4, CHANNEL_MULTIPLE, device=device).unbind()
-    return Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)

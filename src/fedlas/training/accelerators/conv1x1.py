@@ -9,7 +9,6 @@ start with the last rows, which are still in the cache, and sums are added in a 
 bits.
 """
 
-from functools import cache
 from typing import NamedTuple, no_type_check
 
 import torch
@@ -27,7 +26,6 @@ from fedlas.training.accelerators.batch_norm import (
     Tile,
     add_folded,
     compile_options,
-    example_norm,
     gradient_buffers,
     load_running_mean,
     load_second_gradient,
@@ -38,7 +36,6 @@ from fedlas.training.accelerators.batch_norm import (
     statistics_buffers,
     store_partial_gradients,
     store_partial_sums,
-    try_kernels,
 )
 
 MULTIPROCESSORS = 132  # of an H200, for which tiles and thresholds were tuned
@@ -153,14 +150,14 @@ def fits(images: Tensor, weight: Tensor) -> bool:
     """
     outputs, inputs = weight.shape[:2]
     is_faster = images.numel() // inputs >= MIN_ROWS and (inputs in (64, 128) or (inputs == 256 and outputs <= 128))
-    return is_faster and _has_supported_layout(images, weight) and _can_run(images.device)
+    return is_faster and _has_supported_layout(images, weight)
 
 
 def fits_back(images: Tensor, weight: Tensor) -> bool:
     """Return the same for the input gradient and the sums of the batch norm before."""
     outputs, inputs = weight.shape[:2]
     is_faster = images.numel() // inputs >= MIN_ROWS_BACKWARD and outputs in (64, 128, 256) and outputs <= inputs
-    return is_faster and _has_supported_layout(images, weight) and _can_run_backward(images.device)
+    return is_faster and _has_supported_layout(images, weight)
 
 
 def _has_supported_layout(images: Tensor, weight: Tensor) -> bool:
@@ -173,41 +170,6 @@ def _has_supported_layout(images: Tensor, weight: Tensor) -> bool:
         and weight.dtype in LOW_PRECISION_TYPES
         and all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (images, weight))
     )
-
-
-@cache
-def _can_run(device: torch.device) -> bool:
-    """Try the kernel with the fewest and the most channels."""
-
-    def work() -> None:
-        for channels in (64, 256):
-            multiply(*_example(device, channels, CHANNEL_MULTIPLE))
-
-    return try_kernels(device, "1 x 1 convolutions are", work)
-
-
-@cache
-def _can_run_backward(device: torch.device) -> bool:
-    """Try the backward kernel with the fewest and the most channels, and with all optional inputs."""
-
-    def work() -> None:
-        for channels in (64, 256):
-            y, factors, _, counter = _example(device, CHANNEL_MULTIPLE, channels)
-            second = y if channels == 256 else StridedGradient(new_images(y, CHANNEL_MULTIPLE, 16, 16).zero_(), 2)
-            statistics = Normed(*torch.zeros(4, CHANNEL_MULTIPLE, device=device).unbind())
-            bits = torch.zeros(y.numel() // 8, dtype=torch.uint8, device=device)
-            product = Product(new_images(y, channels).zero_(), factors)
-            gradient_sums(product, second, y, bits, statistics, counter, y, statistics)
-
-    return try_kernels(device, "gradients of 1 x 1 convolutions are", work)
-
-
-def _example(device: torch.device, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Affine, Tensor]:
-    """Return example arguments of `multiply`."""
-    images = torch.zeros(32, inputs, 32, 32, device=device, dtype=torch.bfloat16)
-    factors = torch.zeros(outputs, inputs, 1, 1, device=device, dtype=torch.bfloat16)
-    counter = torch.zeros(1, dtype=torch.int32, device=device)
-    return images.contiguous(memory_format=torch.channels_last), factors, example_norm(device), counter
 
 
 def multiply(images: Tensor, weight: Tensor, norm: Affine, counter: Tensor) -> tuple[Tensor, Normed]:

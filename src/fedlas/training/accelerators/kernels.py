@@ -5,8 +5,9 @@ import warnings
 import torch
 from torch import nn
 
-from fedlas.training.accelerators import batch_norm, metric_sums, resnet
+from fedlas.training.accelerators import metric_sums, resnet
 from fedlas.training.accelerators.optimizer_step import FusedOptimizerStep, fits
+from fedlas.training.accelerators.trial import resnet_failure
 from fedlas.training.epoch_metrics import EpochSums
 from fedlas.training.optimizer import FusedStep
 from fedlas.training.recipe import Recipe
@@ -29,7 +30,7 @@ class CustomKernels:
         fused = resnet.fuse(model)
         if fused is None:
             return None
-        reason = batch_norm.unsupported_reason(self.device)
+        reason = resnet_failure(self.device, bottlenecks=fused.has_bottlenecks)
         if reason is not None:
             warnings.warn(f"custom kernels cannot be used, torch.compile is used instead: {reason}", stacklevel=2)
             return None

@@ -20,10 +20,11 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from fedlas.training.accelerators import batch_norm, metric_sums
+from fedlas.training.accelerators import metric_sums
 from fedlas.training.accelerators.batch_norm import is_last_program
 from fedlas.training.accelerators.parameter_blocks import ALIGNED, BLOCK, TILE, Layout, block_table, is_plain, lay_out
 from fedlas.training.accelerators.resnet import FusedResNet
+from fedlas.training.accelerators.trial import failure
 from fedlas.training.epoch_metrics import EpochMetrics
 from fedlas.training.optimizer import SKIP, build_optimizer, parameters_of
 from fedlas.training.recipe import Recipe
@@ -135,9 +136,7 @@ def fits(recipe: Recipe, optimizer: torch.optim.Optimizer, device: torch.device)
         pair = parameter, optimizer.state[parameter].get("momentum_buffer", parameter)
         if pair[0].stride() != pair[1].stride() or not all(is_plain(tensor) for tensor in pair):
             return False
-    reason = batch_norm.unsupported_reason(device) or (
-        _unsupported_reason(recipe, device) if device.type == "cuda" else None
-    )
+    reason = failure(lambda: _try_step(recipe, device))
     if reason is not None:
         warnings.warn(
             f"the fused optimizer step cannot be used, torch's optimizer is used instead: {reason}", stacklevel=2
@@ -145,24 +144,20 @@ def fits(recipe: Recipe, optimizer: torch.optim.Optimizer, device: torch.device)
     return reason is None
 
 
-def _unsupported_reason(recipe: Recipe, device: torch.device) -> str | None:
-    """Return why a trial step with a small layer fails, or None."""
-
-    def work() -> None:
-        layer = nn.Linear(64, 64).to(device)
-        optimizer, rates = build_optimizer(recipe, layer, nn.Identity(), torch.ones(2), device)
-        for parameter in layer.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        count, first_bad = (torch.full((), value, dtype=torch.int64, device=device) for value in (0, -1))
-        steps, norm_sum, samples, correct, total = torch.zeros(5, dtype=torch.float64, device=device).unbind()
-        FusedOptimizerStep(recipe, optimizer, rates, nn.Identity()).step(count == 0, count, first_bad, steps, norm_sum)
-        labels = torch.zeros(64, dtype=torch.int64, device=device)
-        metric_sums.add_batch(layer.weight.detach(), labels, samples, correct, [rates.now[0]], [total])
-        psi, gamma, alpha_i, edges = torch.ones(4, 1, device=device)
-        sums = torch.zeros(4, dtype=torch.float64, device=device)
-        metric_sums.add_gate(labels[:1], psi, gamma, alpha_i, 1.0, edges, labels.to(torch.int8), sums)
-
-    return batch_norm.failure_reason(work)
+def _try_step(recipe: Recipe, device: torch.device) -> None:
+    """Take a step with a small layer, and add to all sums."""
+    layer = nn.utils.skip_init(nn.Linear, 64, 64, device=device)  # draws no random numbers
+    optimizer, rates = build_optimizer(recipe, layer, nn.Identity(), torch.ones(2), device)
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    count, first_bad = (torch.full((), value, dtype=torch.int64, device=device) for value in (0, -1))
+    steps, norm_sum, samples, correct, total = torch.zeros(5, dtype=torch.float64, device=device).unbind()
+    FusedOptimizerStep(recipe, optimizer, rates, nn.Identity()).step(count == 0, count, first_bad, steps, norm_sum)
+    logits, labels = torch.zeros(64, 64, device=device), torch.zeros(64, dtype=torch.int64, device=device)
+    metric_sums.add_batch(logits, labels, samples, correct, [rates.now[0]], [total])
+    psi, gamma, alpha_i, edges = torch.ones(4, 1, device=device)
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    metric_sums.add_gate(labels[:1], psi, gamma, alpha_i, 1.0, edges, labels.to(torch.int8), sums)
 
 
 class FusedOptimizerStep:

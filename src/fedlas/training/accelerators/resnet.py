@@ -143,6 +143,7 @@ class FusedResNet(ResNet):  # type: ignore[misc]
         for name, layer in model.named_children():
             self.add_module(name, layer)
         self.training = model.training
+        self.has_bottlenecks = any(isinstance(layer, Bottleneck) for layer in model.modules())
         self.gradient_slots: Mapping[Tensor, Tensor] = {}
         self.weight_cast: WeightCast | None = None
         self.counters: dict[nn.Module, Tensor] = {}
@@ -207,7 +208,7 @@ class _TrainingPass:
         kind = images.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
         self.model = model
-        self.side = SideStream(images.device, used=any(isinstance(layer, Bottleneck) for layer in model.modules()))
+        self.side = SideStream(images.device, used=model.has_bottlenecks)
         weights = [layer.weight for layer in layers]
         targets = [_GradientTarget(weight, model.gradient_slots.get(weight)) for weight in weights]
         cast = None if dtype == torch.float32 else model.cast_of(weights)

@@ -9,7 +9,6 @@ matrix product (im2col): the row of a pixel has the 27 inputs of its filter and 
 but from the cache. As in `batch_norm`, sums are added in a fixed order: equal inputs give equal bits.
 """
 
-from functools import cache
 from typing import no_type_check
 
 import torch
@@ -18,22 +17,18 @@ import triton.language as tl
 from torch import Tensor
 
 from fedlas.training.accelerators.batch_norm import (
-    CHANNEL_MULTIPLE,
     Affine,
     GradientSums,
     Normed,
     Tile,
     add_folded,
     compile_options,
-    example_norm,
     gradient_of_y,
-    gradient_sums,
     load_running_mean,
     new_images,
     shape_of,
     statistics_buffers,
     store_partial_sums,
-    try_kernels,
 )
 
 FILTER_SHAPE = (3, 3, 3)  # channels, height and width
@@ -120,29 +115,9 @@ def add_kernel(partial, result, channels, blocks, BLOCKS: tl.constexpr):
 
 def fits(images: Tensor, filters: Tensor) -> bool:
     """Return whether the kernels support shapes and memory layout of images and filters."""
-    return (
-        filters.shape[1:] == FILTER_SHAPE
-        and all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (images, filters))
-        and _can_run(images.device)
+    return filters.shape[1:] == FILTER_SHAPE and all(
+        tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (images, filters)
     )
-
-
-@cache
-def _can_run(device: torch.device) -> bool:
-    """Try the forward and backward kernels with images of CIFAR's size, and warn once if they fail."""
-
-    def zeros(*shape: int) -> Tensor:
-        tensor = torch.zeros(shape, device=device, dtype=torch.bfloat16)
-        return tensor.contiguous(memory_format=torch.channels_last)
-
-    def work() -> None:
-        images, filters = zeros(32, 3, 32, 32), zeros(CHANNEL_MULTIPLE, 3, 3, 3)
-        counter = torch.zeros(1, dtype=torch.int32, device=device)
-        y, statistics = convolve(images, filters, example_norm(device), counter)
-        bits = torch.empty(0, device=device, dtype=torch.uint8)
-        gradient_of_filters(images, filters, y, statistics, gradient_sums(y, y, y, bits, statistics, counter))
-
-    return try_kernels(device, "the first layer is", work)
 
 
 def convolve(images: Tensor, filters: Tensor, norm: Affine, counter: Tensor) -> tuple[Tensor, Normed]:
