@@ -22,7 +22,7 @@ from fedlas.predictions import AnyPredictions, Predictions
 from fedlas.training import checkpoint
 from fedlas.training.backend_flags import backend_flags
 from fedlas.training.build import select_device
-from fedlas.training.prediction import evaluation_source, predictions_of
+from fedlas.training.prediction import build_source, predictions_of
 from fedlas.training.progress import downloads
 from fedlas.training.recipe import Recipe
 from fedlas.training.recipe_text import Plain
@@ -173,7 +173,7 @@ def _predictions(
     device = next(net.parameters()).device
     transform = training_data.transform_for(samples.name if samples.name in training_data.splits else "test")
     with backend_flags(recipe, device):
-        source = evaluation_source(samples, transform, recipe, device, resident=resident)
+        source = build_source(samples, transform, recipe, device, resident=resident)
         return predictions_of(
             net, source, recipe, device=device, split=name, class_names=training_data.class_names, labelled=labelled
         )

@@ -11,7 +11,7 @@ from fedlas import ranks
 from fedlas.catalog import keywords
 from fedlas.data import CATALOG as DATA
 from fedlas.data import AbstractDataset, Loader, Resident, build_data
-from fedlas.data.base import Split, part_of_batch
+from fedlas.data.base import part_of_batch
 from fedlas.data.base.images import Transform
 from fedlas.data.base.keyed import order
 from fedlas.models import WithFeatures
@@ -30,7 +30,7 @@ from fedlas.training.checkpoint import RESTORE_ERRORS, restore_module
 from fedlas.training.compilation import ran_out_of_memory
 from fedlas.training.distributed import gather_objects
 from fedlas.training.optimizer import load_optimizer_state, optimizer_state
-from fedlas.training.prediction import Source, evaluation_source, images_dtype, rank
+from fedlas.training.prediction import Source, build_source, rank
 from fedlas.training.random_state import random_state, restore_random_state, seed_everything
 from fedlas.training.recipe import OFFICIAL_SUFFIX, Recipe
 from fedlas.training.run_folder import RunError
@@ -78,7 +78,8 @@ class Session:
             split = with_first_half(split, self.data.split("val"))
         self.num_samples = len(split)
         check_batch_size(recipe, self.num_samples, self.world_size)
-        self.train_source = self._build_train_source(split)
+        transform = self.data.transform_for("train")
+        self.train_source = build_source(split, transform, recipe, device, resident=self.data.resident, train=True)
 
         seed_everything(recipe.seed)
         num_classes = self.data.num_classes
@@ -104,29 +105,6 @@ class Session:
         except ValueError as error:  # predictions would be refused after the training
             raise RunError(f"{self.data.title}: {error}") from error
 
-    def _build_train_source(self, split: Split) -> Source:
-        recipe, transform = self.recipe, self.data.transform_for("train")
-        options: dict[str, Any] = {
-            "train": True,
-            "seed": recipe.seed,
-            "device": self.device,
-            "dtype": images_dtype(recipe),
-            "channels_last": recipe.channels_last,
-            "cache": recipe.cache,
-        }
-        if self.data.resident:
-            return Resident(split, transform, **options)
-        return Loader(
-            split,
-            transform,
-            batch_size=recipe.batch_size,
-            drop_last=recipe.drop_last,
-            rank=rank(),
-            world=self.world_size,
-            workers=recipe.workers,
-            **options,
-        )
-
     @property
     def steps_per_epoch(self) -> int:
         """Number of batches of an epoch."""
@@ -151,19 +129,15 @@ class Session:
     def evaluation_source(self, split: str) -> Source:
         """Return a source of a split of the run's data; "test-published" uses the transform of the official code."""
         name = split.removesuffix(OFFICIAL_SUFFIX)
-        transform = self.data.transform_for(name)
-        if name != split:
-            transform = self._official_transform(self.recipe.data, transform)
-        return evaluation_source(
-            self.data.split(name), transform, self.recipe, self.device, resident=self.data.resident
-        )
+        transform = self.data.transform_for(name) if name == split else self._official_transform(self.recipe.data)
+        return build_source(self.data.split(name), transform, self.recipe, self.device, resident=self.data.resident)
 
     def feedback_source(self) -> Source:
         """Return a source of training samples without augmentation, as many as feedback needs."""
         count = len(self.data.split("val")) // (2 if self.recipe.halve_validation else 1)
         split = feedback_samples(self.data.split("train"), count)
         transform = self.data.transform_for("train")
-        return evaluation_source(split, transform, self.recipe, self.device, resident=self.data.resident)
+        return build_source(split, transform, self.recipe, self.device, resident=self.data.resident)
 
     def ood_source(self, name: str) -> Source:
         """Return a source of the test split of an OOD data set, with the transform of the in-distribution test images.
@@ -172,15 +146,15 @@ class Session:
         """
         data, transform = self.ood_data(name), self.data.transform_for("test")
         if name.endswith(OFFICIAL_SUFFIX):
-            transform = self._official_transform(name.removesuffix(OFFICIAL_SUFFIX), transform)
-        return evaluation_source(data.split("test"), transform, self.recipe, self.device, resident=data.resident)
+            transform = self._official_transform(name.removesuffix(OFFICIAL_SUFFIX))
+        return build_source(data.split("test"), transform, self.recipe, self.device, resident=data.resident)
 
-    def _official_transform(self, name: str, usual: Transform) -> Transform:
+    def _official_transform(self, name: str) -> Transform:
         """Return the transform of the official code for test images; raise if it equals the default one."""
         options = self.recipe.data_options if name == self.recipe.data else {}
         data = build_data(name, seed=self.recipe.seed, **self._data_options, **{**options, **DATA.find(name).published})
         transform = data.transform_for("test")
-        if transform == usual:
+        if transform == self.data.transform_for("test"):
             raise RunError(
                 f"the official code transforms the test images of {name} like fedlas; leave out {OFFICIAL_SUFFIX}"
             )
@@ -211,8 +185,8 @@ class Session:
             self.ood_data(name).split("test")
         for name in (*self.recipe.splits, *self.recipe.ood):
             if name.endswith(OFFICIAL_SUFFIX):
-                data = name.removesuffix(OFFICIAL_SUFFIX).replace("test", self.recipe.data)
-                self._official_transform(data, self.data.transform_for("test"))
+                data = self.recipe.data if name in self.recipe.splits else name.removesuffix(OFFICIAL_SUFFIX)
+                self._official_transform(data)
         if self.validates_on_test and self.loss.needs_validation:
             raise RunError(
                 f"{self.recipe.loss} learns from validation data, which selection=official takes from the test split; "
