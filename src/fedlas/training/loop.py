@@ -323,19 +323,9 @@ class _Training:
 
     def _resume(self) -> None:
         """Continue from the checkpoint, if there is one."""
-        if not decide_on_rank_zero(lambda: checkpoint.recover_checkpoint(self.run)):
-            decide_on_rank_zero(lambda: self.run.truncate_log(0))
-            return
-        path = self.run.checkpoint
-        saved = checkpoint.load(path)
-        checkpoint.check_recipe(saved, path, self.recipe)
-        self.session.load_state_dict(saved, path)
-        checkpoint.check_position(saved, path, self.recipe.epochs, self.session.steps_per_epoch)
+        if decide_on_rank_zero(lambda: checkpoint.recover_checkpoint(self.run)):
+            self.session.load_state_dict(checkpoint.load_for(self.run, self.recipe), self.run.checkpoint)
         decide_on_rank_zero(lambda: self.run.truncate_log(self.session.epoch))
-        try:
-            self.session.set_random_state(saved["random"])
-        except checkpoint.RESTORE_ERRORS as error:
-            raise checkpoint.invalid_checkpoint(path, f"its random state: {error}") from error
 
     def _check_data(self) -> None:
         """Record the checksums of the data; raise if a resumed run was trained on other data."""

@@ -71,9 +71,7 @@ def predict_with(
     data_options = {**recipe.data_options, **overrides} if data == recipe.data else dict(overrides)
     is_training_data = data == recipe.data and data_options == recipe.data_options
     with nullcontext() if out is not None else locked(run.folder), downloads(progress) as show_download:
-        saved = checkpoint.load(run.checkpoint)
-        checkpoint.check_recipe(saved, run.checkpoint, recipe)
-        checkpoint.check_position(saved, run.checkpoint, recipe.epochs)
+        saved = checkpoint.load_for(run, recipe)
         if out is None and saved["epoch"] < recipe.epochs:
             progress_text = f"{run.folder} is not finished: {saved['epoch']} of {recipe.epochs} epochs"
             raise RunError(f"{progress_text}; continue it with {RESUME}, or {WRITE_TO}")

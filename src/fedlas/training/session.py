@@ -1,6 +1,6 @@
 """Session: data, network, loss, optimizer, step and all mutable state of one run, on the device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from fedlas.training.build import (
     steps_per_epoch,
 )
 from fedlas.training.capture import StepRunner
-from fedlas.training.checkpoint import RESTORE_ERRORS, restore_module
+from fedlas.training.checkpoint import RESTORE_ERRORS, check_position, invalid_checkpoint, restore_module
 from fedlas.training.compilation import ran_out_of_memory
 from fedlas.training.distributed import gather_objects
 from fedlas.training.optimizer import load_optimizer_state, optimizer_state
@@ -237,6 +237,7 @@ class Session:
 
     def load_state_dict(self, state: dict[str, Any], path: Path | None = None) -> None:
         """Continue from a saved state, in place; errors name the file that it is from."""
+        name = path or "the checkpoint"
         try:
             restore_module(self.net.model, state["model"])
             restore_module(self.loss, state["loss"])
@@ -245,11 +246,17 @@ class Session:
         except RESTORE_ERRORS as error:
             if ran_out_of_memory(error):
                 raise
-            name, reason = path or "the checkpoint", " ".join(str(error).split())
+            reason = " ".join(str(error).split())
             raise RunError(f"{name} does not match the network or data; has the data changed? ({reason})") from error
+        check_position(state, name, self.recipe.epochs, self.steps_per_epoch)
         self.epoch, self.position = state["epoch"], state["position"]
         self.best = {name: value.to(self.device) for name, value in state["best"].items()}
         self.best_epoch, self.best_accuracy = state["best_epoch"], state["best_accuracy"]
+        try:
+            if rank() < len(state["random"]):  # fewer processes may have saved it
+                restore_random_state(state["random"][rank()], self.device)
+        except RESTORE_ERRORS as error:
+            raise invalid_checkpoint(name, f"its random state: {error}") from error
 
     def _load_step(self, state: dict[str, Any]) -> None:
         step, first = self.step, rank() == 0  # the first rank gets sums over all ranks
@@ -259,8 +266,3 @@ class Session:
         step.metrics.load_state_dict(state["metrics"], first=first)
         step.gate.load_state_dict(state["gate"], first=first)
         step.first_bad.fill_(-1)
-
-    def set_random_state(self, states: Sequence[dict[str, Any]]) -> None:
-        """Restore the random state of this rank, if it was saved."""
-        if rank() < len(states):
-            restore_random_state(states[rank()], self.device)
