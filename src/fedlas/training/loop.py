@@ -28,12 +28,11 @@ from fedlas.io import write_predictions
 from fedlas.predictions import Predictions
 from fedlas.training import checkpoint
 from fedlas.training.backend_flags import backend_flags, enable_cudnn_benchmark, on_training_stream, raise_compile_limit
-from fedlas.training.build import select_device
+from fedlas.training.build import check_parts, select_device
 from fedlas.training.callbacks import AbstractCallback, check_callbacks
 from fedlas.training.distributed import any_signal, broadcast_buffers, decide_on_rank_zero, is_rank_zero, process_group
 from fedlas.training.prediction import Source, predictions_of
 from fedlas.training.progress import default_callbacks, downloads, write_board
-from fedlas.training.protocols import check_parts
 from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import ELSEWHERE, MACHINE, RESUME, Run, RunError, locked, run_in
 from fedlas.training.schedule import lr_factor
