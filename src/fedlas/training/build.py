@@ -212,16 +212,17 @@ def select_device(device: str | torch.device | None = None) -> torch.device:
     """Return the requested device, by default a GPU if available; each local process has its own."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    unknown = RunError(f"device is {str(device)!r}; it has to be cpu, cuda or cuda:NUMBER")
     try:
         chosen = torch.device(device)
     except RuntimeError:
-        raise RunError(f"device is {device!r}; it has to be cpu, cuda or cuda:NUMBER") from None
+        raise unknown from None
     if chosen.type not in ("cpu", "cuda"):
-        raise RunError(f"device is {device}; it has to be cpu, cuda or cuda:NUMBER")
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise RunError("device is cuda, but torch sees no GPU here")
+        raise unknown
     if chosen.type == "cpu":
         return chosen
+    if not torch.cuda.is_available():
+        raise RunError("device is cuda, but torch sees no GPU here")
     number = int(os.environ.get("LOCAL_RANK", "0")) if chosen.index is None else chosen.index
     if number >= torch.cuda.device_count():
         raise RunError(f"GPU {number} is needed, but torch sees {torch.cuda.device_count()} GPUs here, counted from 0")

@@ -30,8 +30,6 @@ Values = dict[str, Plain]
 SMALL_IMAGES = ("cifar10", "cifar100")
 NATURAL_IMAGES = ("cub200", "aircraft")
 TINY = "tiny_imagenet"
-# Differences from the fast protocol of CIFAR-10, tuned for validation accuracy.
-FAST_OVERRIDES: dict[str, Values] = {"cifar100": {"weight_decay": 2e-3}}
 # Precision and layout of ResNets for small images; not specified in the paper (docs/decisions.md).
 FAST_NUMERICS: Values = {"precision": "bf16", "channels_last": True}
 
@@ -116,7 +114,7 @@ def fast_models(data: str) -> tuple[str, ...]:
 
 def fast_values(data: str, _model: str) -> Values:
     """Return the recipe fields for many short runs on a GPU."""
-    tuned: Values = {"lr": 0.2, "weight_decay": 1e-3} | FAST_OVERRIDES.get(data, {})
+    tuned: Values = {"lr": 0.2, "weight_decay": 2e-3 if data == "cifar100" else 1e-3}  # for validation accuracy
     step: Values = {"optimizer": "sgd", "momentum": 0.9, "nesterov": True, "batch_size": 512} | tuned
     cycle: Values = {"epochs": 20, "schedule": "one_cycle", "peak_at": 0.25, "start_factor": 0.1, "drop_last": True}
     return step | cycle | FAST_NUMERICS | {"eval_batch_size": 2500}
@@ -129,9 +127,8 @@ def small_models(data: str) -> tuple[str, ...]:
 
 def small_values(_data: str, _model: str) -> Values:
     """Return the recipe fields for a CPU."""
-    return {
-        "epochs": 15, "batch_size": 64, "lr": 0.1, "nesterov": True, "schedule": "one_cycle", "clip": 2.0,
-    }  # fmt: skip
+    step: Values = {"batch_size": 64, "lr": 0.1, "nesterov": True, "clip": 2.0}
+    return step | {"epochs": 15, "schedule": "one_cycle"}
 
 
 def standard_models(data: str) -> tuple[str, ...]:

@@ -56,6 +56,7 @@ class Session:
         runner: runs the step, captured if possible.
         epoch: number of finished epochs.
         position: number of finished steps of the next epoch.
+        steps_per_epoch: number of batches of an epoch.
         best: weights of the best epoch so far.
     """
 
@@ -77,6 +78,7 @@ class Session:
         if recipe.train_on_v1:
             split = with_first_half(split, self.data.split("val"))
         self.num_samples = len(split)
+        self.steps_per_epoch = steps_per_epoch(recipe, self.num_samples)
         check_batch_size(recipe, self.num_samples, self.world_size)
         transform = self.data.transform_for("train")
         self.train_source = build_source(split, transform, recipe, device, resident=self.data.resident, train=True)
@@ -104,11 +106,6 @@ class Session:
             check_class_names(self.data.class_names)
         except ValueError as error:  # predictions would be refused after the training
             raise RunError(f"{self.data.title}: {error}") from error
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of batches of an epoch."""
-        return steps_per_epoch(self.recipe, self.num_samples)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
         """Iterate over the inputs of the steps of an epoch, from a step on."""
@@ -183,16 +180,18 @@ class Session:
                 raise RunError(f"the {name} split of {self.data.title} is empty")
         for name in self.recipe.ood:
             self.ood_data(name).split("test")
-        for name in (*self.recipe.splits, *self.recipe.ood):
             if name.endswith(OFFICIAL_SUFFIX):
-                data = self.recipe.data if name in self.recipe.splits else name.removesuffix(OFFICIAL_SUFFIX)
-                self._official_transform(data)
-        if self.validates_on_test and self.loss.needs_validation:
+                self._official_transform(name.removesuffix(OFFICIAL_SUFFIX))
+        if f"test{OFFICIAL_SUFFIX}" in self.recipe.splits:
+            self._official_transform(self.recipe.data)
+        if not self.loss.needs_validation:
+            return
+        if self.validates_on_test:
             raise RunError(
                 f"{self.recipe.loss} learns from validation data, which selection=official takes from the test split; "
                 "set data_options.selection=held_out"
             )
-        if self.recipe.train_on_v1 and self.loss.needs_validation:
+        if self.recipe.train_on_v1:
             raise RunError(f"{self.recipe.loss} learns from V1, so that it cannot train on it; leave out train_on_v1")
 
     def close(self) -> None:
