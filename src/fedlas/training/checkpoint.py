@@ -143,10 +143,7 @@ def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint."""
     damaged = f"{path} cannot be read: it is damaged, or not a checkpoint; remove its folder to start again"
     check_file(path)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}") from error
+    data = path.read_bytes()
     if not is_intact(data):
         raise RunError(damaged)
     try:

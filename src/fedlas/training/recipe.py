@@ -206,8 +206,7 @@ class Recipe:
     def _check_numbers(self) -> None:
         """Raise if a number is out of range."""
         for name in ("epochs", "batch_size", "accumulate", "eval_batch_size"):
-            check_field(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-            check_field(getattr(self, name) <= MAX_COUNT, name, getattr(self, name), f"at most {MAX_COUNT}")
+            check_field(1 <= getattr(self, name) <= MAX_COUNT, name, getattr(self, name), f"1 to {MAX_COUNT}")
         for name in ("lr", "weight_decay", "warmup", "mixup", "cutmix", "checkpoint_every", "seed", "gate_lr_factor"):
             check_field(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
         for name in ("gate_weight_decay", "workers"):
@@ -288,11 +287,13 @@ class Recipe:
 
     def _check_field(self, name: str) -> None:
         """Raise if a setting is not a field; point to `..._options` if it is an option of loss, network or data."""
+        if name in _kinds():
+            return
         from fedlas.data import CATALOG as DATA  # noqa: PLC0415 - a recipe can be created and read without data sets
         from fedlas.models import CATALOG as MODELS  # noqa: PLC0415
 
         catalogues: dict[str, Catalog[Any]] = {"loss": LOSSES, "model": MODELS, "data": DATA}
-        for kind, catalog in catalogues.items() if name not in _kinds() else ():
+        for kind, catalog in catalogues.items():
             entry = getattr(self, kind)
             if entry in catalog.entries and name in keywords(catalog.entries[entry]):
                 description = f"a keyword of the {catalog.kind} {entry!r}"
