@@ -46,7 +46,7 @@ from fedlas.report.figures import (
 )
 from fedlas.training.backend_flags import backend_flags
 from fedlas.training.build import select_device
-from fedlas.training.checkpoint import check_recipe, load, restore_module
+from fedlas.training.checkpoint import load_for, restore_module
 from fedlas.training.precision import autocast
 from fedlas.training.protocols import list_recipes, recipe_for
 from fedlas.training.recipe import Recipe
@@ -128,9 +128,7 @@ def _drawn(drawing: Drawing, run: Run) -> Iterator[Path]:
     with backend_flags(recipe, device):
         session = Session(recipe, device, drawing.data_root, capture=False)
         before = run_model(session)
-        saved = load(run.checkpoint)
-        check_recipe(saved, run.checkpoint, recipe)
-        restore_module(session.net.model, saved["best"])
+        restore_module(session.net.model, load_for(run, recipe)["best"])
         after = run_model(session)
     written = run.predictions("best-test")
     if written.index is None or not torch.equal(written.index, cast("Tensor", after.predictions.index)):

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from fedlas.lazy_imports import lazy_attributes
 
 if TYPE_CHECKING:
+    from fedlas.training.build import check_parts as check_parts
     from fedlas.training.callbacks import AbstractCallback as AbstractCallback
     from fedlas.training.loop import DivergedError as DivergedError
     from fedlas.training.loop import fit as fit
     from fedlas.training.loop import fit_many as fit_many
-    from fedlas.training.protocols import check_parts as check_parts
     from fedlas.training.protocols import list_recipes as list_recipes
     from fedlas.training.protocols import official_preprocessing_differs as official_preprocessing_differs
     from fedlas.training.protocols import paper_models as paper_models
@@ -25,16 +25,10 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_attributes(
     __name__,
     {
+        "build": ["check_parts"],
         "callbacks": ["AbstractCallback"],
         "loop": ["DivergedError", "fit", "fit_many"],
-        "protocols": [
-            "check_parts",
-            "list_recipes",
-            "official_preprocessing_differs",
-            "protocol_named",
-            "paper_models",
-            "recipe_for",
-        ],
+        "protocols": ["list_recipes", "official_preprocessing_differs", "paper_models", "protocol_named", "recipe_for"],
         "recipe": ["Recipe"],
         "run_folder": ["Run", "RunError"],
         "signals": ["StopSignals", "StoppedError"],

@@ -25,12 +25,12 @@ def backend_flags(recipe: Recipe, device: torch.device) -> Iterator[None]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
     try:
         _set_flags(
-            {
+            previous
+            | {
                 "deterministic": recipe.deterministic,
                 "warn_only": False,
                 "cudnn_deterministic": recipe.deterministic,
                 "cudnn_benchmark": not recipe.deterministic,
-                "cudnn_benchmark_limit": previous["cudnn_benchmark_limit"],
                 "matmul": "highest" if recipe.precision == "fp32" else "high",
                 "cudnn_tf32": recipe.precision != "fp32",
                 "onednn": previous["onednn"] and not (recipe.precision == "bf16" and _lacks_onednn_bf16()),

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from fedlas import ranks
 from fedlas.catalog import keywords
 from fedlas.data import CATALOG as DATA
-from fedlas.data import AbstractDataset, Resident, Sample
+from fedlas.data import AbstractDataset, Resident, Sample, build_data
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.losses import AbstractLoss, build_loss
-from fedlas.models import Output, WithFeatures, build_model
+from fedlas.models import Output, WithFeatures, build_model, check_model
 from fedlas.training.compilation import CompiledCall, first_line
 from fedlas.training.distributed import wrap_in_ddp
 from fedlas.training.epoch_metrics import EpochMetrics
@@ -23,7 +23,7 @@ from fedlas.training.mixup import Mixer
 from fedlas.training.network_with_loss import NetworkWithLoss
 from fedlas.training.optimizer import build_optimizer
 from fedlas.training.prediction import Source
-from fedlas.training.recipe import Recipe
+from fedlas.training.recipe import OFFICIAL_SUFFIX, Recipe
 from fedlas.training.run_folder import RunError
 from fedlas.training.schedule import lr_table
 from fedlas.training.step import TrainStep
@@ -96,6 +96,19 @@ def build_recipe_loss(recipe: Recipe, samples: int, num_classes: int) -> Abstrac
         if name in keywords(LOSSES.find(recipe.loss)):
             options.setdefault(name, size)
     return build_loss(recipe.loss, num_classes=num_classes, **options)
+
+
+def check_parts(recipe: Recipe) -> None:
+    """Raise if a data set, network, loss or one of their options is unknown, before data is read."""
+    build_data(recipe.data, seed=recipe.seed, **recipe.data_options)
+    for name in recipe.ood:
+        DATA.find(name.removesuffix(OFFICIAL_SUFFIX))
+    check_model(recipe.model, **recipe.model_options)
+    classes, weight = getattr(DATA.find(recipe.data), "num_classes", None), recipe.loss_options.get("weight")
+    if not isinstance(classes, int):  # the classes of an image folder are counted when it is read
+        classes = len(weight) if isinstance(weight, list) else 2
+    with torch.random.fork_rng(devices=[]):
+        build_recipe_loss(recipe, samples=1, num_classes=classes)  # the samples are counted when the data is read
 
 
 def build_step(
@@ -197,16 +210,17 @@ def select_device(device: str | torch.device | None = None) -> torch.device:
     """Return the requested device, by default a GPU if available; each local process has its own."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    unknown = RunError(f"device is {str(device)!r}; it has to be cpu, cuda or cuda:NUMBER")
     try:
         chosen = torch.device(device)
     except RuntimeError:
-        raise RunError(f"device is {device!r}; it has to be cpu, cuda or cuda:NUMBER") from None
+        raise unknown from None
     if chosen.type not in ("cpu", "cuda"):
-        raise RunError(f"device is {device}; it has to be cpu, cuda or cuda:NUMBER")
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise RunError("device is cuda, but torch sees no GPU here")
+        raise unknown
     if chosen.type == "cpu":
         return chosen
+    if not torch.cuda.is_available():
+        raise RunError("device is cuda, but torch sees no GPU here")
     number = int(os.environ.get("LOCAL_RANK", "0")) if chosen.index is None else chosen.index
     if number >= torch.cuda.device_count():
         raise RunError(f"GPU {number} is needed, but torch sees {torch.cuda.device_count()} GPUs here, counted from 0")

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,22 +52,9 @@ def restore_module(module: nn.Module, state: Mapping[str, Any]) -> None:
         module.load_state_dict(dict(state))
 
 
-def check_recipe(saved: Mapping[str, Any], path: Path, recipe: Recipe) -> None:
-    """Raise if a checkpoint belongs to another recipe, such as another seed or loss."""
-    if saved["recipe"] != recipe.key:
-        raise RunError(
-            f"{path} is a checkpoint of another recipe: its key is {saved['recipe']!r}, the key of recipe.json "
-            f"is {recipe.key!r}; restore the checkpoint of this run, or remove its folder to train again"
-        )
-
-
-def check_position(saved: Mapping[str, Any], path: Path, epochs: int, steps: int | None = None) -> None:
+def check_position(saved: Mapping[str, Any], path: Path | str, epochs: int, steps: int) -> None:
     """Raise if the position of a checkpoint is impossible for this number of epochs and steps per epoch."""
     epoch, position, count = saved["epoch"], saved["position"], int(saved["step"]["count"])
-    if epoch > epochs:
-        raise invalid_checkpoint(path, f"its position is after epoch {epoch} of {epochs}")
-    if steps is None:
-        return
     if position > (steps if epoch < epochs else 0):
         raise invalid_checkpoint(
             path, f"its position is after step {position} of {steps} in epoch {epoch + 1} of {epochs}"
@@ -115,17 +102,13 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     with buffer.getbuffer() as view:  # no copy: the checkpoint may be large
-        write_atomic(path, *with_checksum(view), backup=Run(path.parent).checkpoint_before)
-
-
-def with_checksum(content: memoryview) -> tuple[memoryview, bytes]:
-    """Append a checksum to a zip file such as torch writes, as its zip comment."""
-    body, end = content[: -len(EMPTY_COMMENT)], content[-len(EMPTY_COMMENT) :]
-    assert end == EMPTY_COMMENT
-    return body, _checksum_comment(body)
+        body, end = view[: -len(EMPTY_COMMENT)], view[-len(EMPTY_COMMENT) :]
+        assert end == EMPTY_COMMENT
+        write_atomic(path, body, _checksum_comment(body), backup=Run(path.parent).checkpoint_before)
 
 
 def _checksum_comment(body: bytes | memoryview) -> bytes:
+    """Return the zip comment with the checksum, which replaces the empty one."""
     comment = CHECKSUM_PREFIX + hashlib.sha256(body).hexdigest().encode()
     return len(comment).to_bytes(2, "little") + comment
 
@@ -143,17 +126,24 @@ def is_intact(content: bytes) -> bool:
         return False
 
 
+def load_for(run: Run, recipe: Recipe) -> dict[str, Any]:
+    """Read the checkpoint of a run; raise if it belongs to another recipe, such as another seed or loss."""
+    path, saved = run.checkpoint, load(run.checkpoint)
+    if saved["recipe"] != recipe.key:
+        raise RunError(
+            f"{path} is a checkpoint of another recipe: its key is {saved['recipe']!r}, the key of recipe.json "
+            f"is {recipe.key!r}; restore the checkpoint of this run, or remove its folder to train again"
+        )
+    if saved["epoch"] > recipe.epochs:
+        raise invalid_checkpoint(path, f"its position is after epoch {saved['epoch']} of {recipe.epochs}")
+    return saved
+
+
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint."""
     damaged = f"{path} cannot be read: it is damaged, or not a checkpoint; remove its folder to start again"
-    try:
-        check_file(path)
-    except ValueError as error:
-        raise RunError(str(error)) from error
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}") from error
+    check_file(path)
+    data = path.read_bytes()
     if not is_intact(data):
         raise RunError(damaged)
     try:
@@ -170,7 +160,7 @@ def load(path: Path) -> dict[str, Any]:
     return content
 
 
-def invalid_checkpoint(path: Path, reason: object) -> RunError:
+def invalid_checkpoint(path: Path | str, reason: object) -> RunError:
     """Return the error for a checkpoint that is readable but has invalid content."""
     details = " ".join(str(reason).split())
     return RunError(f"{path} is damaged, or not a checkpoint of this run: {details}; remove its folder to start again")
@@ -178,15 +168,9 @@ def invalid_checkpoint(path: Path, reason: object) -> RunError:
 
 def _find_problem(content: Mapping[str, Any]) -> str | None:
     """Return what is missing or invalid in a checkpoint, which is untrusted input; None if it is valid."""
-    for name, is_valid, expected in ENTRIES:
-        if name not in content:
-            return f"it has no {name!r}"
-        if not is_valid(content[name]):
-            return f"{name!r} is not {expected}"
-    step = content["step"]
-    for name, is_valid, expected in STEP_ENTRIES:
-        if name not in step or not is_valid(step[name]):
-            return f"{name!r} of 'step' is not {expected}"
+    problem = _find_invalid_entry(content, ENTRIES) or _find_invalid_entry(content["step"], STEP_ENTRIES)
+    if problem is not None:
+        return problem
     model, best = content["model"], content["best"]
     if content["best_epoch"] > content["epoch"]:
         return f"its best epoch, {content['best_epoch']}, is later than its last epoch, {content['epoch']}"
@@ -195,40 +179,33 @@ def _find_problem(content: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _find_invalid_entry(values: Mapping[str, Any], entries: Mapping[str, "Kind"]) -> str | None:
+    for name, kind in entries.items():
+        if name not in values:
+            return f"it has no {name!r}"
+        if not kind.matches(values[name]):
+            return f"{name!r} is not {kind.description}"
+    return None
+
+
 def _shapes(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in weights.items()}
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_accuracy(value: Any) -> bool:
-    return type(value) in (int, float) and -1 <= value <= 1  # -1: before the first epoch
-
-
-def _is_mapping(value: Any) -> bool:
+def _is_dictionary(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
-
-
-def _is_tensor_mapping(value: Any) -> bool:
-    return _is_mapping(value) and all(_is_tensor(item) for item in value.values())
 
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_nested)
 
 
-def _is_optimizer_state(value: Any) -> bool:
-    return isinstance(value, list) and all(_is_tensor_mapping(item) for item in value)
+def _are_tensors(value: Any) -> bool:
+    return _is_dictionary(value) and all(_is_tensor(item) for item in value.values())
 
 
-def _is_random_state(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(_is_mapping(item) for item in value)
+def _is_list(value: Any, is_item: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and bool(value) and all(is_item(item) for item in value)
 
 
 def _is_scalar(value: Any) -> bool:
@@ -237,31 +214,40 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _is_gate_state(value: Any) -> bool:
-    return _is_mapping(value) and _is_mapping(value.get("history")) and _is_tensor(value.get("sums"))
+    return _is_dictionary(value) and _is_dictionary(value.get("history")) and _is_tensor(value.get("sums"))
 
 
-# Entries of a checkpoint: name, check of the value, and description of valid values.
-Entry: TypeAlias = tuple[str, Callable[[Any], bool], str]
-ENTRIES: tuple[Entry, ...] = (
-    ("model", _is_tensor_mapping, "a dictionary of tensors"),
-    ("loss", _is_mapping, "a dictionary with string keys"),
-    ("optimizer", _is_optimizer_state, "a list of dictionaries of tensors"),
-    ("step", _is_mapping, "a dictionary with string keys"),
-    ("epoch", _is_count, "a number of epochs"),
-    ("position", _is_count, "a number of steps"),
-    ("random", _is_random_state, "a list with the random state of each process"),
-    ("best", _is_tensor_mapping, "a dictionary of tensors"),
-    ("best_epoch", _is_count, "a number of epochs"),
-    ("best_accuracy", _is_accuracy, "an accuracy"),
-    ("recipe", _is_text, "the key of a recipe"),
-)
-STEP_ENTRIES: tuple[Entry, ...] = (
-    ("count", _is_scalar, "a number of steps"),
-    ("scale", _is_scalar, "a factor"),
-    ("good_steps", _is_scalar, "a number of steps"),
-    ("metrics", _is_tensor_mapping, "a dictionary of tensors"),
-    ("gate", _is_gate_state, "the state of the gate statistics"),
-)
+class Kind(NamedTuple):
+    """Valid values of an entry of a checkpoint."""
+
+    description: str
+    matches: Callable[[Any], bool]
+
+
+DICTIONARY = Kind("a dictionary with string keys", _is_dictionary)
+TENSORS = Kind("a dictionary of tensors", _are_tensors)
+SCALAR = Kind("a tensor with one number from 0 on", _is_scalar)
+COUNT = Kind("a whole number from 0 on", lambda value: type(value) is int and value >= 0)
+ENTRIES = {
+    "model": TENSORS,
+    "loss": DICTIONARY,
+    "optimizer": Kind("a list of dictionaries of tensors", lambda value: _is_list(value, _are_tensors)),
+    "step": DICTIONARY,
+    "epoch": COUNT,
+    "position": COUNT,
+    "random": Kind("a list with the random state of each process", lambda value: _is_list(value, _is_dictionary)),
+    "best": TENSORS,
+    "best_epoch": COUNT,
+    "best_accuracy": Kind("an accuracy", lambda value: type(value) in (int, float) and -1 <= value <= 1),
+    "recipe": Kind("the key of a recipe", lambda value: isinstance(value, str)),
+}
+STEP_ENTRIES = {
+    "count": SCALAR,
+    "scale": SCALAR,
+    "good_steps": SCALAR,
+    "metrics": TENSORS,
+    "gate": Kind("the state of the gate statistics", _is_gate_state),
+}
 
 
 def recover_checkpoint(run: Run) -> bool:

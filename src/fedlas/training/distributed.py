@@ -41,7 +41,9 @@ def process_group(device: torch.device) -> Iterator[None]:
     # Imported before the group exists: DistributedDataParallel imports this module, which would keep the group alive.
     importlib.import_module(FUNCTIONAL)
     gc.collect()  # groups of a failed run would crash a forked process
-    store, own_rank, world_size = _run_store()
+    store, own_rank, world_size = _rendezvous()
+    # A key space for this run; with the keys of the previous run it would wait forever.
+    store = dist.PrefixStore(f"run {next(_run_numbers)}", store)  # type: ignore[attr-defined]
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=own_rank, world_size=world_size, timeout=TIMEOUT)
     try:
@@ -64,12 +66,6 @@ def _rendezvous() -> tuple[Any, int, int]:
     store, own_rank, world_size = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
     store.set_timeout(TIMEOUT)
     return store, own_rank, world_size
-
-
-def _run_store() -> tuple[Any, int, int]:
-    """Return a key space for this run; with the keys of the previous run it would wait forever."""
-    store, own_rank, world_size = _rendezvous()
-    return dist.PrefixStore(f"run {next(_run_numbers)}", store), own_rank, world_size  # type: ignore[attr-defined]
 
 
 def wrap_in_ddp(module: nn.Module, device: torch.device) -> nn.Module:

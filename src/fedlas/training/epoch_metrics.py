@@ -110,3 +110,8 @@ class EpochMetrics:
         self.reset()
         for name, value in state.items():
             self.add(name, value.to(self.device) * first)
+
+
+def finite_or_none(value: float) -> float | None:
+    """Return None for NaN and infinity, which JSON does not support."""
+    return value if math.isfinite(value) else None

@@ -5,7 +5,6 @@ psi = -sign(gamma) (near 1: the gate only lowers the training loss, docs/decisio
 gamma.
 """
 
-import math
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +16,7 @@ from fedlas import ranks
 from fedlas.errors import UserError
 from fedlas.losses.base import AbstractLoss
 from fedlas.losses.flip_rate import GateHistory
-from fedlas.training.epoch_metrics import EpochSums
+from fedlas.training.epoch_metrics import EpochSums, finite_or_none
 
 EDGES = tuple(-4 + 0.5 * n for n in range(17))  # of the histogram of gamma, which has an open bin at either end
 
@@ -69,9 +68,9 @@ class GateStatistics:
         counts = [samples, *reached, 0.0]
         bins = [left - right for left, right in pairwise(counts)]
         return {
-            "positive": _finite_or_none(epoch.positive),
-            "negative": _finite_or_none(epoch.negative),
-            "flip_rate": _finite_or_none(epoch.flip_rate),
+            "positive": finite_or_none(epoch.positive),
+            "negative": finite_or_none(epoch.negative),
+            "flip_rate": finite_or_none(epoch.flip_rate),
             "alpha_ratio": ratio / max(samples, 1),
             "against_gamma": opposed / max(samples, 1),
             "gamma_histogram": {"edges": list(EDGES), "counts": [round(count) for count in bins]},
@@ -87,8 +86,3 @@ class GateStatistics:
         if state["sums"].shape != self.sums.shape:
             raise UserError(f"the gate has {tuple(self.sums.shape)} sums, not {tuple(state['sums'].shape)}")
         self.sums.copy_(state["sums"] * first)
-
-
-def _finite_or_none(value: float) -> float | None:
-    """Return None for NaN, which JSON does not support."""
-    return None if math.isnan(value) else value

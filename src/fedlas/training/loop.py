@@ -9,7 +9,6 @@ predictions of the last and of the best weights
 """
 
 import logging
-import math
 import resource
 import time
 import warnings
@@ -28,13 +27,13 @@ from fedlas.io import write_predictions
 from fedlas.predictions import Predictions
 from fedlas.training import checkpoint
 from fedlas.training.backend_flags import backend_flags, enable_cudnn_benchmark, on_training_stream, raise_compile_limit
-from fedlas.training.build import select_device
+from fedlas.training.build import check_parts, select_device
 from fedlas.training.callbacks import AbstractCallback, check_callbacks
 from fedlas.training.distributed import any_signal, broadcast_buffers, decide_on_rank_zero, is_rank_zero, process_group
+from fedlas.training.epoch_metrics import finite_or_none
 from fedlas.training.prediction import Source, predictions_of
 from fedlas.training.progress import default_callbacks, downloads, write_board
-from fedlas.training.protocols import check_parts
-from fedlas.training.recipe import Recipe
+from fedlas.training.recipe import OFFICIAL_SUFFIX, Recipe
 from fedlas.training.run_folder import ELSEWHERE, MACHINE, RESUME, Run, RunError, locked, run_in
 from fedlas.training.schedule import lr_factor
 from fedlas.training.session import Session
@@ -90,15 +89,15 @@ def fit(
     with ExitStack() as stack:
         stack.enter_context(process_group(chosen))
         if decide_on_rank_zero(lambda: run.completed(recipe)):  # no lock: the folder may be read-only
-            if recipe.tensorboard and is_rank_zero():
-                write_board(run)
             if is_rank_zero():
+                if recipe.tensorboard:
+                    write_board(run)
                 logger.info("%s is already finished and is not trained again", run.folder)
             return run
         check_parts(recipe)  # before a folder is created; every rank raises alike
         decide_on_rank_zero(lambda: stack.enter_context(locked(run.folder)))
         prepare = partial(run.prepare, recipe, resume=resume, device=chosen.type, processes=ranks.count())
-        if decide_on_rank_zero(prepare) == "finished":
+        if not decide_on_rank_zero(prepare):  # another process has finished it
             return run
         if is_rank_zero():
             _warn_about_recipe(recipe, chosen)
@@ -165,13 +164,11 @@ def _warn_about_recipe(recipe: Recipe, device: torch.device) -> None:
             "set milestones=... or another schedule",
             stacklevel=4,
         )
-    if recipe.precision == "fp16" and device.type == "cpu":
+    if device.type != "cpu":
+        return
+    if recipe.precision == "fp16":
         warnings.warn("fp16 is very slow on a CPU; use precision=fp32", stacklevel=4)
-    if (
-        recipe.precision == "bf16"
-        and device.type == "cpu"
-        and torch.backends.cpu.get_cpu_capability() in CPUS_WITHOUT_BF16
-    ):
+    if recipe.precision == "bf16" and torch.backends.cpu.get_cpu_capability() in CPUS_WITHOUT_BF16:
         warnings.warn("bf16 may be ten times slower than fp32 on this CPU; use precision=fp32", stacklevel=4)
 
 
@@ -310,7 +307,7 @@ class _Training:
             "epoch": epoch + 1,
             "steps": last_step + 1,
             "lr": self.recipe.lr * lr_factor(self.recipe, last_step, steps),
-            "train": _finite(train_metrics),
+            "train": {name: finite_or_none(value) for name, value in train_metrics.items()},
             "val": metrics,
             "gate": self.session.step.gate.read(),
             "best_epoch": self.session.best_epoch,
@@ -323,19 +320,9 @@ class _Training:
 
     def _resume(self) -> None:
         """Continue from the checkpoint, if there is one."""
-        if not decide_on_rank_zero(lambda: checkpoint.recover_checkpoint(self.run)):
-            decide_on_rank_zero(lambda: self.run.truncate_log(0))
-            return
-        path = self.run.checkpoint
-        saved = checkpoint.load(path)
-        checkpoint.check_recipe(saved, path, self.recipe)
-        self.session.load_state_dict(saved, path)
-        checkpoint.check_position(saved, path, self.recipe.epochs, self.session.steps_per_epoch)
+        if decide_on_rank_zero(lambda: checkpoint.recover_checkpoint(self.run)):
+            self.session.load_state_dict(checkpoint.load_for(self.run, self.recipe), self.run.checkpoint)
         decide_on_rank_zero(lambda: self.run.truncate_log(self.session.epoch))
-        try:
-            self.session.set_random_state(saved["random"])
-        except checkpoint.RESTORE_ERRORS as error:
-            raise checkpoint.invalid_checkpoint(path, f"its random state: {error}") from error
 
     def _check_data(self) -> None:
         """Record the checksums of the data; raise if a resumed run was trained on other data."""
@@ -388,12 +375,11 @@ class _Training:
 
     def _record_checksums(self) -> None:
         """Record the checksums of all data that is predicted."""
-        split_names = dict.fromkeys(name.partition("-")[0] for name in self.recipe.splits)
         ood = {data.name: data for data in map(self.session.ood_data, self.recipe.ood)}
         checksums = dict(self.run.environment["data"])
-        checksums |= {
-            name: self.session.data.split(name).checksum() for name in split_names if name not in TRAINING_SPLITS
-        }
+        for name in dict.fromkeys(split.removesuffix(OFFICIAL_SUFFIX) for split in self.recipe.splits):
+            if name not in TRAINING_SPLITS:  # recorded before the training
+                checksums[name] = self.session.data.split(name).checksum()
         checksums |= {f"ood-{name}": data.split("test").checksum() for name, data in ood.items()}
         self.run.update_environment({"data": checksums, "titles": {name: data.title for name, data in ood.items()}})
 
@@ -407,10 +393,6 @@ class _Training:
                 file = self.run.predictions_file(f"{state}-{split}")
                 decide_on_rank_zero(partial(write_predictions, predictions, file))
             self._stop(any_signal(self.signals.caught, 0, self.session.device), "after training")
-
-
-def _finite(values: dict[str, float]) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def _memory(device: torch.device) -> float:

@@ -18,11 +18,11 @@ from fedlas.catalog import keywords, one_of
 from fedlas.data import AbstractDataset, MissingFileError, Split, build_data
 from fedlas.io import read_existing, read_predictions, same_predictions, write_predictions
 from fedlas.models import WithFeatures, build_model
-from fedlas.predictions import AnyPredictions, Predictions
+from fedlas.predictions import AnyPredictions
 from fedlas.training import checkpoint
 from fedlas.training.backend_flags import backend_flags
 from fedlas.training.build import select_device
-from fedlas.training.prediction import evaluation_source, predictions_of
+from fedlas.training.prediction import build_source, predictions_of
 from fedlas.training.progress import downloads
 from fedlas.training.recipe import Recipe
 from fedlas.training.recipe_text import Plain
@@ -63,7 +63,6 @@ def predict_with(
     one_of("state", state, STATES)
     if out is not None and (Path(out).suffix != ".safetensors" or Path(out).is_dir()):
         raise RunError(f"predictions are written to a file that ends in .safetensors, not to {out}")
-    existing = None if out is None else _existing_predictions(Path(out))
     if not run.checkpoint.exists():
         reason = f"is finished, but its checkpoint was removed: train it again, and {ELSEWHERE}" if run.finished else ""
         raise RunError(f"{run.folder} {reason or 'has no checkpoint; train it first'}")
@@ -71,36 +70,40 @@ def predict_with(
     data_options = {**recipe.data_options, **overrides} if data == recipe.data else dict(overrides)
     is_training_data = data == recipe.data and data_options == recipe.data_options
     with nullcontext() if out is not None else locked(run.folder), downloads(progress) as show_download:
-        saved = checkpoint.load(run.checkpoint)
-        checkpoint.check_recipe(saved, run.checkpoint, recipe)
-        checkpoint.check_position(saved, run.checkpoint, recipe.epochs)
+        saved = checkpoint.load_for(run, recipe)
         if out is None and saved["epoch"] < recipe.epochs:
-            progress_text = f"{run.folder} is not finished: {saved['epoch']} of {recipe.epochs} epochs"
-            raise RunError(f"{progress_text}; continue it with {RESUME}, or {WRITE_TO}")
+            raise RunError(
+                f"{run.folder} is not finished: {saved['epoch']} of {recipe.epochs} epochs; "
+                f"continue it with {RESUME}, or {WRITE_TO}"
+            )
         common = {"seed": recipe.seed, "progress": show_download} | ({} if data_root is None else {"root": data_root})
         training_data = _training_data(run, recipe, common)
         dataset = build_data(data, **common, **data_options)
         split = split or ("all" if "all" in dataset.splits and not is_training_data else "test")
         name = split if is_training_data else _split_name(data, split, data_options)
         path = run.predictions_file(f"{state}-{name}") if out is None else Path(out)
-        existing = _existing_predictions(path) if out is None else existing
+        existing = _existing_predictions(path)
         samples = dataset.split(split)
         recorded = run.environment.get("data", {}).get(name)
         if is_training_data and out is None and recorded is not None and recorded != samples.checksum():
             changed = f"images or labels of its {name} split have changed since {run.folder} was trained"
             raise RunError(f"{changed}; restore the original data, or {WRITE_TO}")
-        labelled = samples.class_names == training_data.class_names
-        if existing is not None and not _cover_samples(
-            existing, samples, training_data.class_names, name=name, labelled=labelled
-        ):
-            raise _conflict(path)
-        net = _network(recipe, training_data, run, saved["best" if state == "best" else "model"], select_device(device))
+        class_names = training_data.class_names
+        labelled = samples.class_names == class_names
+        conflict = RunError(f"{path} exists and holds other predictions; remove it, or {WRITE_TO}")
+        if existing is not None and not _cover_samples(existing, samples, class_names, name=name, labelled=labelled):
+            raise conflict
+        chosen = select_device(device)
+        net = _network(recipe, training_data, run, saved["best" if state == "best" else "model"], chosen)
         _warn_about_labels(training_data, dataset)
-        predictions = _predictions(
-            net, recipe, training_data, samples, name=name, resident=dataset.resident, labelled=labelled
-        )
+        transform = training_data.transform_for(split if split in training_data.splits else "test")
+        with backend_flags(recipe, chosen):
+            source = build_source(samples, transform, recipe, chosen, resident=dataset.resident)
+            predictions = predictions_of(
+                net, source, recipe, device=chosen, split=name, class_names=class_names, labelled=labelled
+            )
         if existing is not None and not same_predictions(predictions, existing):
-            raise _conflict(path)
+            raise conflict
         write_predictions(predictions, path)
     return path
 
@@ -160,25 +163,6 @@ def _network(
     return WithFeatures(model.to(device, memory_format=layout), recipe.head)  # type: ignore[call-overload]
 
 
-def _predictions(
-    net: WithFeatures,
-    recipe: Recipe,
-    training_data: AbstractDataset,
-    samples: Split,
-    *,
-    name: str,
-    resident: bool,
-    labelled: bool,
-) -> Predictions:
-    device = next(net.parameters()).device
-    transform = training_data.transform_for(samples.name if samples.name in training_data.splits else "test")
-    with backend_flags(recipe, device):
-        source = evaluation_source(samples, transform, recipe, device, resident=resident)
-        return predictions_of(
-            net, source, recipe, device=device, split=name, class_names=training_data.class_names, labelled=labelled
-        )
-
-
 def _existing_predictions(path: Path) -> AnyPredictions | None:
     """Read the predictions at a path, if it exists; raise if the file is something else."""
     try:
@@ -200,7 +184,3 @@ def _cover_samples(
         and (labels is not None) == labelled
         and (labels is None or torch.equal(labels, samples.labels.cpu()))
     )
-
-
-def _conflict(path: Path) -> RunError:
-    return RunError(f"{path} exists and holds other predictions; remove it, or {WRITE_TO}")

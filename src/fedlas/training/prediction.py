@@ -4,17 +4,16 @@ Files contain no times and no paths, so equal runs write equal bytes. With sever
 of the samples, and the parts are gathered without padding or duplicates.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fedlas import ranks
-from fedlas.data.base import Sample, Split
+from fedlas.data.base import Split
 from fedlas.data.base.images import Transform
 from fedlas.data.loading import Loader
 from fedlas.data.resident import Resident
@@ -31,33 +30,30 @@ def rank() -> int:
     return dist.get_rank() if ranks.count() > 1 else 0
 
 
-def evaluation_source(
-    split: Split, transform: Transform, recipe: Recipe, device: torch.device, *, resident: bool
+def build_source(
+    split: Split, transform: Transform, recipe: Recipe, device: torch.device, *, resident: bool, train: bool = False
 ) -> Source:
-    """Return the batches of a split for evaluation; each rank gets its own samples."""
-    dtype, layout = images_dtype(recipe), recipe.channels_last
+    """Return the batches of a split, shuffled and augmented for training; each rank gets its own samples."""
+    options: dict[str, Any] = {
+        "train": train,
+        "seed": recipe.seed,
+        "device": device,
+        "dtype": autocast_dtype(recipe.precision) or torch.float32,  # the input type of the first layer
+        "channels_last": recipe.channels_last,
+        "cache": recipe.cache,
+    }
     if resident:
-        return Resident(
-            split, transform, train=False, device=device, dtype=dtype, channels_last=layout, cache=recipe.cache
-        )
+        return Resident(split, transform, **options)
     return Loader(
         split,
         transform,
-        batch_size=recipe.eval_batch_size,
-        train=False,
-        device=device,
-        dtype=dtype,
-        channels_last=layout,
+        batch_size=recipe.batch_size if train else recipe.eval_batch_size,
+        drop_last=train and recipe.drop_last,
         rank=rank(),
         world=ranks.count(),
         workers=recipe.workers,
-        cache=recipe.cache,
+        **options,
     )
-
-
-def images_dtype(recipe: Recipe) -> torch.dtype:
-    """Return the data type of the images, which is the input type of the first layer."""
-    return autocast_dtype(recipe.precision) or torch.float32
 
 
 @torch.no_grad()
@@ -84,20 +80,25 @@ def predictions_of(
     """
     was_training = net.training
     net.eval()
-    rows: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    no_index = torch.zeros(0, dtype=torch.int64, device=device)
+    # A rank may have no samples.
+    rows = [(torch.zeros(0, len(class_names), device=device), torch.zeros(0, 1, device=device), no_index, no_index)]
+    batches = (
+        source.batches(recipe.eval_batch_size, rank=rank(), world=ranks.count())
+        if isinstance(source, Resident)
+        else source
+    )
     with _float32_head(net):
-        for images, labels, index in _batches(source, recipe):
+        for images, labels, index in batches:
             with autocast(recipe.precision, device):
                 # Not compiled: compilation would take longer than validation.
                 logits, features = net.forward(images)
             norm = torch.linalg.vector_norm(features.flatten(1), 1, 1, keepdim=True, dtype=torch.float32)
             rows.append((logits.float(), norm, labels, index))
     net.train(was_training)
-    classes = len(class_names)
-    empty = (_empty_rows(device, classes), _empty_rows(device, 1), _empty_index(device), _empty_index(device))
-    logits, norm, labels, index = (gather_rows(torch.cat(parts)) for parts in zip(empty, *rows, strict=True))
-    names = class_names if len(class_names) == logits.shape[1] else None
-    return Predictions(logits, labels if labelled else None, features=norm, index=index, class_names=names, split=split)
+    logits, norm, labels, index = (gather_rows(torch.cat(parts)) for parts in zip(*rows, strict=True))
+    known_labels = labels if labelled else None
+    return Predictions(logits, known_labels, features=norm, index=index, class_names=class_names, split=split)
 
 
 @contextmanager
@@ -114,20 +115,6 @@ def _float32_head(net: WithFeatures) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def _batches(source: Source, recipe: Recipe) -> Iterable[Sample]:
-    if isinstance(source, Resident):
-        return source.batches(recipe.eval_batch_size, rank=rank(), world=ranks.count())
-    return source
-
-
-def _empty_rows(device: torch.device, width: int) -> Float[Tensor, "0 width"]:
-    return torch.zeros(0, width, device=device)
-
-
-def _empty_index(device: torch.device) -> Int[Tensor, " 0"]:
-    return torch.zeros(0, dtype=torch.int64, device=device)
 
 
 def gather_rows(rows: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Progress bars, TensorBoard, and the default callbacks of a run."""
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,15 +52,13 @@ def _is_shown(progress: bool | None) -> bool:
     return sys.stderr.isatty() and sys.stdout.isatty() if progress is None else progress
 
 
-@contextmanager
-def downloads(progress: bool | None = None) -> Iterator[Progress | None]:
-    """Show a progress bar for each download; yield the `progress` argument of a data set.
+def downloads(progress: bool | None = None) -> AbstractContextManager[Progress | None]:
+    """Return a context that shows a bar for each download and yields the `progress` argument of a data set.
 
     Args:
         progress: whether to show it; by default in a terminal.
     """
-    with progress_bars() if _is_shown(progress) else nullcontext() as update:
-        yield update
+    return progress_bars() if _is_shown(progress) else nullcontext()
 
 
 class TensorBoard(AbstractCallback):

@@ -17,10 +17,11 @@ from fedlas.catalog import Catalog, keywords, nearest
 from fedlas.errors import UserError
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.training.recipe_text import (
+    Kind,
     Plain,
     check_field,
-    check_finite,
     convert,
+    kind_of,
     parse_field,
     to_canonical_json,
     to_plain,
@@ -180,7 +181,7 @@ class Recipe:
     head: str | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in _types().items():
+        for name, kind in _kinds().items():
             object.__setattr__(self, name, convert(name, kind, getattr(self, name)))
         self._check_numbers()
         self._check_options()
@@ -205,8 +206,7 @@ class Recipe:
     def _check_numbers(self) -> None:
         """Raise if a number is out of range."""
         for name in ("epochs", "batch_size", "accumulate", "eval_batch_size"):
-            check_field(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-            check_field(getattr(self, name) <= MAX_COUNT, name, getattr(self, name), f"at most {MAX_COUNT}")
+            check_field(1 <= getattr(self, name) <= MAX_COUNT, name, getattr(self, name), f"1 to {MAX_COUNT}")
         for name in ("lr", "weight_decay", "warmup", "mixup", "cutmix", "checkpoint_every", "seed", "gate_lr_factor"):
             check_field(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
         for name in ("gate_weight_decay", "workers"):
@@ -231,9 +231,9 @@ class Recipe:
             for option, owner in RESERVED_OPTIONS[name].items():
                 if option in options:
                     raise UserError(f"{name} has {option!r}, which is set by {owner}; leave it out")
-            check_finite(name, options)
         if self.loss in LOSSES.entries:
-            known = _options_of(LOSSES.entries[self.loss])
+            reserved = RESERVED_OPTIONS["loss_options"]
+            known = [name for name in keywords(LOSSES.entries[self.loss]) if name not in reserved]
             for name in self.loss_options:
                 if name not in known:
                     raise UserError(f"the loss {self.loss!r} has no option {name!r}; {nearest(name, known)}")
@@ -282,16 +282,18 @@ class Recipe:
                 changes[first] = {**changes.get(first, getattr(self, first)), option: value_of(text)}
                 continue
             self._check_field(name)
-            changes[name] = parse_field(name, _types()[name], text)
+            changes[name] = parse_field(name, _kinds()[name], text)
         return self.replace(**changes)
 
     def _check_field(self, name: str) -> None:
         """Raise if a setting is not a field; point to `..._options` if it is an option of loss, network or data."""
+        if name in _kinds():
+            return
         from fedlas.data import CATALOG as DATA  # noqa: PLC0415 - a recipe can be created and read without data sets
         from fedlas.models import CATALOG as MODELS  # noqa: PLC0415
 
         catalogues: dict[str, Catalog[Any]] = {"loss": LOSSES, "model": MODELS, "data": DATA}
-        for kind, catalog in catalogues.items() if name not in _types() else ():
+        for kind, catalog in catalogues.items():
             entry = getattr(self, kind)
             if entry in catalog.entries and name in keywords(catalog.entries[entry]):
                 description = f"a keyword of the {catalog.kind} {entry!r}"
@@ -300,15 +302,11 @@ class Recipe:
 
     def result_fields(self) -> dict[str, Plain]:
         """Return the values that affect the results and differ from their defaults."""
-        return {
-            item.name: getattr(self, item.name)
-            for item in fields(self)
-            if not item.metadata.get("execution") and getattr(self, item.name) != _defaults()[item.name]
-        }
+        return {name: getattr(self, name) for name in _result_names() if getattr(self, name) != _defaults()[name]}
 
     def to_dict(self) -> dict[str, Plain]:
         """Return every field as a JSON value."""
-        return {item.name: to_plain(getattr(self, item.name)) for item in fields(self)}
+        return {item.name: to_plain(getattr(self, item.name), item.name) for item in fields(self)}
 
     def to_json(self) -> str:
         """Return canonical JSON."""
@@ -324,12 +322,10 @@ class Recipe:
 
 def differences(stored: Recipe, requested: Recipe) -> list[str]:
     """Describe the fields that differ between two recipes and affect the results; the first is that of a folder."""
-    stored_values, requested_values = stored.result_fields(), requested.result_fields()
-    names = [
-        f.name for f in fields(Recipe) if stored_values.get(f.name, MISSING) != requested_values.get(f.name, MISSING)
-    ]
     return [
-        f"{name}: {getattr(stored, name)!r} in the folder, {getattr(requested, name)!r} requested" for name in names
+        f"{name}: {getattr(stored, name)!r} in the folder, {getattr(requested, name)!r} requested"
+        for name in _result_names()
+        if getattr(stored, name) != getattr(requested, name)
     ]
 
 
@@ -344,28 +340,26 @@ def _unused(values: Mapping[str, Plain]) -> dict[str, Plain]:
 
 
 def _check_names(names: Any) -> None:
-    known = [item.name for item in fields(Recipe)]
     for name in names:
-        if name not in known:
-            raise UserError(f"a recipe has no field {name!r}; {nearest(str(name), list(known))}")
+        if name not in _defaults():
+            raise UserError(f"a recipe has no field {name!r}; {nearest(str(name), list(_defaults()))}")
 
 
-@cache
-def _options_of(loss: type) -> list[str]:
-    """List the keywords of a loss that a recipe may set."""
-    return [name for name in keywords(loss) if name not in RESERVED_OPTIONS["loss_options"]]
+def _result_names() -> list[str]:
+    """Return the names of the fields that affect the results."""
+    return [item.name for item in fields(Recipe) if not item.metadata.get("execution")]
 
 
-@cache
-def _types() -> dict[str, Any]:
-    return get_type_hints(Recipe)
+@cache  # a ledger is searched by building many recipes
+def _kinds() -> dict[str, Kind]:
+    """Return the type of each field."""
+    return {name: kind_of(annotation) for name, annotation in get_type_hints(Recipe).items()}
 
 
 @cache
 def _defaults() -> Mapping[str, Plain]:
     """Return the default of each field; those that are dictionaries are only compared."""
-    return {item.name: _default(item) for item in fields(Recipe)}
-
-
-def _default(item: Any) -> Plain:
-    return item.default_factory() if item.default_factory is not MISSING else item.default
+    return {
+        item.name: item.default if item.default_factory is MISSING else item.default_factory()
+        for item in fields(Recipe)
+    }

@@ -170,35 +170,36 @@ class Run:
         trained = self.checkpoint.exists() or any("diverged" not in record for record in self.log)
         return trained or (predictions.exists() and any(predictions.iterdir()))
 
-    def prepare(self, recipe: Recipe, *, resume: bool, device: str, processes: int) -> str:
-        """Write the recipe and the environment; return whether the run has to "start", "continue", or is "finished".
+    def prepare(self, recipe: Recipe, *, resume: bool, device: str, processes: int) -> bool:
+        """Write the recipe and the environment; return whether anything is left to do.
 
         Raise if the folder holds another recipe, or an unfinished run and `resume` is False.
         """
         self._prediction_files(recipe)  # raises for a symbolic link, before training
-        if self.recipe_file.exists() and self.started:
+        if not self.recipe_file.exists():
+            if any(path.name[0] != "." for path in self.folder.glob("*")):
+                raise RunError(f"{self.folder} is not empty and holds no run; {ELSEWHERE}")
+        elif self.started:
             changed = differences(self.recipe, recipe)
             if changed:
                 raise RunError(f"{self.folder} holds a run of another recipe ({'; '.join(changed)}); {ELSEWHERE}")
             if self.finished_for(recipe):
-                return "finished"
+                return False
             if self.checkpoint.exists() and not resume and not self.finished:
                 raise RunError(f"{self.folder} holds an unfinished run of this recipe; continue it with {RESUME}")
             if self.finished and not self.checkpoint.exists():
                 raise RunError(f"{self.folder} is finished and has no checkpoint for further predictions; {ELSEWHERE}")
-        elif not self.recipe_file.exists() and any(path for path in self.folder.glob("*") if path.name[0] != "."):
-            raise RunError(f"{self.folder} is not empty and holds no run; {ELSEWHERE}")
-        elif self.recipe_file.exists():
+        else:
             _ = self.recipe  # raises if the file is not a recipe, so that it is not overwritten
         for folder in (self.folder, self.predictions_file("any").parent):
             remove_partial_files(folder)
-        write_atomic(self.recipe_file, (json.dumps(recipe.to_dict(), indent=1) + "\n").encode())
+        _write_json(self.recipe_file, recipe.to_dict())
         self._record_environment(environment(device, processes))
-        return "continue" if self.checkpoint.exists() else "start"
+        return True
 
     def update_environment(self, details: Mapping[str, Any]) -> None:
         """Add entries to the environment file."""
-        write_atomic(self.environment_file, (json.dumps(self.environment | dict(details), indent=1) + "\n").encode())
+        _write_json(self.environment_file, self.environment | dict(details))
 
     def _record_environment(self, current: Mapping[str, Any]) -> None:
         """Write the current environment, and keep that of earlier epochs under "earlier"."""
@@ -206,7 +207,7 @@ class Run:
         previous = {name: recorded[name] for name in current if name in recorded}
         if previous and previous != current:
             recorded["earlier"] = [*recorded.get("earlier", []), previous]
-        write_atomic(self.environment_file, (json.dumps(recorded | dict(current), indent=1) + "\n").encode())
+        _write_json(self.environment_file, recorded | dict(current))
 
     def truncate_log(self, epochs: int) -> None:
         """Keep the records of the first epochs; later epochs will be trained again."""
@@ -236,6 +237,10 @@ def run_in(folder: str | Path, recipe: Recipe) -> Run:
             "itself, or remove the link"
         )
     return Run(path)
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    write_atomic(file, (json.dumps(content, indent=1) + "\n").encode())
 
 
 @contextmanager
@@ -273,25 +278,21 @@ def locked(folder: Path) -> Iterator[None]:
     descriptor, owner = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), os.getpid()
     _locks.add(descriptor)
     try:
-        _lock(descriptor, folder)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunError(
+                f"another process is using {folder}; wait until it has ended, or choose another folder"
+            ) from error
+        except OSError as error:
+            raise RunError(
+                f"{folder} cannot be locked ({error.strerror}); choose a file system that supports locks"
+            ) from error
         yield
     finally:
         if os.getpid() == owner:
             _locks.discard(descriptor)
             os.close(descriptor)
-
-
-def _lock(descriptor: int, folder: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise RunError(
-            f"another process is using {folder}; wait until it has ended, or choose another folder"
-        ) from error
-    except OSError as error:
-        raise RunError(
-            f"{folder} cannot be locked ({error.strerror}); choose a file system that supports locks"
-        ) from error
 
 
 def environment(device: str, processes: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def lr_factor(recipe: Recipe, step: int, steps_per_epoch: int) -> float:
     warmup_factor = min(1.0, (step + 1) / warmup) if warmup else 1.0
     if recipe.schedule == "cosine":
         progress = max(0.0, step - warmup) / max(1.0, total - warmup)
-        return warmup_factor * _cosine(1.0, recipe.end_factor, progress)
+        return warmup_factor * _cosine(recipe.end_factor, progress)
     if recipe.schedule == "multi_step":
         epoch = step // steps_per_epoch
         return warmup_factor * recipe.decay ** sum(epoch >= milestone for milestone in recipe.milestones)
@@ -41,11 +41,12 @@ def _cycle(recipe: Recipe, progress: float) -> float:
     after_peak = (progress - peak) / (1 - peak) if peak < 1 else 0.0
     if recipe.schedule == "triangle":
         return 1 + (recipe.end_factor - 1) * after_peak
-    return _cosine(1.0, recipe.end_factor, after_peak)
+    return _cosine(recipe.end_factor, after_peak)
 
 
-def _cosine(first: float, last: float, progress: float) -> float:
-    return last + (first - last) * (1 + math.cos(math.pi * progress)) / 2
+def _cosine(last: float, progress: float) -> float:
+    """Return the factor on the way from 1 to the last factor."""
+    return last + (1 - last) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def lr_table(recipe: Recipe, steps_per_epoch: int) -> Float[Tensor, " steps"]:

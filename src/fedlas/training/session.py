@@ -1,6 +1,6 @@
 """Session: data, network, loss, optimizer, step and all mutable state of one run, on the device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from fedlas import ranks
 from fedlas.catalog import keywords
 from fedlas.data import CATALOG as DATA
 from fedlas.data import AbstractDataset, Loader, Resident, build_data
-from fedlas.data.base import Split, part_of_batch
+from fedlas.data.base import part_of_batch
 from fedlas.data.base.images import Transform
 from fedlas.data.base.keyed import order
 from fedlas.models import WithFeatures
@@ -26,11 +26,11 @@ from fedlas.training.build import (
     steps_per_epoch,
 )
 from fedlas.training.capture import StepRunner
-from fedlas.training.checkpoint import RESTORE_ERRORS, restore_module
+from fedlas.training.checkpoint import RESTORE_ERRORS, check_position, invalid_checkpoint, restore_module
 from fedlas.training.compilation import ran_out_of_memory
 from fedlas.training.distributed import gather_objects
 from fedlas.training.optimizer import load_optimizer_state, optimizer_state
-from fedlas.training.prediction import Source, evaluation_source, images_dtype, rank
+from fedlas.training.prediction import Source, build_source, rank
 from fedlas.training.random_state import random_state, restore_random_state, seed_everything
 from fedlas.training.recipe import OFFICIAL_SUFFIX, Recipe
 from fedlas.training.run_folder import RunError
@@ -56,6 +56,7 @@ class Session:
         runner: runs the step, captured if possible.
         epoch: number of finished epochs.
         position: number of finished steps of the next epoch.
+        steps_per_epoch: number of batches of an epoch.
         best: weights of the best epoch so far.
     """
 
@@ -77,8 +78,10 @@ class Session:
         if recipe.train_on_v1:
             split = with_first_half(split, self.data.split("val"))
         self.num_samples = len(split)
+        self.steps_per_epoch = steps_per_epoch(recipe, self.num_samples)
         check_batch_size(recipe, self.num_samples, self.world_size)
-        self.train_source = self._build_train_source(split)
+        transform = self.data.transform_for("train")
+        self.train_source = build_source(split, transform, recipe, device, resident=self.data.resident, train=True)
 
         seed_everything(recipe.seed)
         num_classes = self.data.num_classes
@@ -104,34 +107,6 @@ class Session:
         except ValueError as error:  # predictions would be refused after the training
             raise RunError(f"{self.data.title}: {error}") from error
 
-    def _build_train_source(self, split: Split) -> Source:
-        recipe, transform = self.recipe, self.data.transform_for("train")
-        options: dict[str, Any] = {
-            "train": True,
-            "seed": recipe.seed,
-            "device": self.device,
-            "dtype": images_dtype(recipe),
-            "channels_last": recipe.channels_last,
-            "cache": recipe.cache,
-        }
-        if self.data.resident:
-            return Resident(split, transform, **options)
-        return Loader(
-            split,
-            transform,
-            batch_size=recipe.batch_size,
-            drop_last=recipe.drop_last,
-            rank=rank(),
-            world=self.world_size,
-            workers=recipe.workers,
-            **options,
-        )
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of batches of an epoch."""
-        return steps_per_epoch(self.recipe, self.num_samples)
-
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
         """Iterate over the inputs of the steps of an epoch, from a step on."""
         if isinstance(self.train_source, Resident):
@@ -151,19 +126,15 @@ class Session:
     def evaluation_source(self, split: str) -> Source:
         """Return a source of a split of the run's data; "test-published" uses the transform of the official code."""
         name = split.removesuffix(OFFICIAL_SUFFIX)
-        transform = self.data.transform_for(name)
-        if name != split:
-            transform = self._official_transform(self.recipe.data, transform)
-        return evaluation_source(
-            self.data.split(name), transform, self.recipe, self.device, resident=self.data.resident
-        )
+        transform = self.data.transform_for(name) if name == split else self._official_transform(self.recipe.data)
+        return build_source(self.data.split(name), transform, self.recipe, self.device, resident=self.data.resident)
 
     def feedback_source(self) -> Source:
         """Return a source of training samples without augmentation, as many as feedback needs."""
         count = len(self.data.split("val")) // (2 if self.recipe.halve_validation else 1)
         split = feedback_samples(self.data.split("train"), count)
         transform = self.data.transform_for("train")
-        return evaluation_source(split, transform, self.recipe, self.device, resident=self.data.resident)
+        return build_source(split, transform, self.recipe, self.device, resident=self.data.resident)
 
     def ood_source(self, name: str) -> Source:
         """Return a source of the test split of an OOD data set, with the transform of the in-distribution test images.
@@ -172,15 +143,15 @@ class Session:
         """
         data, transform = self.ood_data(name), self.data.transform_for("test")
         if name.endswith(OFFICIAL_SUFFIX):
-            transform = self._official_transform(name.removesuffix(OFFICIAL_SUFFIX), transform)
-        return evaluation_source(data.split("test"), transform, self.recipe, self.device, resident=data.resident)
+            transform = self._official_transform(name.removesuffix(OFFICIAL_SUFFIX))
+        return build_source(data.split("test"), transform, self.recipe, self.device, resident=data.resident)
 
-    def _official_transform(self, name: str, usual: Transform) -> Transform:
+    def _official_transform(self, name: str) -> Transform:
         """Return the transform of the official code for test images; raise if it equals the default one."""
         options = self.recipe.data_options if name == self.recipe.data else {}
         data = build_data(name, seed=self.recipe.seed, **self._data_options, **{**options, **DATA.find(name).published})
         transform = data.transform_for("test")
-        if transform == usual:
+        if transform == self.data.transform_for("test"):
             raise RunError(
                 f"the official code transforms the test images of {name} like fedlas; leave out {OFFICIAL_SUFFIX}"
             )
@@ -209,16 +180,18 @@ class Session:
                 raise RunError(f"the {name} split of {self.data.title} is empty")
         for name in self.recipe.ood:
             self.ood_data(name).split("test")
-        for name in (*self.recipe.splits, *self.recipe.ood):
             if name.endswith(OFFICIAL_SUFFIX):
-                data = name.removesuffix(OFFICIAL_SUFFIX).replace("test", self.recipe.data)
-                self._official_transform(data, self.data.transform_for("test"))
-        if self.validates_on_test and self.loss.needs_validation:
+                self._official_transform(name.removesuffix(OFFICIAL_SUFFIX))
+        if f"test{OFFICIAL_SUFFIX}" in self.recipe.splits:
+            self._official_transform(self.recipe.data)
+        if not self.loss.needs_validation:
+            return
+        if self.validates_on_test:
             raise RunError(
                 f"{self.recipe.loss} learns from validation data, which selection=official takes from the test split; "
                 "set data_options.selection=held_out"
             )
-        if self.recipe.train_on_v1 and self.loss.needs_validation:
+        if self.recipe.train_on_v1:
             raise RunError(f"{self.recipe.loss} learns from V1, so that it cannot train on it; leave out train_on_v1")
 
     def close(self) -> None:
@@ -263,6 +236,7 @@ class Session:
 
     def load_state_dict(self, state: dict[str, Any], path: Path | None = None) -> None:
         """Continue from a saved state, in place; errors name the file that it is from."""
+        name = path or "the checkpoint"
         try:
             restore_module(self.net.model, state["model"])
             restore_module(self.loss, state["loss"])
@@ -271,11 +245,17 @@ class Session:
         except RESTORE_ERRORS as error:
             if ran_out_of_memory(error):
                 raise
-            name, reason = path or "the checkpoint", " ".join(str(error).split())
+            reason = " ".join(str(error).split())
             raise RunError(f"{name} does not match the network or data; has the data changed? ({reason})") from error
+        check_position(state, name, self.recipe.epochs, self.steps_per_epoch)
         self.epoch, self.position = state["epoch"], state["position"]
         self.best = {name: value.to(self.device) for name, value in state["best"].items()}
         self.best_epoch, self.best_accuracy = state["best_epoch"], state["best_accuracy"]
+        try:
+            if rank() < len(state["random"]):  # fewer processes may have saved it
+                restore_random_state(state["random"][rank()], self.device)
+        except RESTORE_ERRORS as error:
+            raise invalid_checkpoint(name, f"its random state: {error}") from error
 
     def _load_step(self, state: dict[str, Any]) -> None:
         step, first = self.step, rank() == 0  # the first rank gets sums over all ranks
@@ -285,8 +265,3 @@ class Session:
         step.metrics.load_state_dict(state["metrics"], first=first)
         step.gate.load_state_dict(state["gate"], first=first)
         step.first_bad.fill_(-1)
-
-    def set_random_state(self, states: Sequence[dict[str, Any]]) -> None:
-        """Restore the random state of this rank, if it was saved."""
-        if rank() < len(states):
-            restore_random_state(states[rank()], self.device)

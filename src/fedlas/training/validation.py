@@ -12,19 +12,13 @@ from fedlas.metrics.proper_scores import accuracy, nll
 from fedlas.predictions import Predictions
 from fedlas.training.run_folder import Run
 
+METRICS = (accuracy, ece, aece, over_ece, under_ece, nll)  # of an epoch
 HALVES_SEED = 2026  # the same for all runs, so that their halves are the same
 
 
 def validation_metrics(validation: Predictions) -> dict[str, float]:
     """Return the validation metrics that the log records for an epoch."""
-    return {
-        "accuracy": float(accuracy(validation)),
-        "ece": float(ece(validation)),
-        "aece": float(aece(validation)),
-        "over_ece": float(over_ece(validation)),
-        "under_ece": float(under_ece(validation)),
-        "nll": float(nll(validation)),
-    }
+    return {metric.name: float(metric(validation)) for metric in METRICS}
 
 
 def second_half(validation: Predictions | Split, seed: int = HALVES_SEED) -> Bool[Tensor, " n"]:
