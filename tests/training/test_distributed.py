@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -12,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from _pytest.capture import CaptureManager
-from runs_of import SignalAt, large, log_without_times, natural_images, prediction_bytes, short
+from runs_of import assert_equal_runs, large, natural_images, short, stop_at
 from torch import nn
 
-from fedlas.training import Recipe, Run, StoppedError, fit, recipe_for
+from fedlas.training import Recipe, Run, fit, recipe_for
 from fedlas.training.build import check_batch_size, with_sync_batchnorm
 from fedlas.training.run_folder import RunError
 from start_method import START_METHOD
@@ -190,8 +189,7 @@ def train_as_rank(rank: int, port: int, recipe: Recipe, folder: Path) -> None:
     """Train as one rank of two: a run that is stopped in its second epoch, and one with batch norm."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(port)
-    with pytest.raises(StoppedError):
-        fit(recipe, out=folder / "stopped", callbacks=[SignalAt(10, signal.SIGTERM)])
+    stop_at(10, recipe, folder / "stopped")
     fit(recipe, out=folder / "stopped", resume=True)
     with pytest.raises(RunError, match="lr"):  # the error reaches both
         fit(recipe.replace(lr=1.0), out=folder / "stopped")
@@ -233,8 +231,7 @@ def test_two_processes_stop_resume_bit_for_bit_and_read_images(torchrun_result):
     assert stdout.count("in the end 0 threads are left") == 2
     stopped, uninterrupted = Run(folder / "stopped"), Run(folder / "uninterrupted")
     assert stopped.log[1]["machine"]["continued_at_step"] == 3
-    assert log_without_times(stopped) == log_without_times(uninterrupted)
-    assert prediction_bytes(stopped) == prediction_bytes(uninterrupted)
+    assert_equal_runs(stopped, uninterrupted)
     for message in ("sync_batchnorm", "lr: ", "Not a directory"):
         assert stdout.count(message) == 2  # errors reach both
     assert_predictions_of_one_network(Run(folder / "norms"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs_of import log_without_times, prediction_bytes, short
+from runs_of import AtStep, assert_equal_runs, prediction_bytes, short
 
 import fedlas
 from fedlas.data import CATALOG as DATA
@@ -147,9 +147,7 @@ def test_training_samples_can_replace_v1_as_feedback(tmp_path, monkeypatch):
 
 
 def test_equal_recipes_give_equal_bytes(finished, tmp_path):
-    repeated = fit(short(), out=tmp_path / "again")
-    assert prediction_bytes(repeated) == prediction_bytes(finished)
-    assert log_without_times(repeated) == log_without_times(finished)
+    assert_equal_runs(fit(short(), out=tmp_path / "again"), finished)
     other = fit(short(seed=2), out=tmp_path / "other")
     assert prediction_bytes(other) != prediction_bytes(finished)
 
@@ -266,9 +264,7 @@ def test_many_recipes_in_one_process_equal_single_runs(tmp_path):
     recipes = [short(loss, seed=seed, epochs=2) for loss, seed in losses_and_seeds]
     runs = list(fit_many(recipes, folder=tmp_path / "many"))
     for recipe, run in zip(recipes, runs, strict=True):
-        single_run = fit(recipe, out=tmp_path / "alone" / recipe.name)
-        assert prediction_bytes(run) == prediction_bytes(single_run)
-        assert log_without_times(run) == log_without_times(single_run)
+        assert_equal_runs(run, fit(recipe, out=tmp_path / "alone" / recipe.name))
 
 
 def test_ood_predictions_have_no_labels(tmp_path):
@@ -395,16 +391,14 @@ def test_another_recipe_may_replace_a_run_that_diverged_in_its_first_epoch(tmp_p
     with pytest.raises(DivergedError):
         fit(short("ce", lr=1e30, **changes), out=tmp_path / "run")
     run = fit(short("ce", lr=0.1, **changes), out=tmp_path / "run", resume=True)
-    assert run.finished
-    assert run.recipe.lr == 0.1
-    assert log_without_times(run) == log_without_times(fit(short("ce", lr=0.1, **changes), out=tmp_path / "alone"))
+    assert_equal_runs(run, fit(short("ce", lr=0.1, **changes), out=tmp_path / "alone"))
 
 
 @pytest.mark.parametrize(("step", "checkpoint_every"), [(9, 0), (4, 2)])
 def test_a_run_that_diverged_later_is_not_replaced(tmp_path, step, checkpoint_every):
     """Its log has an epoch, or it has a checkpoint."""
     with pytest.raises(DivergedError):
-        fit(short("ce", checkpoint_every=checkpoint_every), out=tmp_path, callbacks=[Poison(step)])
+        fit(short("ce", checkpoint_every=checkpoint_every), out=tmp_path, callbacks=[AtStep(step, break_weights)])
     if not checkpoint_every:
         Run(tmp_path).checkpoint.unlink(missing_ok=True)
     with pytest.raises(RunError, match=r"lr.*0\.1.*0\.3"):
@@ -418,49 +412,29 @@ def test_a_finite_but_huge_loss_counts_as_divergence(tmp_path):
         fit(recipe, out=tmp_path / "run")
 
 
-class Poison(AbstractCallback):
-    """Breaks the weights after some step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    sees_steps = True
-
-    def on_step_end(self, session, step):
-        if step == self.step:
-            with torch.no_grad():
-                next(session.net.parameters()).fill_(math.nan)
+def break_weights(session: Session) -> None:
+    with torch.no_grad():
+        next(session.net.parameters()).fill_(math.nan)
 
 
 def test_divergence_reports_a_resumable_checkpoint(tmp_path, finished, monkeypatch):
     monkeypatch.setattr(Writer, "idle", True)  # a slow disk must not skip the checkpoint of an epoch
     with pytest.raises(DivergedError, match=r"step 17\b.*checkpoint\.pt") as error_info:
-        fit(short(), out=tmp_path / "run", callbacks=[Poison(16)])
+        fit(short(), out=tmp_path / "run", callbacks=[AtStep(16, break_weights)])
     assert error_info.value.step == 17
     checkpoint = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
     assert (checkpoint["epoch"], checkpoint["position"]) == (2, 0)
     assert all(value.isfinite().all() for value in checkpoint["model"].values())
-    run = fit(short(), out=tmp_path / "run", resume=True)
-    assert prediction_bytes(run) == prediction_bytes(finished)
-    assert log_without_times(run) == log_without_times(finished)
+    assert_equal_runs(fit(short(), out=tmp_path / "run", resume=True), finished)
 
 
-class PoisonGate(AbstractCallback):
-    """Breaks the gradient of the gate from some step on."""
-
-    def __init__(self, step):
-        self.step = step
-
-    sees_steps = True
-
-    def on_step_end(self, session, step):
-        if step == self.step:
-            next(session.loss.parameters()).register_hook(lambda gradient: gradient * math.nan)
+def break_gate_gradients(session: Session) -> None:
+    next(session.loss.parameters()).register_hook(lambda gradient: gradient * math.nan)
 
 
 def test_no_checkpoint_is_saved_after_a_bad_gate_gradient(tmp_path):
     with pytest.raises(DivergedError, match=r"step 5\b"):
-        fit(short(checkpoint_every=1), out=tmp_path, callbacks=[PoisonGate(4)])
+        fit(short(checkpoint_every=1), out=tmp_path, callbacks=[AtStep(4, break_gate_gradients)])
     checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert (checkpoint["epoch"], checkpoint["position"]) == (0, 4)
     assert all(value.isfinite().all() for value in checkpoint["loss"].values() if value.is_floating_point())

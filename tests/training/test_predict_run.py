@@ -1,18 +1,17 @@
 """Predictions of a trained run on any data: file names, existing files, and precision."""
 
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from runs_of import SignalAt, large, natural_images, prediction_bytes, short
+from runs_of import large, natural_images, prediction_bytes, short, stop_at
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fedlas
 from fedlas.io import read_predictions, write_predictions
 from fedlas.io.safetensors import CHECKSUM
-from fedlas.training import Run, RunError, StoppedError, fit
+from fedlas.training import Run, RunError, fit
 from fedlas.training.predict_run import predict_with
 from fedlas.training.run_folder import locked
 
@@ -34,8 +33,7 @@ def folder_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_predictions_do_not_make_an_unfinished_run_look_finished(tmp_path):
     """Regression: four calls wrote all files that mark a run as finished."""
     recipe = short("ce", epochs=2)
-    with pytest.raises(StoppedError):
-        fit(recipe, out=tmp_path / "run", callbacks=[SignalAt(10, signal.SIGTERM)])
+    stop_at(10, recipe, tmp_path / "run")
     run = Run(tmp_path / "run")
     for split in ("val", "test"):
         for state in ("best", "last"):
@@ -82,8 +80,7 @@ def test_changed_images_raise(tmp_path):
             (images_folder / "dog" / f"{position}.png").rename(images_folder / "cat" / f"{position}.png")
             (images_folder / "kept.png").rename(images_folder / "dog" / f"{position}.png")
 
-    with pytest.raises(StoppedError):
-        fit(recipe, out=out, callbacks=[SignalAt(12, signal.SIGTERM)])
+    stop_at(12, recipe, out)
     log = (out / "log.jsonl").read_bytes()
     swap()
     with pytest.raises(RunError, match=r"train.*val"):
