@@ -33,6 +33,16 @@ QUICK = {
 }  # each needs different inputs from training; the others train in campaigns and in other tests
 
 
+@pytest.fixture
+def feedback(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The predictions that a closed loop learns from, epoch by epoch."""
+    received, learn_from_epoch = [], ClosedLoop.learn_from_epoch
+    monkeypatch.setattr(
+        ClosedLoop, "learn_from_epoch", lambda self, val: (received.append(val), learn_from_epoch(self, val))
+    )
+    return received
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return fit(short(), out=tmp_path_factory.mktemp("run") / "fedlas_ls")
@@ -101,12 +111,8 @@ def test_the_best_epoch_is_the_earliest_with_the_highest_accuracy(tmp_path):
     assert (checkpoint["best_epoch"], checkpoint["best_accuracy"]) == (best, max(accuracies))
 
 
-def test_halve_validation_uses_only_v1(tmp_path, monkeypatch):
+def test_halve_validation_uses_only_v1(tmp_path, feedback):
     """V1 reaches the loss and selects the best epoch; V2 has the other samples, whatever the order of rows."""
-    feedback, learn_from_epoch = [], ClosedLoop.learn_from_epoch
-    monkeypatch.setattr(
-        ClosedLoop, "learn_from_epoch", lambda self, val: (feedback.append(val), learn_from_epoch(self, val))
-    )
     run = fit(short("closed_loop", halve_validation=True), out=tmp_path / "run")
     stored = run.predictions("last-val")
     v1, v2 = halves(stored)
@@ -121,7 +127,6 @@ def test_halve_validation_uses_only_v1(tmp_path, monkeypatch):
 
 
 def test_train_on_v1_adds_v1_to_the_training_samples(tmp_path):
-    """V1 joins the training samples, V2 gives the metrics of an epoch, and a loss that learns from V1 is refused."""
     run = fit(short("pskd", halve_validation=True, train_on_v1=True), out=tmp_path / "run")
     v1, v2 = halves(run.predictions("last-val"))
     checkpoint = torch.load(run.checkpoint, weights_only=True)
@@ -133,11 +138,7 @@ def test_train_on_v1_adds_v1_to_the_training_samples(tmp_path):
         fit(short("closed_loop", halve_validation=True, train_on_v1=True), out=tmp_path / "other")
 
 
-def test_training_samples_can_replace_v1_as_feedback(tmp_path, monkeypatch):
-    feedback, learn_from_epoch = [], ClosedLoop.learn_from_epoch
-    monkeypatch.setattr(
-        ClosedLoop, "learn_from_epoch", lambda self, val: (feedback.append(val), learn_from_epoch(self, val))
-    )
+def test_training_samples_can_replace_v1_as_feedback(tmp_path, feedback):
     run = fit(short("closed_loop", halve_validation=True, feedback="train"), out=tmp_path / "run")
     v1, _ = halves(run.predictions("last-val"))
     train = build_data("digits", seed=run.recipe.seed, **run.recipe.data_options).split("train")
@@ -267,13 +268,6 @@ def test_many_recipes_in_one_process_equal_single_runs(tmp_path):
         assert_equal_runs(run, fit(recipe, out=tmp_path / "alone" / recipe.name))
 
 
-def test_ood_predictions_have_no_labels(tmp_path):
-    run = fit(short("ce", epochs=1, ood=("digits",)), out=tmp_path / "run")
-    ood = run.predictions("last-ood-digits")
-    assert ood.given_labels is None
-    assert torch.equal(ood.logits, run.predictions("last-test").logits)
-
-
 def test_id_predictions_are_written_before_ood_data_fails(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("the disk is gone")
@@ -284,9 +278,10 @@ def test_id_predictions_are_written_before_ood_data_fails(tmp_path, monkeypatch)
     assert len(prediction_bytes(Run(tmp_path))) == 4
     monkeypatch.undo()
     run = fit(short("ce", epochs=1, ood=("digits",)), out=tmp_path, resume=True)
-    assert run.finished
     for state in ("best", "last"):
-        assert torch.equal(run.predictions(f"{state}-ood-digits").logits, run.predictions(f"{state}-test").logits)
+        ood = run.predictions(f"{state}-ood-digits")
+        assert torch.equal(ood.logits, run.predictions(f"{state}-test").logits)
+        assert ood.given_labels is None
 
 
 def test_a_damaged_test_split_raises_before_the_first_step(tmp_path, monkeypatch):

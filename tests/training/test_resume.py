@@ -189,10 +189,6 @@ def test_a_repeated_signal_does_not_interrupt_the_checkpoint(monkeypatch):
         signal.signal(signal.SIGTERM, original_handler)
 
 
-def test_resume_starts_a_new_run_in_an_empty_folder(tmp_path):
-    assert fit(short("ce", epochs=1), out=tmp_path / "new", resume=True).finished
-
-
 def test_a_damaged_checkpoint_is_named(tmp_path):
     stop_at(3, short(), tmp_path)
     Run(tmp_path).checkpoint.write_bytes(b"nothing of value")
@@ -291,12 +287,6 @@ def test_without_hard_links_the_previous_checkpoint_is_a_copy(tmp_path, monkeypa
     run = Run(tmp_path)
     contents = [checkpoint.load(file) for file in (run.checkpoint_before, run.checkpoint)]
     assert [(content["epoch"], content["position"]) for content in contents] == [(0, 6), (0, 7)]
-
-
-def test_signal_handlers_are_restored_after_a_run(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
-    fit(short("ce", epochs=1), out=tmp_path / "run")
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 class SlowDisk(AbstractCallback):
