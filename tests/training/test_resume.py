@@ -135,20 +135,14 @@ class SignalAfterEpoch(AbstractCallback):
             signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_signal_between_epochs_stops_the_run(uninterrupted, tmp_path):
-    with pytest.raises(StoppedError, match=r"\b2 .*\b3\b.*--resume"):
-        fit(RECIPES["fedlas_ls"].replace(checkpoint_every=1000), out=tmp_path, callbacks=[SignalAfterEpoch(2)])
-    content = checkpoint_of(Run(tmp_path))
-    assert (content["epoch"], content["position"]) == (2, 0)
-    assert_equal_runs(fit(RECIPES["fedlas_ls"], out=tmp_path, resume=True), uninterrupted("fedlas_ls"))
-
-
-def test_a_signal_after_the_last_step_stops_the_run(uninterrupted, tmp_path):
-    """Otherwise a run interrupted while predicting would finish and the next one would start."""
-    with pytest.raises(StoppedError) as error_info:
-        fit(RECIPES["mixed"], out=tmp_path, callbacks=[SignalAfterEpoch(3)])
+@pytest.mark.parametrize("epoch", [2, 3])  # after the last epoch too: fit_many would start the next run
+def test_a_signal_after_an_epoch_stops_the_run(uninterrupted, tmp_path, epoch):
+    with pytest.raises(StoppedError, match=rf"\b{epoch} .*\b3\b.*--resume") as error_info:
+        fit(RECIPES["fedlas_ls"].replace(checkpoint_every=1000), out=tmp_path, callbacks=[SignalAfterEpoch(epoch)])
     assert error_info.value.signal_number == signal.SIGTERM
-    assert_equal_runs(fit(RECIPES["mixed"], out=tmp_path, resume=True), uninterrupted("mixed"))
+    content = checkpoint_of(Run(tmp_path))
+    assert (content["epoch"], content["position"]) == (epoch, 0)
+    assert_equal_runs(fit(RECIPES["fedlas_ls"], out=tmp_path, resume=True), uninterrupted("fedlas_ls"))
 
 
 def test_a_signal_while_predicting_ends_fit_many(tmp_path, monkeypatch):
@@ -289,31 +283,18 @@ def test_without_hard_links_the_previous_checkpoint_is_a_copy(tmp_path, monkeypa
     assert [(content["epoch"], content["position"]) for content in contents] == [(0, 6), (0, 7)]
 
 
-class SlowDisk(AbstractCallback):
-    """Writes the first checkpoint only in the third epoch, which a run that waits for it never reaches."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.epochs: list[int] = []
-        self._third_epoch = threading.Event()
-        self._write = checkpoint._write
-        monkeypatch.setattr(checkpoint, "_write", self._slowly)
-
-    sees_steps = True
-
-    def on_step_end(self, session: Any, step: int) -> None:
-        if step > 2 * session.steps_per_epoch:
-            self._third_epoch.set()
-
-    def _slowly(self, path: Path, content: dict[str, Any]) -> None:
-        assert self._third_epoch.wait(30), "the run waits for the disk"
-        self.epochs.append(content["epoch"])
-        self._write(path, content)
-
-
 def test_no_epoch_waits_for_a_slow_disk(uninterrupted, tmp_path, monkeypatch):
-    disk = SlowDisk(monkeypatch)
-    run = fit(RECIPES["mixed"], out=tmp_path, callbacks=[disk])
-    assert disk.epochs == [1, 3], "the third is the last, which has a checkpoint in any case"
+    """The first checkpoint is written only in the third epoch, which a run that waits for it never reaches."""
+    epochs, third_epoch, write = [], threading.Event(), checkpoint._write
+
+    def write_slowly(path: Path, content: dict[str, Any]) -> None:
+        assert third_epoch.wait(30), "the run waits for the disk"
+        epochs.append(content["epoch"])
+        write(path, content)
+
+    monkeypatch.setattr(checkpoint, "_write", write_slowly)
+    run = fit(RECIPES["mixed"], out=tmp_path, callbacks=[AtStep(15, lambda _: third_epoch.set())])
+    assert epochs == [1, 3], "the third is the last, which has a checkpoint in any case"
     assert_equal_runs(run, uninterrupted("mixed"))
 
 
