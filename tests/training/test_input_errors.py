@@ -19,7 +19,6 @@ from fedlas.io.atomic import write_atomic
 from fedlas.training import AbstractCallback, Recipe, Run, RunError, checkpoint, fit, fit_many
 from fedlas.training.callbacks import HOOKS
 from fedlas.training.predict_run import predict_with
-from fedlas.training.progress import write_board
 from fedlas.training.session import Session
 
 CPU = torch.device("cpu")
@@ -199,15 +198,6 @@ def test_bf16_on_a_cpu_without_bf16_instructions_warns(tmp_path, monkeypatch, pr
     assert any("precision=fp32" in str(warning.message) for warning in recorded_warnings) == slow
 
 
-def test_the_error_for_a_damaged_checkpoint_does_not_suggest_unpickling(tmp_path):
-    file = tmp_path / "checkpoint.pt"
-    for content in (b"", b"PK\x03\x04 half a file", b"\x80\x04\x95 no tensors", b"text"):
-        file.write_bytes(content)
-        with pytest.raises(RunError, match=r"checkpoint\.pt") as error:
-            checkpoint.load(file)
-        assert "weights_only" not in str(error.value)
-
-
 def test_the_error_for_a_checkpoint_of_other_data_is_complete(finished, tmp_path):
     state = checkpoint.load(finished.checkpoint)
     session = Session(finished.recipe.replace(model_options={"norm": "group"}), CPU)
@@ -297,6 +287,7 @@ FILES = ("recipe.json", "environment.json", "log.jsonl", "checkpoint.pt", "check
         *itertools.product(FILES, ["link", "dangling link", "pipe"]),
         ("predictions", "link"),
         ("predictions/best-test.safetensors", "link"),
+        ("tensorboard", "link"),
     ],
 )
 def test_links_and_pipes_in_a_run_folder_raise(finished, tmp_path, name, kind):
@@ -312,7 +303,7 @@ def test_links_and_pipes_in_a_run_folder_raise(finished, tmp_path, name, kind):
     if kind == "link":
         link_target.write_text("mine")
     with pytest.raises(RunError, match=f"{name}.*{kind.split()[-1]}"):
-        fit(recipe, out=run.folder, resume=True, progress=False)
+        fit(recipe.replace(tensorboard=True), out=run.folder, resume=True, progress=False)
     assert link_target.exists() == (kind == "link")
     assert kind != "link" or link_target.read_text() == "mine"
 
@@ -335,11 +326,3 @@ def test_a_default_run_folder_that_is_a_symbolic_link_raises(finished, tmp_path,
         with pytest.raises(RunError, match=f"{finished.recipe.name}.*link"):
             launch()
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_tensorboard_is_not_written_through_a_symbolic_link(finished, tmp_path):
-    run = Run(shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["tensorboard"]))
-    (tmp_path / "elsewhere").mkdir()
-    (run.folder / "tensorboard").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RunError, match=r"tensorboard.*link"):
-        write_board(run)

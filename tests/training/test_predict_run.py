@@ -99,12 +99,9 @@ def test_a_run_without_its_training_data_can_predict(folder_run, tmp_path):
         without_data = read_predictions(predict_with(folder_run.folder, **arguments, out=tmp_path / "gone.safetensors"))
         assert without_data.class_names == with_data.class_names == ("cat", "dog", "owl")
         assert torch.equal(without_data.logits, with_data.logits)
-        bare_run = Run(tmp_path / "bare")
-        bare_run.folder.mkdir()
-        for name in ("recipe.json", "checkpoint.pt", "log.jsonl"):
-            (bare_run.folder / name).write_bytes((folder_run.folder / name).read_bytes())
+        bare_folder = shutil.copytree(folder_run.folder, tmp_path / "bare", ignore=lambda *_: ["predictions"])
         with pytest.raises(FileNotFoundError, match=r"classes.*home"):
-            predict_with(bare_run.folder, **arguments, out=tmp_path / "none.safetensors")
+            predict_with(bare_folder, **arguments, out=tmp_path / "none.safetensors")
     finally:
         moved_folder.rename(images_folder)
 

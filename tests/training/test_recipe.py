@@ -1,7 +1,6 @@
 """Recipes: plain values, stable keys, settings from text, and the published hyperparameters."""
 
 import json
-import re
 
 import pytest
 
@@ -10,7 +9,7 @@ from fedlas.catalog import keywords
 from fedlas.data import CATALOG as DATA
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.training.protocols import PROTOCOLS, list_recipes, recipe_for
-from fedlas.training.recipe import Recipe, differences
+from fedlas.training.recipe import Recipe
 
 SMALL = Recipe(data="digits", model="small_cnn", loss="ce")
 
@@ -115,12 +114,6 @@ def test_values_of_another_type_raise():
     for changes in ({"epochs": 2.5}, {"lr": "0.1"}, {"milestones": 3}, {"loss_options": [1]}, {"seed": True}):
         with pytest.raises(TypeError):
             SMALL.replace(**changes)
-
-
-def test_differences_are_named():
-    assert differences(SMALL, SMALL.replace(checkpoint_every=3)) == []
-    (result,) = differences(SMALL, SMALL.replace(lr=0.2))
-    assert re.search(r"lr.*0\.1.*0\.2", result)
 
 
 def test_every_predefined_recipe_can_be_built():
