@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -103,21 +102,22 @@ say(f"in the end {threads() - threads_before} threads are left")
 """
 
 
-def torchrun(
-    base: Path, capture: CaptureManager, arguments: Callable[[Path], Sequence[str | Path]]
-) -> tuple[Path, str, str]:
-    """Start two processes in a new folder; return it, and their output.
+def torchrun(script: Path, images: Path, capture: CaptureManager) -> tuple[Path, str, str]:
+    """Start two processes of a script in a new folder; return it, and their output.
 
     They hung once, for an unknown reason (docs/reliability.md): then their output is printed in spite of pytest's
     capturing, and they are started a second time.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    changes = [f"{name}={value}" for name, value in OPTIONS.items()]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     for attempt in ("first", "second"):
-        folder = base / attempt
+        folder = script.parent / attempt
         folder.mkdir()
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        with subprocess.Popen([*command, *arguments(folder)], env=environment, **pipes) as process:
+        with subprocess.Popen(
+            [*command, script, FOLDER, folder, images, *changes], env=environment, **pipes
+        ) as process:
             try:
                 stdout, stderr = process.communicate(timeout=TIMEOUT)
             except subprocess.TimeoutExpired:
@@ -132,18 +132,13 @@ def torchrun(
 
 
 @pytest.fixture(scope="module")
-def capture(pytestconfig: pytest.Config) -> CaptureManager:
-    return pytestconfig.pluginmanager.getplugin("capturemanager")
-
-
-@pytest.fixture(scope="module")
-def torchrun_result(tmp_path_factory: pytest.TempPathFactory, capture: CaptureManager) -> tuple[Path, str, Path]:
+def torchrun_result(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> tuple[Path, str, Path]:
     """The folder of the runs of two processes, their output, and the images that they have read."""
     base = tmp_path_factory.mktemp("processes")
     images, script = natural_images(base / "images"), base / "runs.py"
     script.write_text(RUNS)
-    changes = [f"{name}={value}" for name, value in OPTIONS.items()]
-    folder, stdout, stderr = torchrun(base, capture, lambda folder: [script, FOLDER, folder, images, *changes])
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+    folder, stdout, stderr = torchrun(script, images, capture)
     assert "Grad strides" not in stderr
     return folder, stdout, images
 

@@ -339,27 +339,24 @@ def test_callbacks_see_steps_and_epochs(tmp_path):
 
 
 class FailsToClose(AbstractCallback):
-    """Fails at the end of a run, and at its start if asked to."""
-
-    def __init__(self, *, at_start: bool) -> None:
-        self._at_start = at_start
-
-    def on_train_start(self, run, session, epoch):
-        if self._at_start:
-            raise KeyError("start")
+    """Fails at the end of a run."""
 
     def on_train_end(self, run):
         raise OSError("end")
 
 
+def fail(_) -> None:
+    raise KeyError("step")
+
+
 def test_an_error_while_closing_does_not_replace_the_error_of_the_training(tmp_path):
     recorder = Collect()
-    with pytest.raises(KeyError, match="start") as error_info:
-        fit(short("ce", epochs=1), out=tmp_path / "one", callbacks=[FailsToClose(at_start=True), recorder])
+    with pytest.raises(KeyError, match="step") as error_info:
+        fit(short("ce"), out=tmp_path / "one", callbacks=[FailsToClose(), AtStep(1, fail), recorder])
     assert "end" in error_info.value.__notes__[0]
     assert recorder.ends == 1
     with pytest.raises(OSError, match="end"):
-        fit(short("ce", epochs=1), out=tmp_path / "two", callbacks=[FailsToClose(at_start=False), recorder])
+        fit(short("ce", epochs=1), out=tmp_path / "two", callbacks=[FailsToClose(), recorder])
     assert recorder.ends == 2
 
 

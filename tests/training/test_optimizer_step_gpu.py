@@ -118,13 +118,11 @@ def test_a_captured_step_is_independent_of_later_allocations():
 def test_the_first_step_of_a_resnet_equals_that_of_torch(accumulate):
     """Over four million parameters: each program of the norm sums several tiles."""
     recipe = short("ce", compile=True, accumulate=accumulate, clip=0.5, **RESIDUAL)
-    device, sessions = select_device("cuda"), []
+    sessions = []
     for use_kernels in (True, False):
-        with backend_flags(recipe, device):
-            session = Session(recipe, device, capture=False)
+        with gpu_session(recipe, capture=False) as session:
             if not use_kernels:
                 use_torch(session)
-            session.net.train()
             session.runner.run(*next(iter(session.batches(0))))
         sessions.append(session)
     fused_tensors, torch_tensors = (tensors(session) for session in sessions)
