@@ -98,27 +98,9 @@ def compare(shape: tuple[int, int, int, int], device: str, *, twice: bool, mean:
 def used(device: str) -> dict[str, bool]:
     """Return for which layers and images the kernels are used; each of them is trained."""
 
-    def with_a_stride(model: Any) -> None:
-        model.conv1.stride = (2, 2)
-
-    def of_grey_images(model: Any) -> None:
-        model.conv1 = nn.Conv2d(1, 64, 3, padding=1, bias=False).to(device, memory_format=torch.channels_last)
-
-    def large_filters(model: Any) -> None:
-        model.conv1 = nn.Conv2d(3, 64, 5, padding=1, bias=False).to(device, memory_format=torch.channels_last)
-
-    def channels_first(model: Any) -> None:
-        model.conv1.weight = nn.Parameter(model.conv1.weight.detach().contiguous())
-
-    def frozen(model: Any) -> None:
-        model.conv1.weight.requires_grad_(False)
-
-    def all_frozen(model: Any) -> None:
-        for parameter in model.parameters():
-            parameter.requires_grad_(parameter.dim() != 4)
-
-    def with_pooling(model: Any) -> None:
-        model.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+    def convolution(channels: int, size: int) -> nn.Conv2d:
+        layer = nn.Conv2d(channels, 64, size, padding=1, bias=False)
+        return layer.to(device, memory_format=torch.channels_last)
 
     def is_used(
         change: Callable[[Any], None] = lambda _: None, dtype: torch.dtype = torch.bfloat16, **options: Any
@@ -139,19 +121,23 @@ def used(device: str) -> dict[str, bool]:
         assert all((value.grad is not None) is value.requires_grad for value in (*model.parameters(), images))
         return convolve.called
 
-    return {
-        "usual": is_used(),
-        "frozen": is_used(frozen),
-        "all frozen": is_used(all_frozen),
-        "pooling": is_used(with_pooling),
+    changes: dict[str, Callable[[Any], object]] = {
+        "usual": lambda _: None,
+        "frozen": lambda model: model.conv1.weight.requires_grad_(False),
+        "all frozen": lambda model: [weight.requires_grad_(weight.dim() != 4) for weight in model.parameters()],
+        "pooling": lambda model: setattr(model, "maxpool", nn.MaxPool2d(3, stride=2, padding=1)),
+        "filters with channels first": lambda model: setattr(
+            model.conv1.weight, "data", model.conv1.weight.detach().contiguous()
+        ),
+        "a stride": lambda model: setattr(model.conv1, "stride", (2, 2)),
+        "one channel": lambda model: setattr(model, "conv1", convolution(1, 3)),
+        "5 x 5": lambda model: setattr(model, "conv1", convolution(3, 5)),
+    }
+    return {name: is_used(change) for name, change in changes.items()} | {
         "float16": is_used(dtype=torch.float16),
         "float32": is_used(dtype=torch.float32),
         "images that learn": is_used(image_gradients=True),
         "images with channels first": is_used(layout=torch.contiguous_format),
-        "filters with channels first": is_used(channels_first),
-        "a stride": is_used(with_a_stride),
-        "one channel": is_used(of_grey_images),
-        "5 x 5": is_used(large_filters),
     }
 
 
