@@ -260,11 +260,9 @@ def compiler_error(message):
 
 
 def assert_equal_state(session, expected):
-    for module, expected_module in zip((session.net, session.loss), (expected.net, expected.loss), strict=True):
-        for name, value in expected_module.state_dict().items():
-            assert torch.equal(value, module.state_dict()[name]), name
-    assert session.step.metrics.read() == expected.step.metrics.read()
-    assert session.step.gate.read() == expected.step.gate.read()
+    state, expected_state = session.state_dict(), expected.state_dict()
+    for part in ("model", "loss", "optimizer", "step"):
+        assert_same(state[part], expected_state[part])
 
 
 def replace_calls(session, net=None, loss=None):
