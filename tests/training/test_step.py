@@ -265,12 +265,6 @@ def assert_equal_state(session, expected):
         assert_same(state[part], expected_state[part])
 
 
-def replace_calls(session, net=None, loss=None):
-    """Call network and loss of a session by other functions."""
-    call_net, call_loss = session.step.module.calls
-    session.step.module.calls = net or call_net, loss or call_loss
-
-
 @pytest.mark.parametrize(
     ("part", "failure", "inactive", "count"),
     [
@@ -302,11 +296,12 @@ def test_failed_compilation_falls_back_to_eager_without_repeating_a_step(part, f
 def test_failed_compilation_raises_if_there_are_several_processes(monkeypatch, backward):
     """Regression: one process repeated the step, and with it collectives that the others had finished."""
     session = Session(short("ce"), CPU)
-    replace_calls(session, CannotBeCompiled(session.net, compiler_error("no graph\nand more"), backward=backward))
+    network = CannotBeCompiled(session.net, compiler_error("no graph\nand more"), backward=backward)
+    session.step.module.calls = network, session.loss
     monkeypatch.setattr(compilation, "ranks", SimpleNamespace(count=lambda: 2))  # other modules see one process
     with pytest.raises(RunError, match=r"set compile=False: no graph$"):
         steps(session, 1)
-    assert session.step.module.calls[0].active
+    assert network.active
 
 
 def test_errors_that_are_not_compilation_errors_are_raised():
@@ -320,7 +315,7 @@ def test_errors_that_are_not_compilation_errors_are_raised():
         RuntimeError("a bug in user code"),
     ):
         session = Session(short("ce"), CPU)
-        replace_calls(session, CannotBeCompiled(session.net, error))
+        session.step.module.calls = CannotBeCompiled(session.net, error), session.loss
         with pytest.raises(type(error)):
             steps(session, 1)
 
@@ -339,10 +334,8 @@ def test_a_compiled_step_sees_terms_and_gate_too(loss, backend, count):
     torch._dynamo.reset()  # variants that other tests compiled count towards the limit
     recipe = short(loss)
     reference, compiled = Session(recipe, CPU), Session(recipe, CPU)
-    calls = (
-        CompiledCall(module, fullgraph=True, dynamic=False, backend=backend) for module in (compiled.net, compiled.loss)
-    )
-    replace_calls(compiled, *calls)
+    options = {"fullgraph": True, "dynamic": False, "backend": backend}
+    compiled.step.module.calls = [CompiledCall(module, **options) for module in (compiled.net, compiled.loss)]
     for session in (reference, compiled):
         steps(session, count)
     assert compiled.step.module.calls[0].active
