@@ -400,9 +400,14 @@ def test_a_run_that_diverged_later_is_not_replaced(tmp_path, step, checkpoint_ev
 
 def test_a_finite_but_huge_loss_counts_as_divergence(tmp_path):
     """Regression: such a run finished without an error and with chance accuracy."""
-    recipe = short("fedlas_ls", lr=1e4, clip=None, schedule="constant")
-    with pytest.raises(DivergedError):
-        fit(recipe, out=tmp_path / "run")
+
+    @torch.no_grad()
+    def enlarge_weights(session: Session) -> None:
+        for parameter in session.net.parameters():
+            parameter.mul_(1e4)
+
+    with pytest.raises(DivergedError, match=r"step 4\b"):
+        fit(short("ce"), out=tmp_path / "run", callbacks=[AtStep(3, enlarge_weights)])
 
 
 def break_weights(session: Session) -> None:
