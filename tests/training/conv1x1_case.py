@@ -9,20 +9,23 @@ error of a step of a network with and without the kernels.
 import copy
 import json
 import sys
-from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from resnet_case import (
+    Tensors,
     affine_and_counter,
-    distance,
     error,
     errors,
     forward_and_backward,
+    ignores_lost_statistics,
     in_float64,
     in_low_precision,
+    random_norm,
     small_case,
+    step_errors,
 )
 from torch.nn import functional
 
@@ -58,19 +61,17 @@ CASES = [*((name, "float32") for name in SHAPES), ("more tiles than programs", "
 BACKWARD_CASES = [*((name, "float32") for name in BACKWARD_SHAPES), ("two norms", "float16")]
 
 
-def layer(shape: tuple[int, ...], device: str, mean: float = 1.0) -> dict[str, torch.Tensor]:
+def layer(shape: tuple[int, ...], device: str, mean: float = 1.0) -> Tensors:
     """Return images of a size, a weight and a norm."""
     count, height, width, inputs, outputs = shape
     torch.manual_seed(0)
     images = mean + torch.randn(count, inputs, height, width)
-    norm_tensors = {"weight": 0.5 + torch.rand(outputs), "bias": torch.rand(outputs) - 0.5}
-    norm_tensors |= {"running_mean": torch.randn(outputs), "running_var": 0.5 + torch.rand(outputs)}
-    tensors = {"images": images.to(memory_format=torch.channels_last)}
+    tensors = random_norm(outputs) | {"images": images.to(memory_format=torch.channels_last)}
     tensors["factors"] = torch.randn(outputs, inputs, 1, 1) / inputs**0.5
-    return {name: value.to(device) for name, value in (tensors | norm_tensors).items()}
+    return {name: value.to(device) for name, value in tensors.items()}
 
 
-def by_torch(tensors: dict[str, torch.Tensor], y_dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+def by_torch(tensors: Tensors, y_dtype: torch.dtype | None = None) -> Tensors:
     """Convolve and normalise with torch's layers, in the type of the inputs; round y as the kernel does."""
     tensors = {name: value.clone() for name, value in tensors.items()}
     y = functional.conv2d(tensors["images"], tensors["factors"])
@@ -81,7 +82,7 @@ def by_torch(tensors: dict[str, torch.Tensor], y_dtype: torch.dtype | None = Non
     return {"y": y, "z": z, "running mean": statistics[0], "running var": statistics[1]}
 
 
-def by_kernels(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def by_kernels(tensors: Tensors) -> Tensors:
     """Compute the same with the kernel; z is computed here from its scale and shift."""
     tensors = {name: value.clone() for name, value in tensors.items()}
     norm, counter = affine_and_counter(tensors)
@@ -94,7 +95,7 @@ def by_kernels(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"y": y, "z": y.double() * scale + shift, "running mean": norm.running_mean, "running var": norm.running_var}
 
 
-def block(shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
+def block(shape: tuple[int, ...], device: str) -> Tensors:
     """Return the input of a norm, a skip connection, the weight of the next convolution, and gradients of both uses."""
     count, height, width, inputs, outputs = shape
     torch.manual_seed(0)
@@ -106,7 +107,7 @@ def block(shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
     return {name: value.to(device) for name, value in (tensors | norm_parameters).items()}
 
 
-def backward_by_torch(tensors: dict[str, torch.Tensor], residual: str, stride: int) -> dict[str, torch.Tensor]:
+def backward_by_torch(tensors: Tensors, residual: str, stride: int) -> Tensors:
     """Compute the backward pass of a 1x1 convolution, ReLU, residual add and norm with torch's layers."""
     leaves = {name: value.clone().requires_grad_() for name, value in tensors.items()}
 
@@ -126,7 +127,7 @@ def backward_by_torch(tensors: dict[str, torch.Tensor], residual: str, stride: i
     return {name: leaves[name].grad for name in ("y", "weight", "bias", *residual_names)}
 
 
-def backward_by_kernels(tensors: dict[str, torch.Tensor], residual: str, stride: int) -> dict[str, torch.Tensor]:
+def backward_by_kernels(tensors: Tensors, residual: str, stride: int) -> Tensors:
     """Compute the same with the kernels, with the product fused into the first backward pass."""
     y, skip, channels = tensors["y"], tensors["skip"], tensors["y"].shape[1]
     counter = torch.zeros(channels // 64, dtype=torch.int32, device=y.device)
@@ -153,12 +154,10 @@ def backward_by_kernels(tensors: dict[str, torch.Tensor], residual: str, stride:
     result = {"y": gradients.y, "weight": gradients.weight, "bias": gradients.bias}
     if residual == "skip":
         result["skip"] = gradients.skip
-    skip_gradients = {
-        "skip": gradients.other_y,
-        "skip weight": gradients.other_weight,
-        "skip bias": gradients.other_bias,
-    }
-    return result | (skip_gradients if skip_and_norm else {})
+    if residual == "norm":
+        other = {"skip": gradients.other_y, "skip weight": gradients.other_weight, "skip bias": gradients.other_bias}
+        result |= other
+    return result
 
 
 def compare_backward(name: str, device: str, dtype: torch.dtype) -> dict[str, float]:
@@ -190,15 +189,6 @@ def compare(shape: tuple[int, ...], device: str, dtype: torch.dtype, mean: float
     return errors(outputs, by_torch(tensors), expected)
 
 
-def lost_statistics(device: str) -> bool:
-    """Return whether a NaN running mean affects nothing but itself."""
-    tensors = layer(SHAPES["part of a tile"], device)
-    expected = by_torch(tensors)
-    tensors["running_mean"][::2] = torch.nan
-    tensors["running_mean"][1::4] = torch.inf
-    return error(by_kernels(tensors)["z"], expected["z"]) < 1e-5
-
-
 def supported_layers(device: str) -> dict[str, bool]:
     """Return which images and weights the kernels support."""
 
@@ -210,78 +200,70 @@ def supported_layers(device: str) -> dict[str, bool]:
         weight = torch.zeros(outputs, inputs, kernel_size, kernel_size, dtype=dtype, device=device)
         return (conv1x1.fits_back if options.get("back") else conv1x1.fits)(images, weight)
 
-    with_few_rows = is_supported(), is_supported(256, 64, back=True)
-    with patch.object(conv1x1, "MIN_ROWS", 0), patch.object(conv1x1, "MIN_ROWS_BACKWARD", 0):
-        return {"few rows": with_few_rows[0], "back, few rows": with_few_rows[1], **_supported_layers(is_supported)}
+    few_rows = {"few rows": is_supported(), "back, few rows": is_supported(256, 64, back=True)}
+    with patch.multiple(conv1x1, MIN_ROWS=0, MIN_ROWS_BACKWARD=0):
+        return few_rows | {
+            "usual": is_supported(),
+            "bfloat16": is_supported(dtype=torch.bfloat16),
+            "to 192 channels": is_supported(128, 192),
+            "from 256 to 128": is_supported(256, 128),
+            "from 256 to 1024": is_supported(256, 1024),
+            "from 192 channels": is_supported(192),
+            "float32": is_supported(dtype=torch.float32),
+            "3 x 3": is_supported(kernel_size=3),
+            "96 channels": is_supported(96),
+            "to 96 channels": is_supported(64, 96),
+            "channels first": is_supported(layout=torch.contiguous_format),
+            "back from 64 to 256": is_supported(256, 64, back=True),
+            "back from 256 to 1024": is_supported(1024, 256, back=True),
+            "back from 128 to 192": is_supported(192, 128, back=True),
+            "back from 256 to 64": is_supported(64, 256, back=True),
+            "back from 512 to 2048": is_supported(2048, 512, back=True),
+            "back, float32": is_supported(256, 64, back=True, dtype=torch.float32),
+            "back, 3 x 3": is_supported(256, 64, 3, back=True),
+        }
 
 
-def _supported_layers(is_supported: Callable[..., bool]) -> dict[str, bool]:
-    return {
-        "usual": is_supported(),
-        "bfloat16": is_supported(dtype=torch.bfloat16),
-        "to 192 channels": is_supported(128, 192),
-        "from 256 to 128": is_supported(256, 128),
-        "from 256 to 1024": is_supported(256, 1024),
-        "from 192 channels": is_supported(192),
-        "float32": is_supported(dtype=torch.float32),
-        "3 x 3": is_supported(kernel_size=3),
-        "96 channels": is_supported(96),
-        "to 96 channels": is_supported(64, 96),
-        "channels first": is_supported(layout=torch.contiguous_format),
-        "back from 64 to 256": is_supported(256, 64, back=True),
-        "back from 256 to 1024": is_supported(1024, 256, back=True),
-        "back from 128 to 192": is_supported(192, 128, back=True),
-        "back from 256 to 64": is_supported(64, 256, back=True),
-        "back from 512 to 2048": is_supported(2048, 512, back=True),
-        "back, float32": is_supported(256, 64, back=True, dtype=torch.float32),
-        "back, 3 x 3": is_supported(256, 64, 3, back=True),
-    }
+# The kernels of a step, and the position of the counter of the batch norm among their arguments.
+KERNELS = {
+    "multiply": (conv1x1, "multiply", -1),
+    "statistics": (batch_norm, "statistics", -1),
+    "fused sums": (conv1x1, "gradient_sums", 5),
+    "separate sums": (batch_norm, "gradient_sums", 5),
+}
 
 
 def step(device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the errors of a step relative to float64, with and without the kernel, and which products use it.
+    """Return the errors of a step relative to float64, with and without the kernels, and the norms of their calls.
 
-    One of the two blocks of the network keeps the size of the images, the other does not. In float32, which the kernel
-    supports only here, the step without it is left out.
+    One of the two blocks of the network keeps the size of the images, the other does not. In float32, which the kernels
+    support only here, the step without them is left out.
     """
     fused_model, images, labels, expected = small_case("bottleneck", device, (4, 3, 3, 3))
     model = copy.deepcopy(fused_model)
-    with (
-        torch.autocast(device, dtype, enabled=dtype != torch.float32),
-        patch.object(conv1x1, "MIN_ROWS", 0),
-        patch.object(conv1x1, "MIN_ROWS_BACKWARD", 0),
-        patch.object(conv1x1, "LOW_PRECISION_TYPES", (*batch_norm.LOW_PRECISION_TYPES, torch.float32)),
-        patch.object(conv1x1, "multiply", wraps=conv1x1.multiply) as multiply,
-        patch.object(batch_norm, "statistics", wraps=batch_norm.statistics) as statistics,
-        patch.object(conv1x1, "gradient_sums", wraps=conv1x1.gradient_sums) as fused_sums,
-        patch.object(batch_norm, "gradient_sums", wraps=batch_norm.gradient_sums) as separate_sums,
-    ):
-        with_kernels = forward_and_backward(model, images, labels)
-        pointers = [[call.args[-1].data_ptr() for call in mock.mock_calls] for mock in (multiply, statistics)]
-        gradient_calls = fused_sums.mock_calls, separate_sums.mock_calls
-        pointers += [[call.args[5].data_ptr() for call in calls] for calls in gradient_calls]
-        pointers += [
-            [
-                call.args[5].data_ptr()
-                for calls in gradient_calls
-                for call in calls
-                if isinstance(call.args[1], batch_norm.StridedGradient)
-            ]
-        ]
-        with patch.object(conv1x1, "fits", lambda *_: False), patch.object(conv1x1, "fits_back", lambda *_: False):
-            without_kernels = (
-                with_kernels if dtype == torch.float32 else forward_and_backward(fused_model, images, labels)
-            )
+    types = (*batch_norm.LOW_PRECISION_TYPES, torch.float32)
+    with ExitStack() as stack:
+        stack.enter_context(torch.autocast(device, dtype, enabled=dtype != torch.float32))
+        stack.enter_context(patch.multiple(conv1x1, MIN_ROWS=0, MIN_ROWS_BACKWARD=0, LOW_PRECISION_TYPES=types))
+        kernels = {
+            kind: stack.enter_context(patch.object(module, name, wraps=getattr(module, name)))
+            for kind, (module, name, _) in KERNELS.items()
+        }
+        with_kernels = without_kernels = forward_and_backward(model, images, labels)
+        calls = {kind: [call.args for call in kernel.mock_calls] for kind, kernel in kernels.items()}
+        if dtype != torch.float32:
+            stack.enter_context(patch.multiple(conv1x1, fits=lambda *_: False, fits_back=lambda *_: False))
+            without_kernels = forward_and_backward(fused_model, images, labels)
     layers = dict(model.named_modules())
     names = {model.counters[layer].data_ptr(): name for name, layer in layers.items() if layer in model.counters}
-    step_errors = {
-        part: [distance(tensors[part], expected[part]) for tensors in (with_kernels, without_kernels)]
-        for part in expected
-    }
-    kinds = "multiply", "statistics", "fused sums", "separate sums", "strided"
-    return {"errors": step_errors} | {
-        kind: [names[pointer] for pointer in norms] for kind, norms in zip(kinds, pointers, strict=True)
-    }
+    norms = {kind: [names[args[KERNELS[kind][2]].data_ptr()] for args in calls[kind]] for kind in KERNELS}
+    norms["strided"] = [
+        norm
+        for kind in ("fused sums", "separate sums")
+        for norm, args in zip(norms[kind], calls[kind], strict=True)
+        if isinstance(args[1], batch_norm.StridedGradient)
+    ]
+    return {"errors": step_errors(with_kernels, without_kernels, expected), **norms}
 
 
 if __name__ == "__main__":
@@ -294,6 +276,6 @@ if __name__ == "__main__":
         "step": {kind: step(target, dtype) for kind, dtype in TYPES.items()},
         "backward": backward,
         "supported": supported_layers(target),
-        "lost statistics": lost_statistics(target),
+        "lost statistics": ignores_lost_statistics(layer(SHAPES["part of a tile"], target), by_torch, by_kernels),
     }
     print(json.dumps(results))

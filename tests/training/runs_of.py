@@ -1,7 +1,8 @@
-"""Shared helpers of the training tests: short recipes, and a callback that stops a run at a step."""
+"""Shared helpers of the training tests: short recipes, stops at a step, and comparisons of runs."""
 
 import math
-import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedlas.training import AbstractCallback, Recipe, Run, recipe_for
+from fedlas.training import AbstractCallback, Recipe, Run, StoppedError, fit, recipe_for
 from fedlas.training.run_folder import MACHINE
-from waiting import until
 
 SHORT = {
     "epochs": 3,
@@ -46,19 +46,29 @@ def large(path: Path, loss: str = "fedlas_ls", **changes: Any) -> Recipe:
     return Recipe(data="folder", model="small_cnn", loss=loss, **{**defaults, **options, **changes})
 
 
-class SignalAt(AbstractCallback):
-    """Sends this process a signal after a step."""
-
-    def __init__(self, step: int, number: int, wait_for: Path | None = None) -> None:
-        self.step, self.number, self.wait_for = step, number, wait_for
+class AtStep(AbstractCallback):
+    """Calls a function with the session after a step."""
 
     sees_steps = True
 
+    def __init__(self, step: int, act: Callable[[Any], object]) -> None:
+        self.step, self.act = step, act
+
     def on_step_end(self, session: Any, step: int) -> None:
         if step == self.step:
-            if self.wait_for is not None:
-                until(self.wait_for.exists)
-            os.kill(os.getpid(), self.number)
+            self.act(session)
+
+
+def signal_at(step: int, number: int = signal.SIGTERM) -> AtStep:
+    """Send this process a signal after a step."""
+    return AtStep(step, lambda _: signal.raise_signal(number))
+
+
+def stop_at(step: int, recipe: Recipe, out: Path, number: int = signal.SIGTERM) -> StoppedError:
+    """Train until a signal stops the run after a step, and return the error."""
+    with pytest.raises(StoppedError) as error_info:
+        fit(recipe, out=out, callbacks=[signal_at(step, number)])
+    return error_info.value
 
 
 def log_without_times(run: Run) -> list[dict[str, Any]]:
@@ -67,6 +77,21 @@ def log_without_times(run: Run) -> list[dict[str, Any]]:
 
 def prediction_bytes(run: Run) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((run.folder / "predictions").iterdir())}
+
+
+def checkpoint_of(run: Run) -> dict[str, Any]:
+    content = torch.load(run.checkpoint, weights_only=True)
+    for generators in content["random"]:
+        del generators["python"]  # beartype, which checks shapes in tests, draws from it
+    return content
+
+
+def assert_equal_runs(run: Run, expected: Run) -> None:
+    """Compare predictions, logs and checkpoints bit for bit."""
+    assert run.finished
+    assert prediction_bytes(run) == prediction_bytes(expected)
+    assert log_without_times(run) == log_without_times(expected)
+    assert_same(checkpoint_of(run), checkpoint_of(expected))
 
 
 def assert_same(first: Any, second: Any) -> None:

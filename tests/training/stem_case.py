@@ -10,20 +10,24 @@ import copy
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from resnet_case import (
+    Tensors,
     affine_and_counter,
-    distance,
     error,
     errors,
     forward_and_backward,
+    ignores_lost_statistics,
     in_float64,
     in_low_precision,
     network,
+    random_norm,
     small_case,
+    step_errors,
 )
 from torch import nn
 from torch.nn import functional
@@ -35,7 +39,7 @@ FEW = {"FORWARD": stem.FORWARD._replace(programs=4), "BACKWARD": stem.BACKWARD._
 SHAPES = {"part of a tile": (3, 5, 7, 64), "more tiles than programs": (3, 11, 13, 128), "one pixel": (9, 1, 1, 64)}
 
 
-def layer(shape: tuple[int, int, int, int], device: str, mean: float = 1.0) -> dict[str, torch.Tensor]:
+def layer(shape: tuple[int, int, int, int], device: str, mean: float = 1.0) -> Tensors:
     """Return images of a size, filters and a norm, and gradients of both uses of the output."""
     count, height, width, channels = shape
     torch.manual_seed(0)
@@ -46,14 +50,10 @@ def layer(shape: tuple[int, int, int, int], device: str, mean: float = 1.0) -> d
         "second": torch.randn(count, channels, height, width),
     }
     tensors = {name: value.to(device, memory_format=torch.channels_last) for name, value in tensors.items()}
-    norm_tensors = {"weight": 0.5 + torch.rand(channels), "bias": torch.rand(channels) - 0.5}
-    norm_tensors |= {"running_mean": torch.randn(channels), "running_var": 0.5 + torch.rand(channels)}
-    return tensors | {name: value.to(device) for name, value in norm_tensors.items()}
+    return tensors | {name: value.to(device) for name, value in random_norm(channels).items()}
 
 
-def by_torch(
-    tensors: dict[str, torch.Tensor], *, twice: bool, y_dtype: torch.dtype | None = None
-) -> dict[str, torch.Tensor]:
+def by_torch(tensors: Tensors, *, twice: bool, y_dtype: torch.dtype | None = None) -> Tensors:
     """Compute forward and backward pass with torch's layers, in the type of the inputs.
 
     If y is stored in low precision, it is rounded here too: otherwise the ReLU would differ.
@@ -72,7 +72,7 @@ def by_torch(
     return {"y": y.detach(), "z": z.detach(), "running mean": statistics[0], "running var": statistics[1]} | gradients
 
 
-def by_kernels(tensors: dict[str, torch.Tensor], *, twice: bool) -> dict[str, torch.Tensor]:
+def by_kernels(tensors: Tensors, *, twice: bool) -> Tensors:
     """Compute forward and backward pass with the kernels."""
     tensors = {name: value.clone() for name, value in tensors.items()}
     norm, counter = affine_and_counter(tensors)
@@ -95,39 +95,12 @@ def compare(shape: tuple[int, int, int, int], device: str, *, twice: bool, mean:
     return errors(outputs, by_torch(tensors, twice=twice), by_torch(in_float64(tensors), twice=twice))
 
 
-def lost_statistics(device: str) -> bool:
-    """Return whether a NaN running mean affects nothing but itself."""
-    tensors = layer(SHAPES["part of a tile"], device)
-    expected = by_torch(tensors, twice=False)
-    tensors["running_mean"][::2] = torch.nan
-    tensors["running_mean"][1::4] = torch.inf
-    return error(by_kernels(tensors, twice=False)["z"], expected["z"]) < 1e-5
-
-
 def used(device: str) -> dict[str, bool]:
     """Return for which layers and images the kernels are used; each of them is trained."""
 
-    def with_a_stride(model: Any) -> None:
-        model.conv1.stride = (2, 2)
-
-    def of_grey_images(model: Any) -> None:
-        model.conv1 = nn.Conv2d(1, 64, 3, padding=1, bias=False).to(device, memory_format=torch.channels_last)
-
-    def large_filters(model: Any) -> None:
-        model.conv1 = nn.Conv2d(3, 64, 5, padding=1, bias=False).to(device, memory_format=torch.channels_last)
-
-    def channels_first(model: Any) -> None:
-        model.conv1.weight = nn.Parameter(model.conv1.weight.detach().contiguous())
-
-    def frozen(model: Any) -> None:
-        model.conv1.weight.requires_grad_(False)
-
-    def all_frozen(model: Any) -> None:
-        for parameter in model.parameters():
-            parameter.requires_grad_(parameter.dim() != 4)
-
-    def with_pooling(model: Any) -> None:
-        model.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+    def convolution(channels: int, size: int) -> nn.Conv2d:
+        layer = nn.Conv2d(channels, 64, size, padding=1, bias=False)
+        return layer.to(device, memory_format=torch.channels_last)
 
     def is_used(
         change: Callable[[Any], None] = lambda _: None, dtype: torch.dtype = torch.bfloat16, **options: Any
@@ -148,19 +121,23 @@ def used(device: str) -> dict[str, bool]:
         assert all((value.grad is not None) is value.requires_grad for value in (*model.parameters(), images))
         return convolve.called
 
-    return {
-        "usual": is_used(),
-        "frozen": is_used(frozen),
-        "all frozen": is_used(all_frozen),
-        "pooling": is_used(with_pooling),
+    changes: dict[str, Callable[[Any], object]] = {
+        "usual": lambda _: None,
+        "frozen": lambda model: model.conv1.weight.requires_grad_(False),
+        "all frozen": lambda model: [weight.requires_grad_(weight.dim() != 4) for weight in model.parameters()],
+        "pooling": lambda model: setattr(model, "maxpool", nn.MaxPool2d(3, stride=2, padding=1)),
+        "filters with channels first": lambda model: setattr(
+            model.conv1.weight, "data", model.conv1.weight.detach().contiguous()
+        ),
+        "a stride": lambda model: setattr(model.conv1, "stride", (2, 2)),
+        "one channel": lambda model: setattr(model, "conv1", convolution(1, 3)),
+        "5 x 5": lambda model: setattr(model, "conv1", convolution(3, 5)),
+    }
+    return {name: is_used(change) for name, change in changes.items()} | {
         "float16": is_used(dtype=torch.float16),
         "float32": is_used(dtype=torch.float32),
         "images that learn": is_used(image_gradients=True),
         "images with channels first": is_used(layout=torch.contiguous_format),
-        "filters with channels first": is_used(channels_first),
-        "a stride": is_used(with_a_stride),
-        "one channel": is_used(of_grey_images),
-        "5 x 5": is_used(large_filters),
     }
 
 
@@ -180,10 +157,7 @@ def step(device: str, dtype: torch.dtype) -> dict[str, list[float]]:
         with_kernels = forward_and_backward(copy.deepcopy(model), images, labels)
         with patch.object(stem, "fits", lambda *_: False):
             without_kernels = forward_and_backward(model, images, labels)
-    return {
-        part: [distance(result[part], expected[part]) for result in (with_kernels, without_kernels)]
-        for part in expected
-    }
+    return step_errors(with_kernels, without_kernels, expected)
 
 
 if __name__ == "__main__":
@@ -197,7 +171,9 @@ if __name__ == "__main__":
     shapes["far from zero"] = compare((3, 5, 7, 64), target, twice=False, mean=20.0)
     results = {
         "shapes": shapes,
-        "lost statistics": lost_statistics(target),
+        "lost statistics": ignores_lost_statistics(
+            layer(SHAPES["part of a tile"], target), partial(by_torch, twice=False), partial(by_kernels, twice=False)
+        ),
         "used": used(target),
         "step": step(target, low_precision),
         "low precision": low_precision_errors(target, low_precision),

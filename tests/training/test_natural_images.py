@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs_of import SignalAt, large, log_without_times, natural_images, prediction_bytes
+from runs_of import assert_equal_runs, large, natural_images, stop_at
 
 from fedlas.data.folder import Folder
-from fedlas.training import Run, RunError, StoppedError, fit, fit_many
+from fedlas.training import Run, RunError, fit, fit_many
 from fedlas.training.run_folder import locked
 from waiting import until
 
@@ -29,11 +29,6 @@ def finished(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return fit(large(images, workers=0), out=tmp_path_factory.mktemp("run") / "natural_images")
 
 
-def assert_equal_runs(run: Run, expected: Run) -> None:
-    assert prediction_bytes(run) == prediction_bytes(expected)
-    assert log_without_times(run) == log_without_times(expected)
-
-
 def test_a_run_learns_and_its_workers_end_with_it(images, finished, tmp_path):
     before = set(multiprocessing.active_children())
     run = fit(large(images), out=tmp_path / "run")
@@ -46,10 +41,9 @@ def test_a_run_learns_and_its_workers_end_with_it(images, finished, tmp_path):
 
 
 def test_a_stopped_run_resumes_in_the_same_process_bit_for_bit(images, finished, tmp_path):
-    with pytest.raises(StoppedError) as error_info:  # its traceback keeps all objects of the run alive, workers too
-        fit(large(images), out=tmp_path, callbacks=[SignalAt(14, signal.SIGTERM)])
+    error = stop_at(14, large(images), tmp_path)  # its traceback keeps all objects of the run alive, workers too
     run = fit(large(images), out=tmp_path, resume=True)
-    assert error_info.value is not None
+    assert error.__traceback__ is not None
     assert_equal_runs(run, finished)
     assert run.log[1]["machine"]["continued_at_step"] == 5
 
@@ -61,10 +55,12 @@ def test_a_killed_run_leaves_no_lock(images, finished, tmp_path):
 import signal, sys
 from pathlib import Path
 sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]
-from runs_of import SignalAt, large
+from runs_of import AtStep, large
 from fedlas.training import fit
+from waiting import until
 out = Path({str(tmp_path)!r})
-fit(large(Path({str(images)!r})), out=out, callbacks=[SignalAt(12, signal.SIGKILL, out / "checkpoint.pt")])
+kill = AtStep(12, lambda _: until((out / "checkpoint.pt").exists) and signal.raise_signal(signal.SIGKILL))
+fit(large(Path({str(images)!r})), out=out, callbacks=[kill])
 """
     process = subprocess.run([sys.executable, "-c", code], check=False, timeout=120)
     assert process.returncode == -signal.SIGKILL

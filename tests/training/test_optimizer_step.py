@@ -144,10 +144,6 @@ def test_only_gradients_outside_their_slots_are_copied():
     assert not fused_step.ready  # its address has changed
 
 
-def in_float64(net: nn.Module) -> nn.Module:
-    return net.double()
-
-
 def with_gaps(net: nn.Linear) -> nn.Module:
     net.weight.data = torch.zeros(20, 60)[:, ::2]
     return net
@@ -165,7 +161,7 @@ def with_unaligned_storage(net: nn.Linear) -> nn.Module:
         (nn.Module.float, {"momentum": 0.0, "nesterov": False}, True),
         (nn.Module.float, {"optimizer": "adamw"}, False),
         (nn.Module.float, {"precision": "fp16"}, False),
-        (in_float64, {}, False),
+        (nn.Module.double, {}, False),
         (with_gaps, {}, False),
         (with_unaligned_storage, {}, False),
     ],
@@ -181,29 +177,19 @@ def test_unsupported_optimizers_use_torch(change, changes, expected, monkeypatch
             assert not optimizer_step.fits(recipe, optimizer, CPU)
 
 
-@pytest.fixture
-def single_block_resnets(monkeypatch):
-    """ResNets with one block in each stage."""
-    monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, (1, 1, 1, 1)))
-
-
-def pretend_compilation(monkeypatch):
-    """Let a session on the CPU use the custom kernels, which are not run, in place of the compiler."""
-    monkeypatch.setattr(build, "is_compiled", lambda recipe, _: recipe.compile)
-    monkeypatch.setattr(build, "CompiledCall", lambda module, **_: module)
-    monkeypatch.setattr(kernels, "resnet_failure", lambda *_, **__: None)
-    monkeypatch.setattr(optimizer_step, "failure", lambda _: None)
-
-
 def is_fused(session: Session) -> bool:
     return isinstance(session.step.fused_step, optimizer_step.FusedOptimizerStep)
 
 
-@pytest.mark.usefixtures("single_block_resnets")
 def test_a_session_uses_the_kernels_if_it_compiles(monkeypatch):
+    monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, (1, 1, 1, 1)))
     recipe = short("ce", channels_last=True, compile=True, model="resnet18_cifar", model_options={"in_channels": 1})
     assert not is_fused(Session(recipe, CPU))
-    pretend_compilation(monkeypatch)
+    # Let a session on the CPU use the custom kernels, which are not run, in place of the compiler.
+    monkeypatch.setattr(build, "is_compiled", lambda recipe, _: recipe.compile)
+    monkeypatch.setattr(build, "CompiledCall", lambda module, **_: module)
+    monkeypatch.setattr(kernels, "resnet_failure", lambda *_, **__: None)
+    monkeypatch.setattr(optimizer_step, "failure", lambda _: None)
     session = Session(recipe, CPU)
     assert is_fused(session)
     fused_step = session.step.fused_step

@@ -9,13 +9,19 @@ from torch import nn
 
 pytest.importorskip("triton")
 from optimizer_step_case import CASES, compare, compare_gate_statistics, compare_metric_sums, use_torch
-from test_train_gpu import assert_never_waits, pytestmark, tensors, trained
+from test_train_gpu import (
+    assert_captured_is_eager,
+    assert_equal_tensors,
+    assert_never_waits,
+    gpu_session,
+    pytestmark,
+    tensors,
+    trained,
+)
 
 from fedlas.training import build
 from fedlas.training.accelerators.optimizer_step import FusedOptimizerStep
 from fedlas.training.accelerators.resnet import FusedResNet
-from fedlas.training.backend_flags import backend_flags
-from fedlas.training.build import select_device
 from fedlas.training.session import Session
 
 __all__ = ["pytestmark"]  # skips without a CUDA device, and ignores warnings of inductor
@@ -52,15 +58,12 @@ def test_gate_statistics_equal_those_of_torch():
     assert all(all(checks) for checks in compare_gate_statistics("cuda"))
 
 
-def assert_captured_is_eager(recipe: Any, epochs: int = 3) -> Session:
-    captured, eager = (trained(recipe, capture=capture, epochs=epochs) for capture in (True, False))
-    assert captured.runner.graphs, "nothing was captured"
+def assert_captured_fused_step_is_eager(recipe: Any) -> Session:
+    captured, eager = assert_captured_is_eager(recipe)
     assert isinstance(captured.step.fused_step, FusedOptimizerStep)
     assert eager.step.fused_step.ready
-    for name, value in tensors(eager).items():
-        assert torch.equal(value, tensors(captured)[name]), name
     assert captured.step.metrics.read() == eager.step.metrics.read()
-    assert int(captured.step.count) == int(eager.step.count) == 7 * epochs
+    assert int(captured.step.count) == int(eager.step.count) == 7 * 3
     return captured
 
 
@@ -77,7 +80,7 @@ def assert_captured_is_eager(recipe: Any, epochs: int = 3) -> Session:
     ids=str,
 )
 def test_a_captured_step_equals_an_eager_step_bit_for_bit(changes):
-    assert_captured_is_eager(short("fedlas_ls", compile=True, **changes))
+    assert_captured_fused_step_is_eager(short("fedlas_ls", compile=True, **changes))
 
 
 def convolutions(session: Session) -> list[Any]:
@@ -88,7 +91,7 @@ def convolutions(session: Session) -> list[Any]:
 @pytest.mark.usefixtures("uncompiled")
 def test_accumulated_gradients_need_no_copy():
     """The second part is added to the first one's gradient, which lies in the slot."""
-    session = assert_captured_is_eager(short("ce", compile=True, accumulate=2, **RESIDUAL))
+    session = assert_captured_fused_step_is_eager(short("ce", compile=True, accumulate=2, **RESIDUAL))
     slots = session.step.fused_step.slots
     assert all(weight.grad.data_ptr() == slots[weight].data_ptr() for weight in convolutions(session))
 
@@ -96,22 +99,15 @@ def test_accumulated_gradients_need_no_copy():
 @pytest.mark.usefixtures("uncompiled")
 def test_a_captured_step_is_independent_of_later_allocations():
     recipe = short("ce", compile=True, drop_last=True, **RESIDUAL)
-    device, states = select_device("cuda"), []
-    for capture in (True, False):
-        with backend_flags(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
-            session = Session(recipe, device, capture=capture)
-            session.net.train()
-            for epoch in range(3):
-                for inputs in session.batches(epoch):
-                    session.runner.run(*inputs)
-                    freed = [torch.full((2**size,), float("nan"), device=device) for size in range(8, 24)]
-                    pinned = [torch.full((2**size,), -1).pin_memory() for size in range(4, 12)]
-                    del freed, pinned
-            torch.cuda.synchronize()
-        assert bool(session.runner.graphs) == capture
-        states.append(tensors(session))
-    for name, value in states[1].items():
-        assert torch.equal(value, states[0][name]), name
+    with gpu_session(recipe) as captured:
+        for epoch in range(3):
+            for inputs in captured.batches(epoch):
+                captured.runner.run(*inputs)
+                freed = [torch.full((2**size,), float("nan"), device="cuda") for size in range(8, 24)]
+                pinned = [torch.full((2**size,), -1).pin_memory() for size in range(4, 12)]
+                del freed, pinned
+    assert captured.runner.graphs
+    assert_equal_tensors(captured, trained(recipe, capture=False))
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -119,13 +115,11 @@ def test_a_captured_step_is_independent_of_later_allocations():
 def test_the_first_step_of_a_resnet_equals_that_of_torch(accumulate):
     """Over four million parameters: each program of the norm sums several tiles."""
     recipe = short("ce", compile=True, accumulate=accumulate, clip=0.5, **RESIDUAL)
-    device, sessions = select_device("cuda"), []
+    sessions = []
     for use_kernels in (True, False):
-        with backend_flags(recipe, device):
-            session = Session(recipe, device, capture=False)
+        with gpu_session(recipe, capture=False) as session:
             if not use_kernels:
                 use_torch(session)
-            session.net.train()
             session.runner.run(*next(iter(session.batches(0))))
         sessions.append(session)
     fused_tensors, torch_tensors = (tensors(session) for session in sessions)

@@ -1,22 +1,21 @@
 """Predictions of a trained run on any data: file names, existing files, and precision."""
 
-import signal
+import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from runs_of import SignalAt, large, natural_images, prediction_bytes, short
+from runs_of import large, natural_images, prediction_bytes, short, stop_at
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fedlas
 from fedlas.io import read_predictions, write_predictions
 from fedlas.io.safetensors import CHECKSUM
-from fedlas.training import Run, RunError, StoppedError, fit
+from fedlas.training import Run, RunError, fit
 from fedlas.training.predict_run import predict_with
 from fedlas.training.run_folder import locked
-
-CLASSES = [str(number) for number in range(10)]
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +33,14 @@ def folder_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_predictions_do_not_make_an_unfinished_run_look_finished(tmp_path):
     """Regression: four calls wrote all files that mark a run as finished."""
     recipe = short("ce", epochs=2)
-    with pytest.raises(StoppedError):
-        fit(recipe, out=tmp_path / "run", callbacks=[SignalAt(10, signal.SIGTERM)])
+    stop_at(10, recipe, tmp_path / "run")
     run = Run(tmp_path / "run")
     for split in ("val", "test"):
         for state in ("best", "last"):
             with pytest.raises(RunError, match=r"\b1 .*\b2\b.*--resume"):
                 predict_with(run.folder, "digits", split=split, state=state)
-            path = predict_with(
-                run.folder, "digits", split=split, state=state, out=run.predictions_file(f"{state}-{split}")
-            )
-            assert path.exists()
+            file = run.predictions_file(f"{state}-{split}")
+            assert predict_with(run.folder, "digits", split=split, state=state, out=file).exists()
     assert not run.finished
     assert len(fit(recipe, out=run.folder, resume=True).log) == 2
     assert run.finished
@@ -58,11 +54,8 @@ def test_a_locked_run_raises(digits_run, tmp_path):
 
 
 def test_a_finished_run_needs_no_checkpoint(digits_run, tmp_path):
-    copied = Run(tmp_path / "copied")
-    for path in digits_run.folder.rglob("*.*"):
-        if path.is_file() and path.name != "checkpoint.pt":
-            (copied.folder / path.relative_to(digits_run.folder)).parent.mkdir(parents=True, exist_ok=True)
-            (copied.folder / path.relative_to(digits_run.folder)).write_bytes(path.read_bytes())
+    copied = Run(shutil.copytree(digits_run.folder, tmp_path / "copied"))
+    copied.checkpoint.unlink()
     assert copied.finished
     assert fit(digits_run.recipe, out=copied.folder).log == digits_run.log
     with pytest.raises(RunError, match="checkpoint"):
@@ -82,8 +75,7 @@ def test_changed_images_raise(tmp_path):
             (images_folder / "dog" / f"{position}.png").rename(images_folder / "cat" / f"{position}.png")
             (images_folder / "kept.png").rename(images_folder / "dog" / f"{position}.png")
 
-    with pytest.raises(StoppedError):
-        fit(recipe, out=out, callbacks=[SignalAt(12, signal.SIGTERM)])
+    stop_at(12, recipe, out)
     log = (out / "log.jsonl").read_bytes()
     swap()
     with pytest.raises(RunError, match=r"train.*val"):
@@ -107,12 +99,9 @@ def test_a_run_without_its_training_data_can_predict(folder_run, tmp_path):
         without_data = read_predictions(predict_with(folder_run.folder, **arguments, out=tmp_path / "gone.safetensors"))
         assert without_data.class_names == with_data.class_names == ("cat", "dog", "owl")
         assert torch.equal(without_data.logits, with_data.logits)
-        bare_run = Run(tmp_path / "bare")
-        bare_run.folder.mkdir()
-        for name in ("recipe.json", "checkpoint.pt", "log.jsonl"):
-            (bare_run.folder / name).write_bytes((folder_run.folder / name).read_bytes())
+        bare_folder = shutil.copytree(folder_run.folder, tmp_path / "bare", ignore=lambda *_: ["predictions"])
         with pytest.raises(FileNotFoundError, match=r"classes.*home"):
-            predict_with(bare_run.folder, **arguments, out=tmp_path / "none.safetensors")
+            predict_with(bare_folder, **arguments, out=tmp_path / "none.safetensors")
     finally:
         moved_folder.rename(images_folder)
 
@@ -120,10 +109,8 @@ def test_a_run_without_its_training_data_can_predict(folder_run, tmp_path):
 def test_predictions_on_the_recipes_data_are_named_after_the_split(digits_run):
     before = prediction_bytes(digits_run)
     assert predict_with(digits_run.folder, "digits") == digits_run.predictions_file("best-test")
-    assert predict_with(digits_run.folder, "digits", split="val", state="last") == digits_run.predictions_file(
-        "last-val"
-    )
-    assert prediction_bytes(digits_run) == before
+    last_file = predict_with(digits_run.folder, "digits", split="val", state="last")
+    assert last_file == digits_run.predictions_file("last-val")
     predict_with(digits_run.folder, "digits", options={"train_samples": 330})  # a keyword as it is in the recipe
     assert prediction_bytes(digits_run) == before
 
@@ -171,40 +158,19 @@ def test_predictions_without_checksums_compare_equal(digits_run, tmp_path):
 @pytest.mark.parametrize("difference", ["another split", "fewer samples", "other labels", "other classes", "no labels"])
 def test_predictions_of_other_samples_raise_before_the_forward_pass(digits_run, tmp_path, monkeypatch, difference):
     stored = digits_run.predictions("best-test")
-    fields = {
-        "index": stored.index,
-        "features": stored.features,
-        "class_names": stored.class_names,
-        "split": stored.split,
-    }
+    names, letters = stored.class_names, list("abcdefghij")
+    same_samples = partial(fedlas.Predictions, stored.logits, index=stored.index, split=stored.split)
     replacements = {
         "another split": digits_run.predictions("best-val"),
         "fewer samples": stored[:10],
-        "other labels": fedlas.Predictions(stored.logits, (stored.labels + 1) % 10, **fields),
-        "other classes": fedlas.Predictions(
-            stored.logits, stored.labels, **fields | {"class_names": list("abcdefghij")}
-        ),
-        "no labels": fedlas.Predictions(stored.logits, **fields),
+        "other labels": same_samples((stored.labels + 1) % 10, class_names=names),
+        "other classes": same_samples(stored.labels, class_names=letters),
+        "no labels": same_samples(class_names=names),
     }
     write_predictions(replacements[difference], tmp_path / "held.safetensors")
     monkeypatch.setattr("fedlas.training.predict_run._network", None)
     with pytest.raises(RunError, match=r"held\.safetensors.*predictions"):
         predict_with(digits_run.folder, "digits", out=tmp_path / "held.safetensors")
-
-
-def test_a_file_without_predictions_raises_before_the_forward_pass(digits_run, monkeypatch):
-    path = digits_run.predictions_file("best-train")
-    before = path.read_bytes() if path.exists() else None
-    path.write_bytes(b"mine")
-    monkeypatch.setattr("fedlas.training.predict_run._network", None)
-    try:
-        with pytest.raises(RunError, match=r"best-train.*predictions"):
-            predict_with(digits_run.folder, "digits", split="train")
-        assert path.read_bytes() == b"mine"
-    finally:
-        path.unlink()
-        if before is not None:
-            path.write_bytes(before)
 
 
 def test_options_are_values_and_not_text(folder_run, tmp_path):

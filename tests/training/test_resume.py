@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs_of import SignalAt, assert_same, log_without_times, prediction_bytes, short
+from runs_of import AtStep, assert_equal_runs, checkpoint_of, short, signal_at, stop_at
 
 from fedlas.io import write_predictions
 from fedlas.predictions import Predictions
@@ -30,25 +30,11 @@ RECIPES = {
 }
 
 
-def checkpoint_of(run: Run) -> dict[str, Any]:
-    content = torch.load(run.checkpoint, weights_only=True)
-    for generators in content["random"]:
-        del generators["python"]  # beartype, which checks shapes in tests, draws from it
-    return content
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     """Run a recipe without a stop, once."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     return lambda name: fit(RECIPES[name], out=folder / name)
-
-
-def assert_equal_runs(run: Run, expected: Run) -> None:
-    assert run.finished
-    assert prediction_bytes(run) == prediction_bytes(expected)
-    assert log_without_times(run) == log_without_times(expected)
-    assert_same(checkpoint_of(run), checkpoint_of(expected))
 
 
 @pytest.mark.parametrize(
@@ -63,9 +49,9 @@ def assert_equal_runs(run: Run, expected: Run) -> None:
     ],
 )
 def test_a_stopped_run_continues_bit_for_bit(uninterrupted, tmp_path, name, step):
-    with pytest.raises(StoppedError, match="--resume") as error_info:
-        fit(RECIPES[name], out=tmp_path, callbacks=[SignalAt(step, signal.SIGTERM)])
-    assert error_info.value.signal_number == signal.SIGTERM
+    error = stop_at(step, RECIPES[name], tmp_path)
+    assert "--resume" in str(error)
+    assert error.signal_number == signal.SIGTERM
     content = checkpoint_of(Run(tmp_path))
     assert divmod(step, 7) == (content["epoch"], content["position"]) or content["position"] == 7
     assert len(Run(tmp_path).log) == (step - 1) // 7
@@ -74,24 +60,15 @@ def test_a_stopped_run_continues_bit_for_bit(uninterrupted, tmp_path, name, step
     assert run.log[(step - 1) // 7]["machine"]["continued_at_step"] is not None
 
 
-class Crash(AbstractCallback):
-    """Fails in some step, when a checkpoint has been written."""
-
-    def __init__(self, step: int, checkpoint: Path) -> None:
-        self.step, self.checkpoint = step, checkpoint
-
-    sees_steps = True
-
-    def on_step_end(self, session: Any, step: int) -> None:
-        if step == self.step:
-            until(self.checkpoint.exists)
-            raise ZeroDivisionError
-
-
 def test_a_crashed_run_continues_bit_for_bit(uninterrupted, tmp_path):
-    with pytest.raises(ZeroDivisionError):
-        fit(RECIPES["fedlas_ls"], out=tmp_path, callbacks=[Crash(13, tmp_path / "checkpoint.pt")])
     run = Run(tmp_path)
+
+    def crash(_: Any) -> None:
+        until(run.checkpoint.exists)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fit(RECIPES["fedlas_ls"], out=tmp_path, callbacks=[AtStep(13, crash)])
     assert len(run.log) == 1
     assert not run.finished
     times = run.log[0]["machine"]
@@ -108,8 +85,7 @@ def test_a_run_killed_while_predicting_only_predicts(uninterrupted, tmp_path):
 
 
 def test_an_unfinished_run_needs_resume(tmp_path):
-    with pytest.raises(StoppedError):
-        fit(short(), out=tmp_path, callbacks=[SignalAt(3, signal.SIGINT)])
+    stop_at(3, short(), tmp_path)
     with pytest.raises(RunError, match=r"--resume.*resume=True"):
         fit(short(), out=tmp_path)
 
@@ -117,20 +93,17 @@ def test_an_unfinished_run_needs_resume(tmp_path):
 def test_sighup_stops_a_run_unless_ignored(tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
-        with pytest.raises(StoppedError) as error_info:
-            fit(short(), out=tmp_path / "heard", callbacks=[SignalAt(3, signal.SIGHUP)])
-        assert error_info.value.signal_number == signal.SIGHUP
+        assert stop_at(3, short(), tmp_path / "heard", signal.SIGHUP).signal_number == signal.SIGHUP
         assert checkpoint_of(Run(tmp_path / "heard"))["position"] == 3
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-        assert fit(short(epochs=1), out=tmp_path / "ignored", callbacks=[SignalAt(3, signal.SIGHUP)]).finished
+        assert fit(short(epochs=1), out=tmp_path / "ignored", callbacks=[signal_at(3, signal.SIGHUP)]).finished
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
 def test_checkpoint_every_sets_the_interval(tmp_path):
-    with pytest.raises(StoppedError):
-        fit(short("ce", checkpoint_every=5), out=tmp_path, callbacks=[SignalAt(12, signal.SIGINT)])
+    stop_at(12, short("ce", checkpoint_every=5), tmp_path)
     fit(short("ce", checkpoint_every=1000), out=tmp_path, resume=True)
     content = checkpoint_of(Run(tmp_path))
     assert (content["epoch"], content["position"]) == (3, 0)
@@ -138,8 +111,7 @@ def test_checkpoint_every_sets_the_interval(tmp_path):
 
 def test_partial_files_of_a_killed_run_are_removed(tmp_path):
     """Regression: only partial checkpoints were removed; other partial files stayed forever."""
-    with pytest.raises(StoppedError):
-        fit(short("ce"), out=tmp_path, callbacks=[SignalAt(12, signal.SIGINT)])
+    stop_at(12, short("ce"), tmp_path)
     (tmp_path / "predictions").mkdir()
     names = ("recipe.json", "environment.json", "log.jsonl", "checkpoint.pt", "predictions/best-test.safetensors")
     files = [tmp_path / name for name in names]
@@ -163,20 +135,14 @@ class SignalAfterEpoch(AbstractCallback):
             signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_signal_between_epochs_stops_the_run(uninterrupted, tmp_path):
-    with pytest.raises(StoppedError, match=r"\b2 .*\b3\b.*--resume"):
-        fit(RECIPES["fedlas_ls"].replace(checkpoint_every=1000), out=tmp_path, callbacks=[SignalAfterEpoch(2)])
-    content = checkpoint_of(Run(tmp_path))
-    assert (content["epoch"], content["position"]) == (2, 0)
-    assert_equal_runs(fit(RECIPES["fedlas_ls"], out=tmp_path, resume=True), uninterrupted("fedlas_ls"))
-
-
-def test_a_signal_after_the_last_step_stops_the_run(uninterrupted, tmp_path):
-    """Otherwise a run interrupted while predicting would finish and the next one would start."""
-    with pytest.raises(StoppedError) as error_info:
-        fit(RECIPES["mixed"], out=tmp_path, callbacks=[SignalAfterEpoch(3)])
+@pytest.mark.parametrize("epoch", [2, 3])  # after the last epoch too: fit_many would start the next run
+def test_a_signal_after_an_epoch_stops_the_run(uninterrupted, tmp_path, epoch):
+    with pytest.raises(StoppedError, match=rf"\b{epoch} .*\b3\b.*--resume") as error_info:
+        fit(RECIPES["fedlas_ls"].replace(checkpoint_every=1000), out=tmp_path, callbacks=[SignalAfterEpoch(epoch)])
     assert error_info.value.signal_number == signal.SIGTERM
-    assert_equal_runs(fit(RECIPES["mixed"], out=tmp_path, resume=True), uninterrupted("mixed"))
+    content = checkpoint_of(Run(tmp_path))
+    assert (content["epoch"], content["position"]) == (epoch, 0)
+    assert_equal_runs(fit(RECIPES["fedlas_ls"], out=tmp_path, resume=True), uninterrupted("fedlas_ls"))
 
 
 def test_a_signal_while_predicting_ends_fit_many(tmp_path, monkeypatch):
@@ -217,13 +183,8 @@ def test_a_repeated_signal_does_not_interrupt_the_checkpoint(monkeypatch):
         signal.signal(signal.SIGTERM, original_handler)
 
 
-def test_resume_starts_a_new_run_in_an_empty_folder(tmp_path):
-    assert fit(short("ce", epochs=1), out=tmp_path / "new", resume=True).finished
-
-
 def test_a_damaged_checkpoint_is_named(tmp_path):
-    with pytest.raises(StoppedError):
-        fit(short(), out=tmp_path, callbacks=[SignalAt(3, signal.SIGINT)])
+    stop_at(3, short(), tmp_path)
     Run(tmp_path).checkpoint.write_bytes(b"nothing of value")
     with pytest.raises(RunError, match=r"checkpoint\.pt"):
         fit(short(), out=tmp_path, resume=True)
@@ -233,8 +194,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run that has written two checkpoints and has not ended."""
     folder = tmp_path_factory.mktemp("stopped")
-    with pytest.raises(StoppedError):
-        fit(RECIPES["fedlas_ls"], out=folder, callbacks=[SignalAt(12, signal.SIGTERM)])
+    stop_at(12, RECIPES["fedlas_ls"], folder)
     return Run(folder)
 
 
@@ -317,44 +277,24 @@ def test_without_hard_links_the_previous_checkpoint_is_a_copy(tmp_path, monkeypa
         raise OSError("no links here")
 
     monkeypatch.setattr(Path, "hardlink_to", refuse)
-    with pytest.raises(StoppedError):
-        fit(RECIPES["fedlas_ls"], out=tmp_path, callbacks=[SignalAt(7, signal.SIGTERM)])
+    stop_at(7, RECIPES["fedlas_ls"], tmp_path)
     run = Run(tmp_path)
     contents = [checkpoint.load(file) for file in (run.checkpoint_before, run.checkpoint)]
     assert [(content["epoch"], content["position"]) for content in contents] == [(0, 6), (0, 7)]
 
 
-def test_signal_handlers_are_restored_after_a_run(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
-    fit(short("ce", epochs=1), out=tmp_path / "run")
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-class SlowDisk(AbstractCallback):
-    """Writes the first checkpoint only in the third epoch, which a run that waits for it never reaches."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.epochs: list[int] = []
-        self._third_epoch = threading.Event()
-        self._write = checkpoint._write
-        monkeypatch.setattr(checkpoint, "_write", self._slowly)
-
-    sees_steps = True
-
-    def on_step_end(self, session: Any, step: int) -> None:
-        if step > 2 * session.steps_per_epoch:
-            self._third_epoch.set()
-
-    def _slowly(self, path: Path, content: dict[str, Any]) -> None:
-        assert self._third_epoch.wait(30), "the run waits for the disk"
-        self.epochs.append(content["epoch"])
-        self._write(path, content)
-
-
 def test_no_epoch_waits_for_a_slow_disk(uninterrupted, tmp_path, monkeypatch):
-    disk = SlowDisk(monkeypatch)
-    run = fit(RECIPES["mixed"], out=tmp_path, callbacks=[disk])
-    assert disk.epochs == [1, 3], "the third is the last, which has a checkpoint in any case"
+    """The first checkpoint is written only in the third epoch, which a run that waits for it never reaches."""
+    epochs, third_epoch, write = [], threading.Event(), checkpoint._write
+
+    def write_slowly(path: Path, content: dict[str, Any]) -> None:
+        assert third_epoch.wait(30), "the run waits for the disk"
+        epochs.append(content["epoch"])
+        write(path, content)
+
+    monkeypatch.setattr(checkpoint, "_write", write_slowly)
+    run = fit(RECIPES["mixed"], out=tmp_path, callbacks=[AtStep(15, lambda _: third_epoch.set())])
+    assert epochs == [1, 3], "the third is the last, which has a checkpoint in any case"
     assert_equal_runs(run, uninterrupted("mixed"))
 
 

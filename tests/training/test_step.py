@@ -1,13 +1,15 @@
 """The training step against a plain torch loop; non-finite values freeze the weights."""
 
+import copy
 import gc
 import importlib
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
-from runs_of import short
+from runs_of import assert_same, short
 from torch import nn
 
 from fedlas.training import compilation
@@ -93,38 +95,34 @@ def test_clipping_may_include_the_gate():
         assert (gate <= 1.01e-6) == clip_loss
 
 
-def test_a_bad_step_is_recorded_and_freezes_the_weights():
+def nan_images(session: Session) -> Callable[[], object]:
+    """Make all images NaN, and return a function that undoes that."""
+    scale, shift = session.train_source._constants
+    session.train_source._constants = (scale * math.nan, shift)
+    return lambda: setattr(session.train_source, "_constants", (scale, shift))
+
+
+def nan_gate_gradients(session: Session) -> Callable[[], object]:
+    """Make gradients NaN that clipping does not consider, and return a function that undoes that."""
+    return next(session.loss.parameters()).register_hook(lambda gradient: gradient * math.nan).remove
+
+
+@pytest.mark.parametrize("spoil", [nan_images, nan_gate_gradients])
+def test_a_bad_step_is_recorded_and_freezes_the_weights(spoil):
     session = Session(short("fedlas_ls"), CPU)
+
+    def weights_and_momentum():
+        return [*session.net.parameters(), *session.loss.parameters()], session.state_dict()["optimizer"]
+
     steps(session, 2)
     assert session.step.bad_step() is None
-    before = [p.clone() for p in session.net.parameters()]
-    momentum = [m["momentum_buffer"].clone() for m in session.state_dict()["optimizer"]]
-    session.train_source.labels.fill_(0)
-    original = session.train_source._constants
-    session.train_source._constants = (original[0] * math.nan, original[1])
+    before = copy.deepcopy(weights_and_momentum())
+    restore = spoil(session)
     steps(session, 2)
-    session.train_source._constants = original
+    restore()
     steps(session, 3)
     assert session.step.bad_step() == 2  # the third
-    assert all(torch.equal(p, q) for p, q in zip(before, session.net.parameters(), strict=True))
-    assert all(
-        torch.equal(m, n["momentum_buffer"]) for m, n in zip(momentum, session.state_dict()["optimizer"], strict=True)
-    )
-
-
-def test_a_bad_gradient_of_the_loss_alone_is_detected_in_its_step():
-    """Clipping considers only the network, but the check for bad gradients must include the loss."""
-    session = Session(short("fedlas_ls"), CPU)
-    steps(session, 2)
-    gate = next(session.loss.parameters())
-    before = [p.clone() for p in [*session.net.parameters(), *session.loss.parameters()]]
-    hook = gate.register_hook(lambda gradient: gradient * math.nan)
-    steps(session, 1)
-    hook.remove()
-    steps(session, 2)
-    assert session.step.bad_step() == 2  # the third
-    after = [*session.net.parameters(), *session.loss.parameters()]
-    assert all(torch.equal(p, q) for p, q in zip(before, after, strict=True))
+    assert_same(before, weights_and_momentum())
 
 
 def test_gradients_that_stay_bad_in_float16_are_not_an_overflow():
@@ -262,29 +260,33 @@ def compiler_error(message):
 
 
 def assert_equal_state(session, expected):
-    for module, expected_module in zip((session.net, session.loss), (expected.net, expected.loss), strict=True):
-        for name, value in expected_module.state_dict().items():
-            assert torch.equal(value, module.state_dict()[name]), name
-    assert session.step.metrics.read() == expected.step.metrics.read()
-    assert session.step.gate.read() == expected.step.gate.read()
+    state, expected_state = session.state_dict(), expected.state_dict()
+    for part in ("model", "loss", "optimizer", "step"):
+        assert_same(state[part], expected_state[part])
 
 
-def replace_calls(session, net=None, loss=None):
-    """Call network and loss of a session by other functions."""
-    call_net, call_loss = session.step.module.calls
-    session.step.module.calls = net or call_net, loss or call_loss
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_failed_compilation_falls_back_to_eager_without_repeating_a_step(backward):
+@pytest.mark.parametrize(
+    ("part", "failure", "inactive", "count"),
+    [
+        ("feed", {}, ["feed"], 1),
+        ("net", {}, ["net"], 1),
+        ("net", {"backward": True}, ["net", "loss"], 1),  # the error does not say which of them failed
+        ("net", {"rows": 15}, ["net"], 7),  # in the last batch, which is smaller
+        ("loss", {}, ["loss"], 1),
+    ],
+)
+def test_failed_compilation_falls_back_to_eager_without_repeating_a_step(part, failure, inactive, count):
     recipe = short("fedlas_ls", accumulate=2)
     reference, broken = Session(recipe, CPU), Session(recipe, CPU)
-    error = compiler_error("no graph for this network\nand more")
-    replace_calls(broken, CannotBeCompiled(broken.net, error, backward=backward))
-    with pytest.warns(UserWarning, match=r"no graph for this network$"):
-        steps(broken, 1)
-    assert not broken.step.module.calls[0].active
-    steps(reference, 1)
+    error = compiler_error("no graph for this module\nand more")
+    modules = {"feed": broken.step.feed, "net": broken.net, "loss": broken.loss}
+    failures = {name: {"rows": 0} for name in modules} | {part: failure}
+    calls = {name: CannotBeCompiled(module, error, **failures[name]) for name, module in modules.items()}
+    broken.step.feed, *broken.step.module.calls = calls.values()
+    with pytest.warns(UserWarning, match=r"no graph for this module$"):
+        steps(broken, count)
+    assert [name for name, call in calls.items() if not call.active] == inactive
+    steps(reference, count)
     for session in (reference, broken):
         steps(session, 2, epoch=1)
     assert_equal_state(broken, reference)
@@ -294,51 +296,12 @@ def test_failed_compilation_falls_back_to_eager_without_repeating_a_step(backwar
 def test_failed_compilation_raises_if_there_are_several_processes(monkeypatch, backward):
     """Regression: one process repeated the step, and with it collectives that the others had finished."""
     session = Session(short("ce"), CPU)
-    replace_calls(session, CannotBeCompiled(session.net, compiler_error("no graph\nand more"), backward=backward))
+    network = CannotBeCompiled(session.net, compiler_error("no graph\nand more"), backward=backward)
+    session.step.module.calls = network, session.loss
     monkeypatch.setattr(compilation, "ranks", SimpleNamespace(count=lambda: 2))  # other modules see one process
     with pytest.raises(RunError, match=r"set compile=False: no graph$"):
         steps(session, 1)
-    assert session.step.module.calls[0].active
-
-
-def test_a_smaller_last_batch_that_cannot_be_compiled_runs_eagerly():
-    reference, broken = Session(short("fedlas_ls"), CPU), Session(short("fedlas_ls"), CPU)
-    replace_calls(broken, CannotBeCompiled(broken.net, compiler_error("no graph for 30 rows"), rows=30))
-    with pytest.warns(UserWarning, match="no graph for 30 rows"):
-        steps(broken, 7)
-    assert not broken.step.module.calls[0].active
-    steps(reference, 7)
-    for session in (reference, broken):
-        steps(session, 2, epoch=1)
-    assert_equal_state(broken, reference)
-
-
-def test_a_loss_that_cannot_be_compiled_leaves_the_network_compiled():
-    reference, broken = Session(short("fedlas_ls"), CPU), Session(short("fedlas_ls"), CPU)
-    network, loss = (
-        CannotBeCompiled(broken.net, None, rows=0),
-        CannotBeCompiled(broken.loss, compiler_error("no graph")),
-    )
-    replace_calls(broken, network, loss)
-    with pytest.warns(UserWarning, match="no graph"):
-        steps(broken, 2)
-    assert [call.active for call in broken.step.module.calls] == [True, False]
-    steps(reference, 2)
-    assert_equal_state(broken, reference)
-
-
-def test_failed_compilation_of_the_batch_leaves_the_network_compiled():
-    reference, broken = Session(short("ce"), CPU), Session(short("ce"), CPU)
-    replace_calls(
-        broken, *(CompiledCall(module, fullgraph=True, backend="eager") for module in (broken.net, broken.loss))
-    )
-    broken.step.feed = CannotBeCompiled(broken.step.feed, compiler_error("no graph for this batch"))
-    with pytest.warns(UserWarning, match=r"no graph for this batch$"):
-        steps(broken, 2)
-    assert not broken.step.feed.active
-    assert broken.step.module.calls[0].active
-    steps(reference, 2)
-    assert broken.step.metrics.read() == pytest.approx(reference.step.metrics.read())
+    assert network.active
 
 
 def test_errors_that_are_not_compilation_errors_are_raised():
@@ -352,7 +315,7 @@ def test_errors_that_are_not_compilation_errors_are_raised():
         RuntimeError("a bug in user code"),
     ):
         session = Session(short("ce"), CPU)
-        replace_calls(session, CannotBeCompiled(session.net, error))
+        session.step.module.calls = CannotBeCompiled(session.net, error), session.loss
         with pytest.raises(type(error)):
             steps(session, 1)
 
@@ -371,10 +334,8 @@ def test_a_compiled_step_sees_terms_and_gate_too(loss, backend, count):
     torch._dynamo.reset()  # variants that other tests compiled count towards the limit
     recipe = short(loss)
     reference, compiled = Session(recipe, CPU), Session(recipe, CPU)
-    calls = (
-        CompiledCall(module, fullgraph=True, dynamic=False, backend=backend) for module in (compiled.net, compiled.loss)
-    )
-    replace_calls(compiled, *calls)
+    options = {"fullgraph": True, "dynamic": False, "backend": backend}
+    compiled.step.module.calls = [CompiledCall(module, **options) for module in (compiled.net, compiled.loss)]
     for session in (reference, compiled):
         steps(session, count)
     assert compiled.step.module.calls[0].active

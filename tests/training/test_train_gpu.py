@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from runs_of import log_without_times, prediction_bytes, short
 
 import fedlas
-from fedlas.training import AbstractCallback, Run, StoppedError, fit
+from fedlas.training import AbstractCallback, Run, StoppedError, fit, recipe_for
 from fedlas.training.backend_flags import backend_flags, raise_compile_limit
 from fedlas.training.build import select_device
 from fedlas.training.capture import WARM
@@ -35,16 +37,23 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is 
 NAMES = [record.name for record in fedlas.list_losses()]
 
 
-def trained(recipe: Any, *, capture: bool, epochs: int = 3) -> Session:
+@contextmanager
+def gpu_session(recipe: Any, *, capture: bool = True) -> Iterator[Session]:
+    """Start a session on a stream of its own."""
     device = select_device("cuda")
     stream = torch.cuda.Stream(device)
     with backend_flags(recipe, device), raise_compile_limit(recipe, device), torch.cuda.stream(stream):
         session = Session(recipe, device, capture=capture)
         session.net.train()
+        yield session
+        torch.cuda.synchronize()
+
+
+def trained(recipe: Any, *, capture: bool, epochs: int = 3) -> Session:
+    with gpu_session(recipe, capture=capture) as session:
         for epoch in range(epochs):
             for inputs in session.batches(epoch):
                 session.runner.run(*inputs)
-        torch.cuda.synchronize()
     return session
 
 
@@ -56,14 +65,24 @@ def tensors(session: Session) -> dict[str, Any]:
     return state["model"] | {f"loss {k}": v for k, v in state["loss"].items()} | optimizer_state
 
 
+def assert_equal_tensors(session: Session, expected: Session) -> None:
+    values = tensors(session)
+    for name, value in tensors(expected).items():
+        assert torch.equal(value, values[name]), name
+
+
+def assert_captured_is_eager(recipe: Any, epochs: int = 3) -> tuple[Session, Session]:
+    """Train captured and eager steps, compare them bit for bit, and return both sessions."""
+    captured, eager = (trained(recipe, capture=capture, epochs=epochs) for capture in (True, False))
+    assert captured.runner.graphs, "nothing was captured"
+    assert_equal_tensors(captured, eager)
+    return captured, eager
+
+
 @pytest.mark.parametrize("loss", NAMES)
 def test_capture_equals_eager_bit_for_bit(loss):
-    recipe = short(loss, compile=False, epochs=3)
-    eager, captured = trained(recipe, capture=False), trained(recipe, capture=True)
-    assert captured.runner.graphs, "nothing was captured"
+    captured, eager = assert_captured_is_eager(short(loss, compile=False))
     assert captured.runner.capture
-    for name, value in tensors(eager).items():
-        assert torch.equal(value, tensors(captured)[name]), name
     assert captured.step.metrics.read() == eager.step.metrics.read()
     assert captured.step.gate.read() == eager.step.gate.read()
 
@@ -81,11 +100,7 @@ def test_capture_equals_eager_bit_for_bit(loss):
     ids=str,
 )
 def test_every_kind_of_step_can_be_captured(changes):
-    recipe = short("fedlas_ls", compile=False, **changes)
-    eager, captured = trained(recipe, capture=False), trained(recipe, capture=True)
-    assert captured.runner.graphs
-    for name, value in tensors(eager).items():
-        assert torch.equal(value, tensors(captured)[name]), name
+    captured, eager = assert_captured_is_eager(short("fedlas_ls", compile=False, **changes))
     torch.testing.assert_close(captured.step.scaler.value, eager.step.scaler.value)
 
 
@@ -104,18 +119,13 @@ def test_compiled_capture_is_close_to_eager(loss):
 
 
 def assert_never_waits(recipe, *, capture):
-    device = select_device("cuda")
-    stream = torch.cuda.Stream(device)
-    with backend_flags(recipe, device), raise_compile_limit(recipe, device), torch.cuda.stream(stream):
-        session = Session(recipe, device, capture=capture)
-        session.net.train()
+    with gpu_session(recipe, capture=capture) as session:
         batches = list(session.batches(0))
         for inputs in batches[: WARM + 2]:  # the capture itself may wait
             session.runner.run(*inputs)
         with no_waiting():
             for inputs in batches[: WARM + 2]:
                 session.runner.run(*inputs)
-        torch.cuda.synchronize()
     assert bool(session.runner.graphs) == capture
     return session
 
@@ -159,34 +169,30 @@ def test_the_log_has_the_peak_memory_of_its_run(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_synchronised_batch_norm_over_two_gpus_equals_one_gpu(tmp_path):
-    changes = {"epochs": 1, "batch_size": 50, "compile": False, "sync_batchnorm": True, "lr": 0.01}
-    recipe = short("fedlas_ls", **changes)
-    arguments = [
-        "--set",
-        "epochs=1",
-        "--set",
-        "batch_size=50",
-        "--set",
-        "compile=false",
-        "--set",
-        "sync_batchnorm=true",
-    ]
-    arguments += ["--set", "lr=0.01", "--set", "deterministic=true", "--set", "data_options.train_samples=330"]
-    arguments += ["--set", "data_options.label_noise=0.1", "--out", str(tmp_path / "two")]
+    settings = {
+        "epochs": "1",
+        "batch_size": "50",
+        "compile": "false",
+        "sync_batchnorm": "true",
+        "lr": "0.01",
+        "deterministic": "true",
+        "data_options.train_samples": "330",
+        "data_options.label_noise": "0.1",
+    }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fedlas"]
-    subprocess.run([*command, "train", "--data", "digits", "--loss", "fedlas_ls", *arguments], check=True, timeout=300)
+    command += ["train", "--data", "digits", "--loss", "fedlas_ls", "--out", str(tmp_path / "two")]
+    for name, value in settings.items():
+        command += ["--set", f"{name}={value}"]
+    subprocess.run(command, check=True, timeout=300)
+    recipe = recipe_for("digits", loss="fedlas_ls").with_settings(settings)
     two_gpus, one_gpu = Run(tmp_path / "two"), fit(recipe, out=tmp_path / "one")
     assert two_gpus.log[0]["train"] == pytest.approx(one_gpu.log[0]["train"], rel=1e-2)
     torch.testing.assert_close(two_gpus.predictions().logits, one_gpu.predictions().logits, rtol=2e-2, atol=2e-2)
 
 
 def test_a_bad_gate_gradient_is_detected_in_a_captured_run():
-    device = select_device("cuda")
-    recipe = short("fedlas_ls", compile=False, drop_last=True)
-    with backend_flags(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
-        session = Session(recipe, device)
-        session.net.train()
-        factor = torch.ones((), device=device)
+    with gpu_session(short("fedlas_ls", compile=False, drop_last=True)) as session:
+        factor = torch.ones((), device=session.device)
         next(session.loss.parameters()).register_hook(lambda gradient: gradient * factor)
         for epoch in range(2):
             for number, inputs in enumerate(session.batches(epoch)):
