@@ -483,8 +483,3 @@ def test_other_precisions_and_layouts_train_nearly_the_same(finished, tmp_path, 
 def test_other_optimizers_schedules_and_mixup_train(tmp_path, loss, changes):
     run = fit(short(loss, epochs=6, **changes), out=tmp_path / "run")
     assert run.log[-1]["val"]["accuracy"] > 0.5
-
-
-def test_mixup_with_a_loss_that_needs_single_labels_raises(tmp_path):
-    with pytest.raises(ValueError, match="crl"):
-        fit(short("crl", mixup=0.2), out=tmp_path / "run")

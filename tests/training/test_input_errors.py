@@ -132,6 +132,7 @@ def test_fit_many_checks_its_arguments_at_once(tmp_path):
         ({"loss_options": {"alpha": 2}}, "alpha"),
         ({"model_options": {"widht": 8}}, "widht"),
         ({"data_options": {"train_sample": 50}}, "train_sample"),
+        ({"loss": "crl", "mixup": 0.2}, "crl.*mixup"),
     ],
 )
 def test_an_invalid_recipe_creates_no_folder(tmp_path, monkeypatch, changes, message):
@@ -139,7 +140,7 @@ def test_an_invalid_recipe_creates_no_folder(tmp_path, monkeypatch, changes, mes
     monkeypatch.chdir(tmp_path)
     for out in (None, "refused"):
         with pytest.raises((TypeError, ValueError), match=message):
-            fit(short("ls", **changes), out=out)
+            fit(short("ls").replace(**changes), out=out)
     assert list(tmp_path.iterdir()) == []
 
 

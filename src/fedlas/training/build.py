@@ -12,6 +12,7 @@ from fedlas import ranks
 from fedlas.catalog import keywords
 from fedlas.data import CATALOG as DATA
 from fedlas.data import AbstractDataset, Resident, Sample, build_data
+from fedlas.errors import UserError
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.losses import AbstractLoss, build_loss
 from fedlas.models import Output, WithFeatures, build_model, check_model
@@ -99,7 +100,7 @@ def build_recipe_loss(recipe: Recipe, samples: int, num_classes: int) -> Abstrac
 
 
 def check_parts(recipe: Recipe) -> None:
-    """Raise if a data set, network, loss or one of their options is unknown, before data is read."""
+    """Raise if data set, network, loss or their options do not exist or fit together, before data is read."""
     build_data(recipe.data, seed=recipe.seed, **recipe.data_options)
     for name in recipe.ood:
         DATA.find(name.removesuffix(OFFICIAL_SUFFIX))
@@ -108,7 +109,9 @@ def check_parts(recipe: Recipe) -> None:
     if not isinstance(classes, int):  # the classes of an image folder are counted when it is read
         classes = len(weight) if isinstance(weight, list) else 2
     with torch.random.fork_rng(devices=[]):
-        build_recipe_loss(recipe, samples=1, num_classes=classes)  # the samples are counted when the data is read
+        loss = build_recipe_loss(recipe, samples=1, num_classes=classes)  # samples are counted when the data is read
+    if (recipe.mixup or recipe.cutmix) and not loss.takes_soft_labels:
+        raise UserError(f"{loss.name} takes one class number per sample; mixup and cutmix must be 0")
 
 
 def build_step(
