@@ -89,8 +89,8 @@ def test_published_class_counts_add_up_to_split_sizes(name):
 
 
 def test_published_options_are_accepted(name, tmp_path, monkeypatch):
-    assert set(RECORDS[name].cls.published) <= set(RECORDS[name].keywords)
-    data = synthetic.build(name, tmp_path, monkeypatch, **RECORDS[name].cls.published)
+    assert set(RECORDS[name].cls.official_options) <= set(RECORDS[name].keywords)
+    data = synthetic.build(name, tmp_path, monkeypatch, **RECORDS[name].cls.official_options)
     assert len(data.split("val"))
 
 

@@ -128,7 +128,7 @@ def backward_by_torch(tensors: Tensors, residual: str, stride: int) -> Tensors:
 
 
 def backward_by_kernels(tensors: Tensors, residual: str, stride: int) -> Tensors:
-    """Compute the same with the kernels, with the product fused into the first backward pass."""
+    """Compute the same with the kernels, with the GEMM fused into the first backward pass."""
     y, skip, channels = tensors["y"], tensors["skip"], tensors["y"].shape[1]
     counter = torch.zeros(channels // 64, dtype=torch.int32, device=y.device)
 
@@ -143,12 +143,12 @@ def backward_by_kernels(tensors: Tensors, residual: str, stride: int) -> Tensors
     _, bits = batch_norm.activation(
         y, y_norm, None if residual == "nothing" else skip, skip_and_norm[1] if skip_and_norm else None
     )
-    product = conv1x1.Product(tensors["gradient"], tensors["factors"])
+    gemm = conv1x1.Gemm(tensors["gradient"], tensors["factors"])
     other_gradient: torch.Tensor | batch_norm.StridedGradient | None = tensors["second"] if stride else None
     if stride > 1:
         strided = tensors["second"][:, :, ::stride, ::stride].contiguous(memory_format=torch.channels_last)
         other_gradient = batch_norm.StridedGradient(strided, stride)
-    sums = conv1x1.gradient_sums(product, other_gradient, y, bits, y_norm, counter, *skip_and_norm)
+    sums = conv1x1.gradient_sums(gemm, other_gradient, y, bits, y_norm, counter, *skip_and_norm)
     assert not counter.any()
     gradients = batch_norm.gradients(sums, y, y_norm, *skip_and_norm)
     result = {"y": gradients.y, "weight": gradients.weight, "bias": gradients.bias}

@@ -355,8 +355,9 @@ def test_an_error_while_closing_does_not_replace_the_error_of_the_training(tmp_p
         fit(short("ce"), out=tmp_path / "one", callbacks=[FailsToClose(), AtStep(1, fail), recorder])
     assert "end" in error_info.value.__notes__[0]
     assert recorder.ends == 1
-    with pytest.raises(OSError, match="end"):
-        fit(short("ce", epochs=1), out=tmp_path / "two", callbacks=[FailsToClose(), recorder])
+    with pytest.raises(OSError, match="end") as error_info:
+        fit(short("ce", epochs=1), out=tmp_path / "two", callbacks=[FailsToClose(), recorder, FailsToClose()])
+    assert "end" in error_info.value.__notes__[0]
     assert recorder.ends == 2
 
 

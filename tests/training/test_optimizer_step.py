@@ -16,8 +16,7 @@ from fedlas.models import resnet
 from fedlas.training import build
 from fedlas.training.accelerators import kernels, metric_sums, optimizer_step
 from fedlas.training.accelerators.parameter_blocks import BLOCK, TILE, WeightCast
-from fedlas.training.accelerators.resnet import SideStream, _CastWeights, _GradientTarget
-from fedlas.training.accelerators.trial import resnet_failure
+from fedlas.training.accelerators.resnet import SideStream, Support, _CastWeights, _GradientTarget
 from fedlas.training.optimizer import build_optimizer
 from fedlas.training.recipe import Recipe
 from fedlas.training.session import Session
@@ -188,7 +187,8 @@ def test_a_session_uses_the_kernels_if_it_compiles(monkeypatch):
     # Let a session on the CPU use the custom kernels, which are not run, in place of the compiler.
     monkeypatch.setattr(build, "is_compiled", lambda recipe, _: recipe.compile)
     monkeypatch.setattr(build, "CompiledCall", lambda module, **_: module)
-    monkeypatch.setattr(kernels, "resnet_failure", lambda *_, **__: None)
+    monkeypatch.setattr(kernels, "batch_norm_failure", lambda _: None)
+    monkeypatch.setattr(kernels, "resnet_support", lambda *_: Support())
     monkeypatch.setattr(optimizer_step, "failure", lambda _: None)
     session = Session(recipe, CPU)
     assert is_fused(session)
@@ -205,12 +205,3 @@ def test_a_session_uses_the_kernels_if_it_compiles(monkeypatch):
     assert not is_fused(with_adam)
     assert with_adam.step.metrics.kernels is None
     assert not is_fused(Session(recipe.replace(compile=False), CPU))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there can be used")
-@pytest.mark.parametrize("bottlenecks", [False, True])
-def test_kernels_that_fail_return_the_reason(bottlenecks):
-    for device in ("cpu", "cuda"):
-        reason = resnet_failure(torch.device(device), bottlenecks=bottlenecks)
-        assert reason is not None
-        assert "\n" not in reason

@@ -17,6 +17,7 @@ from fedlas.training.accelerators.resnet import (
     DeferredGradient,
     FusedResNet,
     SideStream,
+    Support,
     _Convolution,
     _stride_of_1x1,
     fuse,
@@ -149,7 +150,8 @@ def prepare_on_pretended_gpu(monkeypatch, reason=None, **changes):
     """Return whether a session on a GPU would fuse the network, and whether it would compile it."""
     monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, (1, 1, 1, 1)))
     monkeypatch.setattr(build, "is_compiled", lambda recipe, _: recipe.compile)
-    monkeypatch.setattr(kernels, "resnet_failure", lambda *_, **__: reason)
+    monkeypatch.setattr(kernels, "batch_norm_failure", lambda _: reason)
+    monkeypatch.setattr(kernels, "resnet_support", lambda *_: Support())
     monkeypatch.setattr(optimizer_step, "failure", lambda _: None)
     compiled = []
     monkeypatch.setattr(build, "CompiledCall", lambda module, **_: compiled.append(type(module).__name__) or module)
@@ -204,13 +206,15 @@ def test_a_strided_convolution_stores_a_strided_gradient(stride, size):
     gradient = torch.randn_like(y)
     y.backward(gradient)
     assert images.grad is None
-    product, strided = deferred.pop()
-    assert product is None
+    gemm, strided = deferred.pop()
+    assert gemm is None
     assert strided.gradient.shape[2:] == y.shape[2:]
     assert deferred.pop() == (None, None)
     reference = [value.detach().requires_grad_() for value in (images, weight)]
     nn.functional.conv2d(*reference, stride=stride).backward(gradient)
-    torch.testing.assert_close(strided.whole(images), reference[0].grad)
+    whole = torch.zeros_like(images)
+    whole[:, :, :: strided.every, :: strided.every] = strided.gradient
+    torch.testing.assert_close(whole, reference[0].grad)
     torch.testing.assert_close(weight.grad, reference[1].grad)
 
 
@@ -224,7 +228,7 @@ def test_other_convolutions_have_gradients_at_every_pixel():
 
 def test_deferred_gradients_cannot_be_differentiated_twice():
     images, weight = torch.randn(2, 8, 4, 4, requires_grad=True), torch.randn(5, 8, 1, 1, requires_grad=True)
-    geometry, defer = ((1, 1), (0, 0), (1, 1), 1), DeferredGradient().defer_product
+    geometry, defer = ((1, 1), (0, 0), (1, 1), 1), DeferredGradient().defer_gemm
     y, _ = _Convolution.apply(images, weight, geometry, SideStream(torch.device("cpu")), None, defer)
     with pytest.raises(RuntimeError, match=r"twice|double"):
         torch.autograd.grad(y.square().sum(), weight, create_graph=True)

@@ -25,8 +25,8 @@ from test_train_gpu import assert_captured_is_eager, pytestmark
 
 from fedlas.training.accelerators import batch_norm, conv1x1, stem
 from fedlas.training.accelerators import resnet as fused_module
-from fedlas.training.accelerators.resnet import FusedResNet, fuse
-from fedlas.training.accelerators.trial import resnet_failure
+from fedlas.training.accelerators.resnet import FusedResNet, Support, fuse
+from fedlas.training.accelerators.trial import resnet_support
 
 __all__ = ["pytestmark"]  # skips without a CUDA device, and ignores warnings of inductor
 
@@ -122,7 +122,8 @@ def assert_as_exact_as_without(
         copy.deepcopy(model).double(), images.double(), torch.arange(count, device="cuda") % 5
     )
     model = fuse(model)
-    assert resnet_failure(images.device, bottlenecks=True) is None
+    support = resnet_support(model, images.device)
+    assert support == Support(True, model.has_bottlenecks, model.has_bottlenecks)
     kernel = getattr(module, work)
     monkeypatch.setattr(module, work, lambda *args: calls.append(1) or kernel(*args))
     with_kernels = in_bf16(copy.deepcopy(model), images)

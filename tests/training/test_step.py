@@ -279,10 +279,10 @@ def test_failed_compilation_falls_back_to_eager_without_repeating_a_step(part, f
     recipe = short("fedlas_ls", accumulate=2)
     reference, broken = Session(recipe, CPU), Session(recipe, CPU)
     error = compiler_error("no graph for this module\nand more")
-    modules = {"feed": broken.step.feed, "net": broken.net, "loss": broken.loss}
+    modules = {"feed": broken.step.assemble_batch, "net": broken.net, "loss": broken.loss}
     failures = {name: {"rows": 0} for name in modules} | {part: failure}
     calls = {name: CannotBeCompiled(module, error, **failures[name]) for name, module in modules.items()}
-    broken.step.feed, *broken.step.module.calls = calls.values()
+    broken.step.assemble_batch, *broken.step.module.calls = calls.values()
     with pytest.warns(UserWarning, match=r"no graph for this module$"):
         steps(broken, count)
     assert [name for name, call in calls.items() if not call.active] == inactive

@@ -31,7 +31,7 @@ class CIFAR100(AbstractCIFAR):
     name = "cifar100"
     title = "CIFAR-100"
     citation = "Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009."
-    published: ClassVar = {"official_test_normalisation": True}
+    official_options: ClassVar = {"official_test_normalisation": True}
     num_classes = 100
     per_class: ClassVar = {"train": (500,) * 100, "test": (100,) * 100}
     archive: ClassVar[Source] = Source(

@@ -81,7 +81,7 @@ class AbstractResNetImageNet(AbstractResNet):
     """
 
     image_size = 224
-    published_dropout: ClassVar[float] = 0.0
+    official_dropout: ClassVar[float] = 0.0
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class AbstractResNetImageNet(AbstractResNet):
         **common: Unpack[Common],
     ) -> None:
         super().__init__(num_classes, **common)
-        self.dropout = self.published_dropout if dropout is None else dropout
+        self.dropout = self.official_dropout if dropout is None else dropout
         self.tag = tag
 
     def random_init(self) -> nn.Module:
@@ -173,7 +173,7 @@ class ResNet101(AbstractResNetImageNet):
 
     name = "resnet101"
     depth = 101
-    published_dropout = 0.5
+    official_dropout = 0.5
 
 
 def _replace_stem(model: Any, in_channels: int) -> None:

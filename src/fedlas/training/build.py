@@ -120,11 +120,11 @@ def build_step(
     """Build optimizer and step."""
     device = next(network.net.parameters()).device
     call_loss: Callable[..., Tensor] = loss
-    feed: Callable[..., Sample] = BatchAssembly(train)
+    assemble_batch: Callable[..., Sample] = BatchAssembly(train)
     if is_compiled(recipe, device):
         call_loss = CompiledCall(loss, fullgraph=True, dynamic=False)
         if isinstance(train, Resident):
-            feed = CompiledCall(BatchAssembly(train), fullgraph=True, dynamic=False)
+            assemble_batch = CompiledCall(BatchAssembly(train), fullgraph=True, dynamic=False)
     module = NetworkWithLoss(network.net, loss, network.call, call_loss)
     table = lr_table(recipe, steps_per_epoch(recipe, samples))
     mixer = Mixer(recipe, len(table), num_classes, device)
@@ -134,7 +134,7 @@ def build_step(
         fused_step = network.accelerator.optimizer_step(recipe, optimizer, rates, loss, network.net.model)
         sums = None if fused_step is None else network.accelerator.epoch_sums
     return TrainStep(
-        recipe, feed, mixer, module, wrap_in_ddp(module, device), optimizer, rates,
+        recipe, assemble_batch, mixer, module, wrap_in_ddp(module, device), optimizer, rates,
         EpochMetrics(device, sums), GateStatistics(loss, samples, device, sums), fused_step,
     )  # fmt: skip
 

@@ -179,12 +179,12 @@ def _find_problem(content: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _find_invalid_entry(values: Mapping[str, Any], entries: Mapping[str, "Kind"]) -> str | None:
-    for name, kind in entries.items():
+def _find_invalid_entry(values: Mapping[str, Any], entries: Mapping[str, "Entry"]) -> str | None:
+    for name, entry in entries.items():
         if name not in values:
             return f"it has no {name!r}"
-        if not kind.matches(values[name]):
-            return f"{name!r} is not {kind.description}"
+        if not entry.is_valid(values[name]):
+            return f"{name!r} is not {entry.description}"
     return None
 
 
@@ -217,36 +217,36 @@ def _is_gate_state(value: Any) -> bool:
     return _is_dictionary(value) and _is_dictionary(value.get("history")) and _is_tensor(value.get("sums"))
 
 
-class Kind(NamedTuple):
+class Entry(NamedTuple):
     """Valid values of an entry of a checkpoint."""
 
     description: str
-    matches: Callable[[Any], bool]
+    is_valid: Callable[[Any], bool]
 
 
-DICTIONARY = Kind("a dictionary with string keys", _is_dictionary)
-TENSORS = Kind("a dictionary of tensors", _are_tensors)
-SCALAR = Kind("a tensor with one number from 0 on", _is_scalar)
-COUNT = Kind("a whole number from 0 on", lambda value: type(value) is int and value >= 0)
+DICTIONARY = Entry("a dictionary with string keys", _is_dictionary)
+TENSORS = Entry("a dictionary of tensors", _are_tensors)
+SCALAR = Entry("a tensor with one number from 0 on", _is_scalar)
+COUNT = Entry("a whole number from 0 on", lambda value: type(value) is int and value >= 0)
 ENTRIES = {
     "model": TENSORS,
     "loss": DICTIONARY,
-    "optimizer": Kind("a list of dictionaries of tensors", lambda value: _is_list(value, _are_tensors)),
+    "optimizer": Entry("a list of dictionaries of tensors", lambda value: _is_list(value, _are_tensors)),
     "step": DICTIONARY,
     "epoch": COUNT,
     "position": COUNT,
-    "random": Kind("a list with the random state of each process", lambda value: _is_list(value, _is_dictionary)),
+    "random": Entry("a list with the random state of each process", lambda value: _is_list(value, _is_dictionary)),
     "best": TENSORS,
     "best_epoch": COUNT,
-    "best_accuracy": Kind("an accuracy", lambda value: type(value) in (int, float) and -1 <= value <= 1),
-    "recipe": Kind("the key of a recipe", lambda value: isinstance(value, str)),
+    "best_accuracy": Entry("an accuracy", lambda value: type(value) in (int, float) and -1 <= value <= 1),
+    "recipe": Entry("the key of a recipe", lambda value: isinstance(value, str)),
 }
 STEP_ENTRIES = {
     "count": SCALAR,
     "scale": SCALAR,
     "good_steps": SCALAR,
     "metrics": TENSORS,
-    "gate": Kind("the state of the gate statistics", _is_gate_state),
+    "gate": Entry("the state of the gate statistics", _is_gate_state),
 }
 
 

@@ -42,7 +42,7 @@ class CompiledCall:
 
 def compiled_calls(step: TrainStep) -> list[CompiledCall]:
     """Return those of batch assembly, network and loss that go through the compiler."""
-    calls = step.feed, *step.module.calls
+    calls = step.assemble_batch, *step.module.calls
     return [call for call in calls if isinstance(call, CompiledCall) and call.active]
 
 
@@ -62,7 +62,8 @@ def run_with_fallback(step: TrainStep, run: Callable[[], object]) -> None:
         try:
             run()
         except _compiler_errors() as error:
-            failed = [call for call in compiled if call.failed] or [call for call in compiled if call is not step.feed]
+            failed = [call for call in compiled if call.failed]
+            failed = failed or [call for call in compiled if call is not step.assemble_batch]
             if not failed or ran_out_of_memory(error):
                 raise
             if ranks.count() > 1:

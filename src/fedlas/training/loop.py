@@ -202,8 +202,11 @@ class _Training:
             for other in self._close():
                 error.add_note(f"while closing: {other!r}")
             raise
-        for first in self._close():
-            raise first
+        errors = self._close()
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"while closing: {other!r}")
+            raise errors[0]
 
     def _close(self) -> list[Exception]:
         """Close all callbacks and the checkpoint writer; return the errors."""

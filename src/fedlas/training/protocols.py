@@ -97,12 +97,12 @@ def _has_weights(model: str) -> bool:
 def official_values(data: str, model: str) -> Values:
     """Return the recipe fields of the official code."""
     values = paper_values(data, model) | {"precision": "fp32", "channels_last": False}
-    return values | {"data_options": {**values.get("data_options", {}), **DATA.find(data).published}}
+    return values | {"data_options": {**values.get("data_options", {}), **DATA.find(data).official_options}}
 
 
 def official_preprocessing_differs(data: str, options: Mapping[str, Plain] | None = None) -> bool:
     """Return whether the official code preprocesses the test images differently from these options."""
-    return any((options or {}).get(name) != value for name, value in DATA.find(data).published.items())
+    return any((options or {}).get(name) != value for name, value in DATA.find(data).official_options.items())
 
 
 def fast_models(data: str) -> tuple[str, ...]:

@@ -86,7 +86,7 @@ def parse_field(name: str, kind: Kind, text: str) -> Plain:
     value = value_of(text)
     if not isinstance(value, Mapping):
         raise UserTypeError(
-            f'{name} must be JSON such as {{"word": 1}}, or set one keyword: {name}.word=1; not {text!r}'
+            f'{name} must be JSON such as {{"keyword": 1}}, or set one keyword: {name}.word=1; not {text!r}'
         )
     return value
 

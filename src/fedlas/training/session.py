@@ -149,7 +149,8 @@ class Session:
     def _official_transform(self, name: str) -> Transform:
         """Return the transform of the official code for test images; raise if it equals the default one."""
         options = self.recipe.data_options if name == self.recipe.data else {}
-        data = build_data(name, seed=self.recipe.seed, **self._data_options, **{**options, **DATA.find(name).published})
+        options = {**options, **DATA.find(name).official_options}
+        data = build_data(name, seed=self.recipe.seed, **self._data_options, **options)
         transform = data.transform_for("test")
         if transform == self.data.transform_for("test"):
             raise RunError(
@@ -237,6 +238,7 @@ class Session:
     def load_state_dict(self, state: dict[str, Any], path: Path | None = None) -> None:
         """Continue from a saved state, in place; errors name the file that it is from."""
         name = path or "the checkpoint"
+        check_position(state, name, self.recipe.epochs, self.steps_per_epoch)
         try:
             restore_module(self.net.model, state["model"])
             restore_module(self.loss, state["loss"])
@@ -247,7 +249,6 @@ class Session:
                 raise
             reason = " ".join(str(error).split())
             raise RunError(f"{name} does not match the network or data; has the data changed? ({reason})") from error
-        check_position(state, name, self.recipe.epochs, self.steps_per_epoch)
         self.epoch, self.position = state["epoch"], state["position"]
         self.best = {name: value.to(self.device) for name, value in state["best"].items()}
         self.best_epoch, self.best_accuracy = state["best_epoch"], state["best_accuracy"]

@@ -44,7 +44,7 @@ class TrainStep:
 
     Args:
         recipe: precision, clipping, and the number of parts of a batch.
-        feed: assembles images, labels and positions of a batch.
+        assemble_batch: returns images, labels and positions of a batch.
         mixer: mixup and CutMix.
         module: network and loss.
         parallel_module: the same wrapped in DistributedDataParallel; the module itself if there is one process.
@@ -56,7 +56,7 @@ class TrainStep:
     """
 
     recipe: Recipe
-    feed: Callable[..., Sample]
+    assemble_batch: Callable[..., Sample]
     mixer: Mixer
     module: NetworkWithLoss
     parallel_module: nn.Module
@@ -93,7 +93,7 @@ class TrainStep:
 
     def _forward_backward(self, inputs: tuple[Tensor, ...], fraction: float) -> Bool[Tensor, ""]:
         """Add the gradient of a batch, or of a part of one; return whether its loss is finite and not too large."""
-        sample = self.feed(*inputs)
+        sample = self.assemble_batch(*inputs)
         images, labels = self.mixer(sample.images, sample.labels, self.count)
         with autocast(self.recipe.precision, self.device):
             value, output = self.parallel_module(images, labels, sample.index)

@@ -189,7 +189,7 @@ class AbstractDataset(ABC):
     num_classes: int
     transform: Transform  # of all splits, unless `transform_for` is overridden
     # Keyword arguments of the official code that differ from the defaults.
-    published: ClassVar[Mapping[str, Any]] = {}
+    official_options: ClassVar[Mapping[str, Any]] = {}
     splits: ClassVar[tuple[str, ...]] = ("train", "val", "test")
     resident: ClassVar[bool] = True  # whether the images are small enough to be kept on the training device
     stratified: ClassVar[bool] = False  # whether the same fraction of each class is held out

@@ -19,7 +19,7 @@ class AbstractFineGrained(AbstractDataset):
         common: root, seed, download and progress, as for every data set.
     """
 
-    published: ClassVar = {"selection": "official", "antialias": False}
+    official_options: ClassVar = {"selection": "official", "antialias": False}
     resident = False
     stratified = True
 

@@ -250,11 +250,11 @@ def load_second_gradient(
 ):
     """Load a tile of the gradient of the second use; a strided use has a gradient at every EVERY-th pixel only."""
     if EVERY > 1:
-        across, line = row % WIDTH, row // WIDTH
-        image, down = line // HEIGHT, line % HEIGHT
+        across, pixel_row = row % WIDTH, row // WIDTH
+        image, down = pixel_row // HEIGHT, pixel_row % HEIGHT
         mask = mask & (across % EVERY == 0) & (down % EVERY == 0)
-        line = image * ((HEIGHT + EVERY - 1) // EVERY) + down // EVERY
-        pixel = line * ((WIDTH + EVERY - 1) // EVERY) + across // EVERY
+        pixel_row = image * ((HEIGHT + EVERY - 1) // EVERY) + down // EVERY
+        pixel = pixel_row * ((WIDTH + EVERY - 1) // EVERY) + across // EVERY
         offsets = pixel.to(tl.int64) * channels + column
     return tl.load(second + offsets, mask=mask, other=0.0, eviction_policy=EVICT_FIRST).to(tl.float32)
 
@@ -485,12 +485,6 @@ class StridedGradient(NamedTuple):
 
     gradient: Tensor
     every: int
-
-    def whole(self, images: Tensor) -> Tensor:
-        """Return the gradient of all pixels."""
-        gradient = torch.zeros_like(images)
-        gradient[:, :, :: self.every, :: self.every] = self.gradient
-        return gradient
 
 
 def second_gradient_options(second: Tensor | StridedGradient | None, y: Tensor) -> tuple[Tensor, dict[str, int]]:

@@ -44,7 +44,7 @@ MIN_ROWS_BACKWARD = 1 << 13  # the same for the backward pass
 BACKWARD_TILE = Tile(64, 64, 4, 264, stages=3)
 
 
-class Product(NamedTuple):
+class Gemm(NamedTuple):
     """Output gradient and weight of a convolution, from which the gradient of its input is computed."""
 
     gradient: Tensor
@@ -53,7 +53,7 @@ class Product(NamedTuple):
 
 @triton.jit
 @no_type_check
-def product_kernel(
+def gemm_kernel(
     x, factors, y, partial, counter, weight, bias, mean, rstd, scale, shift, running_mean, running_var,
     rows, channels, blocks, eps, momentum,
     K: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -83,7 +83,7 @@ def product_kernel(
 
 @triton.jit
 @no_type_check
-def back_product_kernel(
+def gemm_backward_kernel(
     dy, factors, second, y, bits, gradient, scale, shift, mean, rstd, partial, counter,
     weight_gradient, bias_gradient, slope, offset,
     other, other_mean, other_rstd, other_scale, other_weight_gradient, other_bias_gradient, other_slope, other_offset,
@@ -187,7 +187,7 @@ def multiply(images: Tensor, weight: Tensor, norm: Affine, counter: Tensor) -> t
     tile = tile_for(inputs)
     blocks = tile.blocks(rows, channels)
     statistics, partial = statistics_buffers(channels, blocks, y.device)
-    product_kernel[channels // tile.columns, blocks](
+    gemm_kernel[channels // tile.columns, blocks](
         images, weight, y, partial, counter, norm.weight, norm.bias, *statistics, norm.running_mean, norm.running_var,
         rows, channels, blocks, norm.eps, norm.momentum,
         K=inputs, STAGES=tile.stages, EVEN=rows % tile.rows == 0, maxnreg=registers(tile), **compile_options(tile),
@@ -196,10 +196,10 @@ def multiply(images: Tensor, weight: Tensor, norm: Affine, counter: Tensor) -> t
 
 
 def gradient_sums(
-    product: Product, second: Tensor | StridedGradient | None, y: Tensor, bits: Tensor, statistics: Normed,
+    gemm: Gemm, second: Tensor | StridedGradient | None, y: Tensor, bits: Tensor, statistics: Normed,
     counter: Tensor, other: Tensor | None = None, other_statistics: Normed | None = None,
 ) -> GradientSums:  # fmt: skip
-    """Compute the first backward pass of a batch norm, as `batch_norm.gradient_sums`, from a deferred product."""
+    """Compute the first backward pass of a batch norm, as `batch_norm.gradient_sums`, from a deferred GEMM."""
     rows, channels = shape_of(y)
     tile = BACKWARD_TILE
     blocks = tile.blocks(rows, channels)
@@ -208,11 +208,11 @@ def gradient_sums(
     weight, bias, slope, offset, *of_other = numbers
     other_arguments = other_statistics or statistics
     second_gradient, second_options = second_gradient_options(second, y)
-    back_product_kernel[channels // tile.columns, blocks](
-        product.gradient, product.weight, second_gradient, y, bits, gradient, statistics.scale, statistics.shift,
+    gemm_backward_kernel[channels // tile.columns, blocks](
+        gemm.gradient, gemm.weight, second_gradient, y, bits, gradient, statistics.scale, statistics.shift,
         statistics.mean, statistics.rstd, partial, counter, weight, bias, slope, offset,
         y if other is None else other, other_arguments.mean, other_arguments.rstd, other_arguments.scale, *of_other,
-        rows, channels, blocks, K=len(product.weight), MASK="bits" if bits.numel() else "y",
+        rows, channels, blocks, K=len(gemm.weight), MASK="bits" if bits.numel() else "y",
         HAS_OTHER=other is not None, STAGES=tile.stages, EVEN=rows % tile.rows == 0, **second_options,
         **compile_options(tile),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from torch import nn
 
 from fedlas.training.accelerators import metric_sums, resnet
 from fedlas.training.accelerators.optimizer_step import FusedOptimizerStep, fits
-from fedlas.training.accelerators.trial import resnet_failure
+from fedlas.training.accelerators.trial import batch_norm_failure, resnet_support
 from fedlas.training.epoch_metrics import EpochSums
 from fedlas.training.optimizer import FusedStep
 from fedlas.training.recipe import Recipe
@@ -30,10 +30,11 @@ class CustomKernels:
         fused = resnet.fuse(model)
         if fused is None:
             return None
-        reason = resnet_failure(self.device, bottlenecks=fused.has_bottlenecks)
+        reason = batch_norm_failure(self.device)
         if reason is not None:
             warnings.warn(f"custom kernels cannot be used, torch.compile is used instead: {reason}", stacklevel=2)
             return None
+        fused.support = resnet_support(fused, self.device)
         return fused
 
     def optimizer_step(

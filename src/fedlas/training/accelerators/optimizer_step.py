@@ -17,7 +17,7 @@ from typing import Any, no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from fedlas.training.accelerators import metric_sums
@@ -151,10 +151,10 @@ def _try_step(recipe: Recipe, device: torch.device) -> None:
     for parameter in layer.parameters():
         parameter.grad = torch.ones_like(parameter)
     count, first_bad = (torch.full((), value, dtype=torch.int64, device=device) for value in (0, -1))
-    steps, norm_sum, samples, correct, total = torch.zeros(5, dtype=torch.float64, device=device).unbind()
-    FusedOptimizerStep(recipe, optimizer, rates, nn.Identity()).step(count == 0, count, first_bad, steps, norm_sum)
+    metrics = EpochMetrics(device, metric_sums)
+    FusedOptimizerStep(recipe, optimizer, rates, nn.Identity())(count == 0, count, first_bad, metrics)
     logits, labels = torch.zeros(64, 64, device=device), torch.zeros(64, dtype=torch.int64, device=device)
-    metric_sums.add_batch(logits, labels, samples, correct, [rates.now[0]], [total])
+    metrics.add_batch(torch.zeros((), device=device), {}, logits, labels)
     psi, gamma, alpha_i, edges = torch.ones(4, 1, device=device)
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     metric_sums.add_gate(labels[:1], psi, gamma, alpha_i, 1.0, edges, labels.to(torch.int8), sums)
@@ -198,12 +198,6 @@ class FusedOptimizerStep:
         """Return a context in which the network writes its gradients to the slots."""
         return nullcontext() if self.model is None else self.model.gradients_to(self.slots)
 
-    def __call__(
-        self, loss_is_valid: Bool[Tensor, ""], count: Int[Tensor, ""], first_bad: Int[Tensor, ""], metrics: EpochMetrics
-    ) -> None:
-        """Update the parameters, or record the first bad step; see `FusedStep`."""
-        self.step(loss_is_valid, count, first_bad, metrics.total("steps"), metrics.total("gradient_norm"))
-
     def _momentum_buffers(self) -> list[Tensor]:
         """Return the momentum buffer of each parameter, or the parameter itself if it has none."""
         return [self.optimizer.state[parameter].get("momentum_buffer", parameter) for parameter in self.parameters]
@@ -218,24 +212,12 @@ class FusedOptimizerStep:
         return complete and self._addresses() == self.addresses
 
     @torch.no_grad()
-    def step(
-        self,
-        loss_is_valid: Bool[Tensor, ""],
-        count: Int[Tensor, ""],
-        first_bad: Int[Tensor, ""],
-        steps: Float[Tensor, ""],
-        norm_sum: Float[Tensor, ""],
+    def __call__(
+        self, loss_is_valid: Bool[Tensor, ""], count: Int[Tensor, ""], first_bad: Int[Tensor, ""], metrics: EpochMetrics
     ) -> None:
-        """Update the parameters, or record the first bad step.
-
-        Args:
-            loss_is_valid: whether the loss is finite and not too large.
-            count: step counter, incremented.
-            first_bad: number of the first bad step, negative if there was none.
-            steps: sum of steps, incremented.
-            norm_sum: sum of gradient norms; the norm is added unless the step is skipped.
-        """
+        """Update the parameters, or record the first bad step; see `FusedStep`."""
         self._copy_to_slots()
+        steps, norm_sum = metrics.total("steps"), metrics.total("gradient_norm")
         recipe, table = self.recipe, self.rates.table
         groups = len(self.scales)
         norm_kernel[(len(self.partial),)](

@@ -39,16 +39,16 @@ MAX_PENDING = 4  # gradients of weights on the side stream at a time; each keeps
 class DeferredGradient:
     """Gradients of an activation that convolutions hand to the batch norm before them, not to autograd.
 
-    The first use of the activation may defer a matrix product: the batch norm computes its sums while it multiplies.
+    The first use of the activation may defer a GEMM: the batch norm computes its sums while it multiplies.
     The second use may hand over the gradient at the pixels that a strided convolution reads.
     """
 
-    product: conv1x1.Product | None = None
+    gemm: conv1x1.Gemm | None = None
     strided: batch_norm.StridedGradient | None = None
 
-    def defer_product(self, gradient: Tensor, weight: Tensor) -> None:
+    def defer_gemm(self, gradient: Tensor, weight: Tensor) -> None:
         """Store the factors of the gradient."""
-        self.product = conv1x1.Product(gradient, weight)
+        self.gemm = conv1x1.Gemm(gradient, weight)
 
     def store_strided(self, stride: int, gradient: Tensor, weight: Tensor) -> None:
         """Store the gradient at the pixels that a strided 1 x 1 convolution reads."""
@@ -57,9 +57,9 @@ class DeferredGradient:
         input_gradient: Tensor = torch.ops.aten.convolution_backward(gradient, read, weight, *arguments)[0]
         self.strided = batch_norm.StridedGradient(input_gradient.contiguous(memory_format=torch.channels_last), stride)
 
-    def pop(self) -> tuple[conv1x1.Product | None, batch_norm.StridedGradient | None]:
+    def pop(self) -> tuple[conv1x1.Gemm | None, batch_norm.StridedGradient | None]:
         """Return the stored gradient and clear it."""
-        stored, self.product, self.strided = (self.product, self.strided), None, None
+        stored, self.gemm, self.strided = (self.gemm, self.strided), None, None
         return stored
 
 
@@ -69,6 +69,14 @@ class Activation(NamedTuple):
     first: Tensor
     second: Tensor
     deferred: DeferredGradient | None = None
+
+
+class Support(NamedTuple):
+    """The optional kernels that a device runs; other convolutions are computed by cuDNN."""
+
+    stem: bool = True
+    conv1x1: bool = True
+    conv1x1_backward: bool = True
 
 
 def fuse(model: nn.Module) -> "FusedResNet | None":
@@ -136,6 +144,10 @@ class FusedResNet(ResNet):  # type: ignore[misc]
 
     Args:
         model: a network that `fits`.
+
+    Attributes:
+        support: the optional kernels that it uses.
+        has_bottlenecks: whether it has 1x1 convolutions with stride 1.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -143,6 +155,7 @@ class FusedResNet(ResNet):  # type: ignore[misc]
         for name, layer in model.named_children():
             self.add_module(name, layer)
         self.training = model.training
+        self.support = Support()
         self.has_bottlenecks = any(isinstance(layer, Bottleneck) for layer in model.modules())
         self.gradient_slots: Mapping[Tensor, Tensor] = {}
         self.weight_cast: WeightCast | None = None
@@ -241,7 +254,7 @@ class _TrainingPass:
         """Compute the first layer, with its own kernel where it is a 3 x 3 convolution of small images."""
         geometry = layer.stride, layer.padding, layer.dilation, layer.groups
         weight = self.weights[layer]
-        fits_stem = geometry == ((1, 1), (1, 1), (1, 1), 1) and stem.fits(images, weight)
+        fits_stem = self.model.support.stem and geometry == ((1, 1), (1, 1), (1, 1), 1) and stem.fits(images, weight)
         if not fits_stem or images.requires_grad or weight.dtype == torch.float32:  # its products would be rounded
             return self.layer(layer, norm, Activation(images, images))
         deferred = DeferredGradient()
@@ -265,12 +278,14 @@ class _TrainingPass:
         geometry = layer.stride, layer.padding, layer.dilation, layer.groups
         weight = self.weights[layer]
         x = x.to(weight.dtype)
-        is_product = geometry == ((1, 1), (0, 0), (1, 1), 1)
-        with_statistics = self.norm_of(norm) if is_product and conv1x1.fits(x, weight) else None
+        is_gemm = geometry == ((1, 1), (0, 0), (1, 1), 1)
+        support = self.model.support
+        fits = is_gemm and support.conv1x1 and conv1x1.fits(x, weight)
+        with_statistics = self.norm_of(norm) if fits else None
         defer: Defer | None = None
         if deferred is not None and first:
-            if is_product and conv1x1.fits_back(x, weight):
-                defer = deferred.defer_product
+            if is_gemm and support.conv1x1_backward and conv1x1.fits_back(x, weight):
+                defer = deferred.defer_gemm
         elif deferred is not None and (stride := _stride_of_1x1(geometry, weight)) > 1:
             defer = partial(deferred.store_strided, stride)
         y, statistics = _Convolution.apply(x, weight, geometry, self.side, with_statistics, defer)
@@ -411,7 +426,7 @@ class _Convolution(torch.autograd.Function):
             return gradients[position]  # type: ignore[no-any-return]
 
         of_input = of_weight = None
-        input_first = not _is_product(weight)  # the side stream then runs in parallel to a batch norm
+        input_first = not _is_1x1(weight)  # the side stream then runs in parallel to a batch norm
         wants_input = ctx.needs_input_grad[0]
         if wants_input and ctx.defer is not None:
             ctx.defer(gradient, weight)
@@ -506,19 +521,19 @@ def _gradient_sums(
     deferred: DeferredGradient, gradients: tuple[Tensor | None, ...], *arguments: Any
 ) -> batch_norm.GradientSums:
     """Compute the first backward pass of a batch norm, from one or two gradients of its output."""
-    product, strided = deferred.pop()
+    gemm, strided = deferred.pop()
     present = [value.contiguous(memory_format=torch.channels_last) for value in gradients if value is not None]
-    if product is None:
+    if gemm is None:
         return batch_norm.gradient_sums(present[0], present[1] if len(present) > 1 else strided, *arguments)
-    return conv1x1.gradient_sums(product, present[0] if present else strided, *arguments)
+    return conv1x1.gradient_sums(gemm, present[0] if present else strided, *arguments)
 
 
-def _is_product(weight: Tensor) -> bool:
-    """Return whether a convolution is a matrix product."""
+def _is_1x1(weight: Tensor) -> bool:
+    """Return whether a convolution is 1x1."""
     return weight.shape[2:] == (1, 1)
 
 
 def _stride_of_1x1(geometry: tuple[Any, ...], weight: Tensor) -> int:
     """Return the stride of a 1 x 1 convolution, 1 for any other convolution."""
     (down, across), *rest = geometry
-    return down if down == across and _is_product(weight) and rest == [(0, 0), (1, 1), 1] else 1
+    return down if down == across and _is_1x1(weight) and rest == [(0, 0), (1, 1), 1] else 1
