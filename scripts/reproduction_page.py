@@ -27,12 +27,10 @@ fedlas reproduce sota --data cifar10 --protocol fast --dry-run   # the plan and 
 fedlas compare cifar10/fast/fedlas_ls cifar10/fast/ls            # paired, on the same test samples, over seeds
 ```
 
-The command can be stopped at any time and continues where it stopped. Every run writes two lines to the ledger, as
-trained and after temperature scaling (`fedlas compare cifar10/ls+temperature ...`); older runs without validation
-logits have the first alone. In its tables a value is the mean over seeds ± its standard deviation, and an interval the
-mean of the seeds' 95 % bootstrap intervals. A difference from the paper is "inside" the noise of several seeds if the
-paper's number lies in the range of those intervals, or within two standard errors of the difference of two means, ours
-and one of three seeds with the same standard deviation.
+The command can be stopped at any time and continues where it stopped. A run writes two lines to the ledger, as
+trained and after temperature scaling (`cifar10/fast/ce+temperature`); runs stored without validation logits have only
+the first, except those of cross-entropy. In tables a value is the mean over seeds ± its standard deviation, and an
+interval the mean of the seeds' 95 % bootstrap intervals.
 """
 TABLE = """\
 | experiment | what it measures | protocol | runs | in the ledger | to train | estimated time |
