@@ -105,11 +105,11 @@ class EpochMetrics:
         totals = ranks.total(torch.stack(list(self.sums.values()))).clone() if self.sums else ()
         return dict(zip(self.sums, totals, strict=True))
 
-    def load_state_dict(self, state: dict[str, Tensor], *, first: bool = True) -> None:
-        """Restore an unfinished epoch; the first rank gets the sums of all ranks."""
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore an unfinished epoch: rank 0 gets the sums of all ranks, the other ranks start from zero."""
         self.reset()
         for name, value in state.items():
-            self.add(name, value.to(self.device) * first)
+            self.add(name, value.to(self.device) * (ranks.rank() == 0))
 
 
 def finite_or_none(value: float) -> float | None:

@@ -80,9 +80,9 @@ class GateStatistics:
         """Return the state, with sums over all ranks; call it on all ranks."""
         return {"history": self.history.state_dict(), "sums": ranks.total(self.sums).clone()}
 
-    def load_state_dict(self, state: dict[str, Any], *, first: bool = True) -> None:
-        """Restore a state; all ranks get the history, the first rank gets the sums."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state: all ranks get the history, rank 0 the sums of all ranks, the other ranks start from zero."""
         self.history.load_state_dict(state["history"])
         if state["sums"].shape != self.sums.shape:
             raise UserError(f"the gate has {tuple(self.sums.shape)} sums, not {tuple(state['sums'].shape)}")
-        self.sums.copy_(state["sums"] * first)
+        self.sums.copy_(state["sums"] * (ranks.rank() == 0))
