@@ -14,15 +14,15 @@ from fedlas.data import AbstractDataset, Loader, Resident, build_data
 from fedlas.data.base import part_of_batch
 from fedlas.data.base.images import Transform
 from fedlas.data.base.keyed import order
-from fedlas.models import WithFeatures
+from fedlas.models import WithFeatures, build_model
 from fedlas.predictions import check_class_names
 from fedlas.progress import Progress
 from fedlas.training.build import (
     build_network,
     build_recipe_loss,
-    build_recipe_model,
     build_step,
     check_batch_size,
+    check_image_size,
     steps_per_epoch,
 )
 from fedlas.training.capture import StepRunner
@@ -55,7 +55,7 @@ class Session:
         step: the training step, with optimizer, learning rates, metrics and gate statistics.
         runner: runs the step, captured if possible.
         epoch: number of finished epochs.
-        position: number of finished steps of the next epoch.
+        position: number of finished steps of the current epoch.
         steps_per_epoch: number of batches of an epoch.
         best: weights of the best epoch so far.
     """
@@ -70,7 +70,7 @@ class Session:
         progress: Progress | None = None,
     ) -> None:
         self.recipe, self.device = recipe, device
-        self._data_options = {"progress": progress} | ({} if data_root is None else {"root": data_root})
+        self._data_options: dict[str, Any] = {"progress": progress, "root": data_root}
         self.data = build_data(recipe.data, seed=recipe.seed, **self._data_options, **recipe.data_options)
         self._ood_data: dict[str, AbstractDataset] = {}
         self._check_classes()
@@ -85,7 +85,8 @@ class Session:
 
         seed_everything(recipe.seed)
         num_classes = self.data.num_classes
-        model = build_recipe_model(recipe, self.data)
+        model = build_model(recipe.model, num_classes, **recipe.model_options)
+        check_image_size(model, recipe, self.data)
         self.loss = build_recipe_loss(recipe, self.num_samples, num_classes).to(device)
         network = build_network(recipe, model, device)
         self.net: WithFeatures = network.net
