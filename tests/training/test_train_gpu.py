@@ -84,7 +84,7 @@ def test_capture_equals_eager_bit_for_bit(loss):
     captured, eager = assert_captured_is_eager(short(loss, compile=False))
     assert captured.runner.capture
     assert captured.step.metrics.read() == eager.step.metrics.read()
-    assert captured.step.gate.read() == eager.step.gate.read()
+    assert captured.step.gate.end_epoch() == eager.step.gate.end_epoch()
 
 
 @pytest.mark.parametrize(

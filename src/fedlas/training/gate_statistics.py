@@ -58,8 +58,8 @@ class GateStatistics:
         reached = (gamma.unsqueeze(1) >= self.edges).sum(0)
         self.sums.add_(torch.cat([valid.sum().reshape(1), ratio.sum().reshape(1), opposed.sum().reshape(1), reached]))
 
-    def read(self) -> dict[str, Any]:
-        """Wait for the device and return the statistics of the epoch."""
+    def end_epoch(self) -> dict[str, Any]:
+        """Wait for the device, return the statistics of the epoch, and start the next one."""
         if not self.loss.has_gate:
             return {}
         samples, ratio, opposed, *reached = ranks.total(self.sums).tolist()

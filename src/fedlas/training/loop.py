@@ -325,7 +325,7 @@ class _Training:
             "lr": self.recipe.lr * lr_factor(self.recipe, steps - 1, steps_per_epoch),
             "train": {name: finite_or_none(value) for name, value in train_metrics.items()},
             "val": val_metrics,
-            "gate": self.session.step.gate.read(),
+            "gate": self.session.step.gate.end_epoch(),
             "best_epoch": self.session.best_epoch,
         }
         loss_state = self.session.loss.epoch_state()
