@@ -18,7 +18,7 @@ import fedlas
 from fedlas.training import AbstractCallback, Run, StoppedError, fit, recipe_for
 from fedlas.training.backend_flags import backend_flags, raise_compile_limit
 from fedlas.training.build import select_device
-from fedlas.training.capture import WARM
+from fedlas.training.capture import WARM_UP_STEPS
 from fedlas.training.session import Session
 from waiting import no_waiting
 
@@ -121,10 +121,10 @@ def test_compiled_capture_is_close_to_eager(loss):
 def assert_never_waits(recipe, *, capture):
     with gpu_session(recipe, capture=capture) as session:
         batches = list(session.batches(0))
-        for inputs in batches[: WARM + 2]:  # the capture itself may wait
+        for inputs in batches[: WARM_UP_STEPS + 2]:  # the capture itself may wait
             session.runner.run(*inputs)
         with no_waiting():
-            for inputs in batches[: WARM + 2]:
+            for inputs in batches[: WARM_UP_STEPS + 2]:
                 session.runner.run(*inputs)
     assert bool(session.runner.graphs) == capture
     return session

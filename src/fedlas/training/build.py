@@ -32,7 +32,7 @@ from fedlas.training.step import TrainStep
 if TYPE_CHECKING:
     from fedlas.training.accelerators.kernels import Accelerator
 
-COMPILER = {"combo_kernels": True}  # for example one kernel for the casts of all weights
+COMPILE_OPTIONS = {"combo_kernels": True}  # for example one kernel for the casts of all weights
 
 
 class Network(NamedTuple):
@@ -77,7 +77,7 @@ def build_network(recipe: Recipe, model: nn.Module, device: torch.device) -> Net
     call: Callable[..., Output] = net
     if accelerated is None and is_compiled(recipe, device):
         # Separate from the loss, so that runs with other losses use the same compiler cache.
-        call = CompiledCall(net, fullgraph=True, dynamic=False, options=COMPILER)
+        call = CompiledCall(net, fullgraph=True, dynamic=False, options=COMPILE_OPTIONS)
     return Network(net, call, accelerator)
 
 

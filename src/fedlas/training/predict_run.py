@@ -91,7 +91,9 @@ def predict_with(
         class_names = training_data.class_names
         labelled = samples.class_names == class_names
         conflict = RunError(f"{path} exists and holds other predictions; remove it, or {WRITE_TO}")
-        if existing is not None and not _cover_samples(existing, samples, class_names, name=name, labelled=labelled):
+        if existing is not None and not _have_same_samples(
+            existing, samples, class_names, name=name, labelled=labelled
+        ):
             raise conflict
         chosen = select_device(device)
         net = _network(recipe, training_data, run, saved["best" if state == "best" else "model"], chosen)
@@ -170,7 +172,7 @@ def _existing_predictions(path: Path) -> AnyPredictions | None:
         raise RunError(f"{path} exists and holds no predictions; remove it, or choose another output file") from error
 
 
-def _cover_samples(
+def _have_same_samples(
     existing: AnyPredictions, samples: Split, names: tuple[str, ...], *, name: str, labelled: bool
 ) -> bool:
     """Return whether existing predictions have these samples; checked before the slow forward pass."""

@@ -58,6 +58,8 @@ class Session:
         position: number of finished steps of the current epoch.
         steps_per_epoch: number of batches of an epoch.
         best: weights of the best epoch so far.
+        best_epoch: its number, counted from 1; 0 before the first validation.
+        best_accuracy: its validation accuracy.
     """
 
     def __init__(
@@ -175,7 +177,7 @@ class Session:
         return self.data.selection == "official"
 
     def check(self) -> None:
-        """Raise before training if data that the end of the run needs is missing."""
+        """Raise before training if validation, feedback of the loss or the final predictions would fail."""
         for name in dict.fromkeys(("val", *self.recipe.splits)):
             if not len(self.data.split(name.removesuffix(OFFICIAL_SUFFIX))):
                 raise RunError(f"the {name} split of {self.data.title} is empty")
@@ -214,7 +216,7 @@ class Session:
                 self.best[name] = value.clone()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state of the run, for a checkpoint; all ranks have to call it."""
+        """Return the content of a checkpoint: all state of the run; all ranks have to call it."""
         return {
             "recipe": self.recipe.key,
             "epoch": self.epoch,

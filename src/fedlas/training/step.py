@@ -51,9 +51,9 @@ class TrainStep:
         module: network and loss.
         parallel_module: the same wrapped in DistributedDataParallel; the module itself if there is one process.
         optimizer: fused, with learning rates in tensors.
-        rates: writes the learning rates of a step to these tensors.
+        rates: writes the learning rates of a step to the tensors that the optimizer reads.
         metrics: sums of the epoch.
-        gate: statistics of the gate of the loss.
+        gate: statistics of the gate of a FeDLaS loss; empty for other losses.
         fused_step: custom kernels for clipping, learning rate and optimizer, if available.
     """
 
@@ -94,15 +94,15 @@ class TrainStep:
         sample = self.assemble_batch(*inputs)
         images, labels = self.mixer(sample.images, sample.labels, self.count)
         with autocast(self.recipe.precision, self.device):
-            value, output = self.parallel_module(images, labels, sample.index)
+            loss, output = self.parallel_module(images, labels, sample.index)
         terms, summed = self.module.loss.last_terms, self.module.loss.reduction == "sum"
         if fraction != 1 and summed:  # estimate the sum over the whole batch, so that parts are averaged like means
-            value, terms = value / fraction, {name: term / fraction for name, term in terms.items()}
-        self.scaler.scale(value if fraction == 1 else value * fraction).backward()
-        self.metrics.add_batch(value, terms, output.logits.detach(), sample.labels)
+            loss, terms = loss / fraction, {name: term / fraction for name, term in terms.items()}
+        self.scaler.scale(loss if fraction == 1 else loss * fraction).backward()
+        self.metrics.add_batch(loss, terms, output.logits.detach(), sample.labels)
         self.gate.add(sample.index)
         limit = MAX_LOSS_RATIO * math.log(output.logits.shape[1]) * (len(sample.labels) / fraction if summed else 1)
-        is_valid: Bool[Tensor, ""] = value.detach().abs() < limit  # False for NaN
+        is_valid: Bool[Tensor, ""] = loss.detach().abs() < limit  # False for NaN
         return is_valid
 
     @torch.no_grad()
@@ -112,7 +112,7 @@ class TrainStep:
         norm, overflow = clip_gradients(self.recipe, self.module.net, self.module.loss, self.scaler)
         if ranks.count() > 1:  # all ranks must skip together
             loss_is_valid = ranks.total((~loss_is_valid).float()) == 0
-        bad = ~loss_is_valid | self.scaler.is_final(overflow)
+        bad = ~loss_is_valid | self.scaler.is_unrecoverable(overflow)
         self.first_bad.copy_(torch.where((self.first_bad < 0) & bad, self.count, self.first_bad))
         skip = (self.first_bad >= 0) | overflow
         getattr(self.optimizer, SKIP).copy_(skip)
