@@ -88,7 +88,7 @@ def fit(
     run = run_in("runs", recipe) if out is None else Run(Path(out))
     with ExitStack() as stack:
         stack.enter_context(process_group(chosen))
-        if decide_on_rank_zero(lambda: run.completed(recipe)):  # no lock: the folder may be read-only
+        if decide_on_rank_zero(lambda: run.holds_finished_run(recipe)):  # no lock: the folder may be read-only
             if is_rank_zero():
                 if recipe.tensorboard:
                     write_board(run)
