@@ -399,7 +399,7 @@ class _Training:
     def _predict_all(
         self, states: dict[str, dict[str, Tensor]], sources: dict[str, Source], *, labelled: bool = True
     ) -> None:
-        for state, weights in states.items() if sources else ():
+        for state, weights in states.items():
             checkpoint.restore_module(self.session.net.model, weights)
             for split, source in sources.items():
                 predictions = self._predict(source, split, labelled=labelled)
