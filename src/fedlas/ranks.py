@@ -28,6 +28,11 @@ def count() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def rank() -> int:
+    """Return the number of this process, counted from 0."""
+    return dist.get_rank() if count() > 1 else 0
+
+
 def total(x: Tensor) -> Tensor:
     """Return the sum of a tensor over all ranks, without gradient."""
     if count() == 1:
@@ -73,7 +78,7 @@ def own(x: Tensor) -> Tensor:
     if count() == 1:
         return x
     rows = x.shape[0] // count()
-    return x[dist.get_rank() * rows : (dist.get_rank() + 1) * rows]
+    return x[rank() * rows : (rank() + 1) * rows]
 
 
 def replicated(x: Tensor) -> Tensor:

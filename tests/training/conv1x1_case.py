@@ -150,13 +150,12 @@ def backward_by_kernels(tensors: Tensors, residual: str, stride: int) -> Tensors
         other_gradient = batch_norm.StridedGradient(strided, stride)
     sums = conv1x1.gradient_sums(gemm, other_gradient, y, bits, y_norm, counter, *skip_and_norm)
     assert not counter.any()
-    gradients = batch_norm.gradients(sums, y, y_norm, *skip_and_norm)
-    result = {"y": gradients.y, "weight": gradients.weight, "bias": gradients.bias}
+    of_y, of_skip = batch_norm.gradients(sums, y, y_norm, *skip_and_norm)
+    result = {"y": of_y, "weight": sums.weight, "bias": sums.bias}
     if residual == "skip":
-        result["skip"] = gradients.skip
+        result["skip"] = of_skip
     if residual == "norm":
-        other = {"skip": gradients.other_y, "skip weight": gradients.other_weight, "skip bias": gradients.other_bias}
-        result |= other
+        result |= {"skip": of_skip, "skip weight": sums.other_weight, "skip bias": sums.other_bias}
     return result
 
 

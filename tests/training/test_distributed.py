@@ -5,16 +5,20 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from _pytest.capture import CaptureManager
-from runs_of import assert_equal_runs, large, natural_images, stop_at
+import torch.distributed as dist
+from runs_of import assert_equal_runs, large, natural_images, short, stop_at
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from fedlas.training import Recipe, Run, fit, recipe_for
+from fedlas.training import AbstractCallback, Recipe, Run, fit, recipe_for
 from fedlas.training.build import check_batch_size, with_sync_batchnorm
+from fedlas.training.distributed import decide_on_rank_zero, process_group
 from fedlas.training.run_folder import RunError
 from start_method import START_METHOD
 
@@ -27,6 +31,7 @@ OPTIONS = {
     "data_options.train_samples": "330",
 }
 FOLDER = Path(__file__).parent
+forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 TIMEOUT = 180  # seconds: six times the duration on a busy machine
 # All runs in one start of two processes, because the start takes longer than the runs.
 RUNS = """
@@ -36,10 +41,7 @@ faulthandler.dump_traceback_later(120, repeat=True)  # shows where it hangs; its
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/.."]
 from runs_of import AtStep, large
 from fedlas.__main__ import main
-import torch
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from fedlas.training import AbstractCallback, RunError, StoppedError, fit, recipe_for
-from fedlas.training.distributed import decide_on_rank_zero, process_group
+from fedlas.training import RunError, StoppedError, fit, recipe_for
 
 def send_signals(_):
     say(f"while it trains {'more' if threads() > threads_before else 'no more'} threads")
@@ -68,77 +70,40 @@ try:
 except StoppedError as error:
     say(f"stopped by {error.signal_number} and {threads() - threads_before} threads are left")
 fit(recipe, out=folder / "stopped", resume=True)
-fit(recipe.replace(model_options={"width": 8}, deterministic=False), out=folder / "norms")
 natural_images = large(images, model_options={"in_channels": 3, "norm": "group", "width": 8}, workers=1)
 fit(natural_images, out=folder / "natural_images")
-sync, other_lr = natural_images.replace(sync_batchnorm=True), recipe.replace(lr=1.0)
-for changed, name in ((sync, "sync"), (other_lr, "uninterrupted"), (recipe, "uninterrupted/log.jsonl/run")):
+sync = natural_images.replace(sync_batchnorm=True)
+for changed, name in ((sync, "sync"), (recipe, "uninterrupted/log.jsonl/run")):
     try:
         fit(changed, out=folder / name)
     except (RunError, NotADirectoryError) as error:
         say(error)
-class Reductions(AbstractCallback):
-    def on_train_start(self, run, session, epoch):
-        session.step.parallel_module.register_comm_hook(self, count)
-        self.number, self.steps = 0, 0
-
-    def on_step_dispatched(self, step):
-        self.steps = step
-
-def count(counter, bucket):
-    counter.number += 1
-    return default_hooks.allreduce_hook(None, bucket)
-
-for parts in (1, 2):
-    counted = Reductions()
-    fit(recipe.replace(epochs=1, batch_size=60, accumulate=parts), out=folder / f"parts{parts}", callbacks=[counted])
-    say(f"{parts} parts: {counted.number / counted.steps:g} reductions in a step")
-with process_group(torch.device("cpu")):
-    try:
-        decide_on_rank_zero(lambda: {}["missing"])
-    except (KeyError, RuntimeError) as error:
-        say(f"rank {os.environ['RANK']}: {error!r}")
 say(f"in the end {threads() - threads_before} threads are left")
 """
 
 
-def torchrun(script: Path, images: Path, capture: CaptureManager) -> tuple[Path, str, str]:
-    """Start two processes of a script in a new folder; return it, and their output.
-
-    They hung once, for an unknown reason (docs/reliability.md): then their output is printed in spite of pytest's
-    capturing, and they are started a second time.
-    """
+@pytest.fixture(scope="module")
+def torchrun_result(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, Path]:
+    """The folder of the runs of two processes of torchrun, their output, and the images that they have read."""
+    folder = tmp_path_factory.mktemp("processes")
+    images, script = natural_images(folder / "images"), folder / "runs.py"
+    script.write_text(RUNS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     changes = [f"{name}={value}" for name, value in OPTIONS.items()]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    for attempt in ("first", "second"):
-        folder = script.parent / attempt
-        folder.mkdir()
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(
-            [*command, script, FOLDER, folder, images, *changes], env=environment, **pipes
-        ) as process:
-            try:
-                stdout, stderr = process.communicate(timeout=TIMEOUT)
-            except subprocess.TimeoutExpired:
-                process.terminate()  # torchrun ends its workers, which would survive if it were killed
-                stdout, stderr = process.communicate(timeout=60)
-                with capture.global_and_fixture_disabled():
-                    print(f"two processes hung:\n{stdout}{stderr}", file=sys.stderr, flush=True)
-                continue
-        assert process.returncode == 0, stderr
-        return folder, stdout, stderr
-    pytest.fail(f"two processes hung twice: {stdout}{stderr}")
-
-
-@pytest.fixture(scope="module")
-def torchrun_result(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> tuple[Path, str, Path]:
-    """The folder of the runs of two processes, their output, and the images that they have read."""
-    base = tmp_path_factory.mktemp("processes")
-    images, script = natural_images(base / "images"), base / "runs.py"
-    script.write_text(RUNS)
-    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
-    folder, stdout, stderr = torchrun(script, images, capture)
+    with subprocess.Popen(
+        [*command, script, FOLDER, folder, images, *changes],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its workers, which would survive if it were killed
+            stdout, stderr = process.communicate(timeout=60)
+            pytest.fail(f"two processes hang:\n{stdout}{stderr}")
+    assert process.returncode == 0, stderr
     assert "Grad strides" not in stderr
     return folder, stdout, images
 
@@ -176,10 +141,33 @@ def assert_predictions_of_one_network(batch_norm_run: Run) -> None:
         torch.testing.assert_close(batch_norm_run.predictions(name).logits, expected_logits, rtol=1e-5, atol=1e-5)
 
 
-def train_as_rank(rank: int, port: int, recipe: Recipe, folder: Path) -> None:
-    """Train as one rank of two: a run that is stopped in its second epoch, and one with batch norm."""
+def run_on_two_ranks(work: Callable[..., None], *arguments: object) -> None:
+    """Call a function in two processes, with their rank and the arguments.
+
+    They are no children of torchrun, which takes ten times as long to start as such runs take.
+    """
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    context = multiprocessing.get_context(START_METHOD)
+    processes = [context.Process(target=run_as_rank, args=(rank, port, work, *arguments)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(TIMEOUT)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
+def run_as_rank(rank: int, port: int, work: Callable[..., None], *arguments: object) -> None:
+    """Call a function with the environment that torchrun gives to one of two processes."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(port)
+    work(rank, *arguments)
+
+
+def stop_and_resume(_: int, recipe: Recipe, folder: Path) -> None:
+    """Train a run that is stopped in its second epoch, and one with batch norm."""
     stop_at(10, recipe, folder / "stopped")
     fit(recipe, out=folder / "stopped", resume=True)
     with pytest.raises(RunError, match="lr"):  # the error reaches both
@@ -187,33 +175,56 @@ def train_as_rank(rank: int, port: int, recipe: Recipe, folder: Path) -> None:
     fit(recipe.replace(model_options={"width": 8}, epochs=1), out=folder / "norms")
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@forks
 def test_two_stopped_processes_equal_one(single_run, tmp_path):
     """Sums of the epoch and statistics of batch norm used to be those of one rank."""
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-    context = multiprocessing.get_context(START_METHOD)  # torchrun takes ten times as long to start as the runs take
-    ranks = [context.Process(target=train_as_rank, args=(rank, port, single_run.recipe, tmp_path)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(TIMEOUT)
-        process.kill()
-    assert [process.exitcode for process in ranks] == [0, 0]
+    run_on_two_ranks(stop_and_resume, single_run.recipe, tmp_path)
     stopped = Run(tmp_path / "stopped")
     assert_equal_numbers(stopped, single_run)
     assert stopped.log[1]["machine"]["continued_at_step"] == 3
     assert_predictions_of_one_network(Run(tmp_path / "norms"))
 
 
-@pytest.mark.campaign
-def test_two_torchrun_processes_equal_one(torchrun_result, single_run):
-    assert_equal_numbers(Run(torchrun_result[0] / "uninterrupted"), single_run)
+class CountReductions(AbstractCallback):
+    """Counts the steps of a run, and how often their gradients are reduced."""
+
+    def on_train_start(self, run: Run, session: Any, epoch: int) -> None:
+        self.steps = self.reductions = 0
+        session.step.parallel_module.register_comm_hook(self, count_reduction)
+
+    def on_step_dispatched(self, step: int) -> None:
+        self.steps = step
+
+
+def count_reduction(counter: CountReductions, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    counter.reductions += 1
+    return default_hooks.allreduce_hook(None, bucket)
+
+
+def accumulate_and_count(_: int, folder: Path) -> None:
+    for parts in (1, 2):
+        counter = CountReductions()
+        fit(short("ce", epochs=1, batch_size=60, accumulate=parts), out=folder / str(parts), callbacks=[counter])
+        assert counter.reductions == counter.steps == 6
+
+
+@forks
+def test_gradients_of_an_accumulated_step_are_reduced_once(tmp_path):
+    run_on_two_ranks(accumulate_and_count, tmp_path)
+
+
+def fail_on_rank_zero(rank: int) -> None:
+    with process_group(torch.device("cpu")), pytest.raises(KeyError if rank == 0 else RuntimeError, match="missing"):
+        decide_on_rank_zero(lambda: {}["missing"])
+
+
+@forks
+def test_every_rank_raises_if_rank_zero_fails():
+    run_on_two_ranks(fail_on_rank_zero)
 
 
 @pytest.mark.campaign
-def test_two_processes_stop_resume_bit_for_bit_and_read_images(torchrun_result):
+def test_two_torchrun_processes_stop_resume_bit_for_bit_and_read_images(torchrun_result, single_run):
     """The sums of the epoch used to be those of one rank, restored on both; and a second signal used to kill."""
     folder, stdout, images = torchrun_result
     # Both agree on the highest signal. A thread that still needs Python while Python exits aborts the process.
@@ -223,9 +234,9 @@ def test_two_processes_stop_resume_bit_for_bit_and_read_images(torchrun_result):
     stopped, uninterrupted = Run(folder / "stopped"), Run(folder / "uninterrupted")
     assert stopped.log[1]["machine"]["continued_at_step"] == 3
     assert_equal_runs(stopped, uninterrupted)
-    for message in ("sync_batchnorm", "lr: ", "Not a directory"):
+    assert_equal_numbers(uninterrupted, single_run)
+    for message in ("sync_batchnorm", "Not a directory"):
         assert stdout.count(message) == 2  # errors reach both
-    assert_predictions_of_one_network(Run(folder / "norms"))
     recipe = large(images, model_options={"in_channels": 3, "norm": "group", "width": 8}, workers=0)
     distributed_run, single_run = Run(folder / "natural_images"), fit(recipe, out=folder / "one")
     for record, expected in zip(distributed_run.log, single_run.log, strict=True):
@@ -234,18 +245,6 @@ def test_two_processes_stop_resume_bit_for_bit_and_read_images(torchrun_result):
         predictions, expected = distributed_run.predictions(name), single_run.predictions(name)
         assert torch.equal(predictions.index, expected.index)  # none is seen twice
         torch.testing.assert_close(predictions.logits, expected.logits, rtol=1e-3, atol=1e-3)
-
-
-def test_gradients_of_an_accumulated_step_are_reduced_once(torchrun_result):
-    _, stdout, _ = torchrun_result
-    for parts in (1, 2):
-        assert stdout.count(f"{parts} parts: 1 reductions in a step") == 2, stdout
-
-
-def test_every_rank_raises_if_rank_zero_fails(torchrun_result):
-    _, stdout, _ = torchrun_result
-    assert "rank 0: KeyError('missing')" in stdout
-    assert "rank 1: RuntimeError" in stdout
 
 
 def test_batch_norm_statistics_can_be_synchronised():

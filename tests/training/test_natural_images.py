@@ -10,7 +10,7 @@ import pytest
 from runs_of import assert_equal_runs, large, natural_images, stop_at
 
 from fedlas.data.folder import Folder
-from fedlas.training import Run, RunError, fit, fit_many
+from fedlas.training import Run, RunError, fit
 from fedlas.training.run_folder import locked
 from waiting import until
 
@@ -86,13 +86,6 @@ def test_child_processes_do_not_inherit_the_lock(tmp_path):
         pass
     end.set()
     child.join(60)
-
-
-def test_many_recipes_equal_single_runs(images, finished, tmp_path):
-    recipes = [large(images, workers=0), large(images, "ls", seed=2, workers=0)]
-    first, second = fit_many(recipes, folder=tmp_path / "many")
-    assert_equal_runs(first, finished)
-    assert_equal_runs(second, fit(recipes[1], out=tmp_path / "alone"))
 
 
 @pytest.mark.parametrize("resident", [False, True])

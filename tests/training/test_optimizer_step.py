@@ -1,25 +1,19 @@
 """The fused optimizer step against torch's, in Triton's interpreter."""
 
-import copy
-
 import pytest
 import torch
 from interpreted import run_interpreted
-from runs_of import short
 from torch import nn
 
 pytest.importorskip("triton")
 import triton.language as tl
 from optimizer_step_case import CASES
 
-from fedlas.models import resnet
-from fedlas.training import build
-from fedlas.training.accelerators import kernels, metric_sums, optimizer_step
+from fedlas.training.accelerators import optimizer_step
 from fedlas.training.accelerators.parameter_blocks import BLOCK, TILE, WeightCast
-from fedlas.training.accelerators.resnet import SideStream, Support, _CastWeights, _GradientTarget
+from fedlas.training.accelerators.resnet import SideStream, _CastWeights, _GradientTarget
 from fedlas.training.optimizer import build_optimizer
 from fedlas.training.recipe import Recipe
-from fedlas.training.session import Session
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(not hasattr(tl, "tuple"), reason="needs a Triton that has tuples")
@@ -174,34 +168,3 @@ def test_unsupported_optimizers_use_torch(change, changes, expected, monkeypatch
         monkeypatch.undo()
         with pytest.warns(UserWarning, match="cannot be used.*driver"):
             assert not optimizer_step.fits(recipe, optimizer, CPU)
-
-
-def is_fused(session: Session) -> bool:
-    return isinstance(session.step.fused_step, optimizer_step.FusedOptimizerStep)
-
-
-def test_a_session_uses_the_kernels_if_it_compiles(monkeypatch):
-    monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, (1, 1, 1, 1)))
-    recipe = short("ce", channels_last=True, compile=True, model="resnet18_cifar", model_options={"in_channels": 1})
-    assert not is_fused(Session(recipe, CPU))
-    # Let a session on the CPU use the custom kernels, which are not run, in place of the compiler.
-    monkeypatch.setattr(build, "is_compiled", lambda recipe, _: recipe.compile)
-    monkeypatch.setattr(build, "CompiledCall", lambda module, **_: module)
-    monkeypatch.setattr(kernels, "batch_norm_failure", lambda _: None)
-    monkeypatch.setattr(kernels, "resnet_support", lambda *_: Support())
-    monkeypatch.setattr(optimizer_step, "failure", lambda _: None)
-    session = Session(recipe, CPU)
-    assert is_fused(session)
-    fused_step = session.step.fused_step
-    assert not session.net.model.gradient_slots
-    with fused_step.gradient_slots():
-        assert session.net.model.gradient_slots is fused_step.slots
-    assert not session.net.model.gradient_slots
-    assert session.step.metrics.kernels is session.step.gate.kernels is metric_sums
-    addresses = [parameter.data_ptr() for parameter in fused_step.slots]
-    assert addresses == fused_step.addresses[: len(addresses)]
-    copy.deepcopy(session.net)  # a callback may keep one
-    with_adam = Session(recipe.replace(optimizer="adamw", lr=0.001), CPU)
-    assert not is_fused(with_adam)
-    assert with_adam.step.metrics.kernels is None
-    assert not is_fused(Session(recipe.replace(compile=False), CPU))

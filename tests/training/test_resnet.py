@@ -8,16 +8,12 @@ from interpreted import run_interpreted
 from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
-from fedlas.models import build_model, resnet
-from fedlas.training import build, recipe_for, session
+from fedlas.models import build_model
 
 pytest.importorskip("triton")
-from fedlas.training.accelerators import kernels, optimizer_step
 from fedlas.training.accelerators.resnet import (
     DeferredGradient,
-    FusedResNet,
     SideStream,
-    Support,
     _Convolution,
     _stride_of_1x1,
     fuse,
@@ -144,34 +140,6 @@ def test_names_and_weights_are_unchanged():
     after = model.state_dict()
     assert list(before) == list(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def prepare_on_pretended_gpu(monkeypatch, reason=None, **changes):
-    """Return whether a session on a GPU would fuse the network, and whether it would compile it."""
-    monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, (1, 1, 1, 1)))
-    monkeypatch.setattr(build, "is_compiled", lambda recipe, _: recipe.compile)
-    monkeypatch.setattr(kernels, "batch_norm_failure", lambda _: reason)
-    monkeypatch.setattr(kernels, "resnet_support", lambda *_: Support())
-    monkeypatch.setattr(optimizer_step, "failure", lambda _: None)
-    compiled = []
-    monkeypatch.setattr(build, "CompiledCall", lambda module, **_: compiled.append(type(module).__name__) or module)
-    options = {"model_options": {"in_channels": 1}, "channels_last": True, "compile": True} | changes
-    recipe = recipe_for("digits", loss="ce").replace(model="resnet18_cifar", **options)
-    new_session = session.Session(recipe, torch.device("cpu"))
-    return isinstance(new_session.net.model, FusedResNet), "WithFeatures" in compiled
-
-
-def test_a_session_fuses_networks_that_it_would_compile(monkeypatch):
-    assert prepare_on_pretended_gpu(monkeypatch) == (True, False)
-    # A callback that sees steps disables capture; that must not change the result of training.
-    assert prepare_on_pretended_gpu(monkeypatch, capture=False) == (True, False)
-    assert prepare_on_pretended_gpu(monkeypatch, channels_last=False) == (False, True)
-    assert prepare_on_pretended_gpu(monkeypatch, compile=False) == (False, False)
-
-
-def test_without_kernels_the_network_is_compiled(monkeypatch):
-    with pytest.warns(UserWarning, match="no C compiler"):
-        assert prepare_on_pretended_gpu(monkeypatch, reason="RuntimeError: no C compiler") == (False, True)
 
 
 @pytest.mark.parametrize("trainable", [True, False])

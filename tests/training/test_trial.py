@@ -1,11 +1,18 @@
-"""Which custom kernels a network uses on a device that cannot run all of them."""
+"""Which custom kernels a network and a session use, also on a device that cannot run all of them."""
+
+import copy
 
 import pytest
 import torch
+import triton.language as tl
+from runs_of import short
 
-from fedlas.models import build_model
-from fedlas.training.accelerators import batch_norm, conv1x1, stem, trial
-from fedlas.training.accelerators.resnet import Support, fuse
+from fedlas.models import build_model, resnet
+from fedlas.training import build
+from fedlas.training.accelerators import batch_norm, conv1x1, kernels, metric_sums, optimizer_step, stem, trial
+from fedlas.training.accelerators.optimizer_step import FusedOptimizerStep
+from fedlas.training.accelerators.resnet import FusedResNet, Support, fuse
+from fedlas.training.session import Session
 
 CPU = torch.device("cpu")
 
@@ -81,3 +88,64 @@ def test_a_lack_of_memory_raises(message):
 
     with pytest.raises(RuntimeError, match=message.split()[-1]):
         trial.failure(work)
+
+
+class PretendedGPU:
+    """Lets sessions on the CPU choose custom kernels and compile as on a GPU, without launching anything."""
+
+    def __init__(self, monkeypatch):
+        self.compiled, self.failure = [], None
+        monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, (1, 1, 1, 1)))
+        monkeypatch.setattr(build, "is_compiled", lambda recipe, _: recipe.compile)
+        monkeypatch.setattr(build, "CompiledCall", lambda module, **_: self.compiled.append(module) or module)
+        monkeypatch.setattr(kernels, "batch_norm_failure", lambda _: self.failure)
+        monkeypatch.setattr(kernels, "resnet_support", lambda *_: Support())
+        monkeypatch.setattr(optimizer_step, "failure", lambda _: None)
+
+    def start(self, **changes):
+        self.compiled.clear()
+        options = {"model": "resnet18_cifar", "model_options": {"in_channels": 1}, "channels_last": True}
+        return Session(short("ce", **{**options, "compile": True, **changes}), CPU)
+
+    def fuses_or_compiles(self, **changes):
+        """Return whether a session fuses the network, and whether it compiles it."""
+        net = self.start(**changes).net
+        return isinstance(net.model, FusedResNet), net in self.compiled
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    return PretendedGPU(monkeypatch)
+
+
+def test_a_session_fuses_networks_that_it_would_compile(pretended_gpu):
+    assert pretended_gpu.fuses_or_compiles() == (True, False)
+    # A callback that sees steps disables capture; that must not change the result of training.
+    assert pretended_gpu.fuses_or_compiles(capture=False) == (True, False)
+    assert pretended_gpu.fuses_or_compiles(channels_last=False) == (False, True)
+    assert pretended_gpu.fuses_or_compiles(compile=False) == (False, False)
+
+
+def test_without_kernels_the_network_is_compiled(pretended_gpu):
+    pretended_gpu.failure = "RuntimeError: no C compiler"
+    with pytest.warns(UserWarning, match="no C compiler"):
+        assert pretended_gpu.fuses_or_compiles() == (False, True)
+
+
+@pytest.mark.skipif(not hasattr(tl, "tuple"), reason="needs a Triton that has tuples")
+def test_a_session_that_compiles_uses_the_fused_optimizer_step(pretended_gpu):
+    session = pretended_gpu.start()
+    fused_step = session.step.fused_step
+    assert isinstance(fused_step, FusedOptimizerStep)
+    assert not session.net.model.gradient_slots
+    with fused_step.gradient_slots():
+        assert session.net.model.gradient_slots is fused_step.slots
+    assert not session.net.model.gradient_slots
+    assert session.step.metrics.kernels is session.step.gate.kernels is metric_sums
+    addresses = [parameter.data_ptr() for parameter in fused_step.slots]
+    assert addresses == fused_step.addresses[: len(addresses)]
+    copy.deepcopy(session.net)  # a callback may keep one
+    with_adam = pretended_gpu.start(optimizer="adamw", lr=0.001)
+    assert with_adam.step.fused_step is None
+    assert with_adam.step.metrics.kernels is None
+    assert pretended_gpu.start(compile=False).step.fused_step is None

@@ -29,7 +29,6 @@ from fedlas.experiments.executors.local import ProcessExecutor, SerialExecutor
 from fedlas.experiments.executors.ray import VISIBLE_AFTER, RayExecutor
 from fedlas.extras import optional_module
 from fedlas.training import Recipe, Run, RunError
-from fedlas.training.recipe import differences
 from fedlas.training.run_folder import run_in
 
 logger = logging.getLogger(__name__)
@@ -191,8 +190,7 @@ class _Job:
     def finished(self) -> bool:
         """Return whether the run is finished; training raises later if the folder has other content."""
         try:
-            same_recipe = self.run.recipe_file.exists() and not differences(self.run.recipe, self.recipe)
-            return same_recipe and self.run.finished_for(self.recipe)
+            return self.run.holds_finished_run(self.recipe)
         except (ValueError, TypeError):
             return False
 

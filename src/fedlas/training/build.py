@@ -15,7 +15,7 @@ from fedlas.data import AbstractDataset, Resident, Sample, build_data
 from fedlas.errors import UserError
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.losses import AbstractLoss, build_loss
-from fedlas.models import Output, WithFeatures, build_model, check_model
+from fedlas.models import Output, WithFeatures, check_model
 from fedlas.training.compilation import CompiledCall, first_line
 from fedlas.training.distributed import wrap_in_ddp
 from fedlas.training.epoch_metrics import EpochMetrics
@@ -30,9 +30,9 @@ from fedlas.training.schedule import lr_table
 from fedlas.training.step import TrainStep
 
 if TYPE_CHECKING:
-    from fedlas.training.accelerators.base import Accelerator
+    from fedlas.training.accelerators.kernels import Accelerator
 
-COMPILER = {"combo_kernels": True}  # for example one kernel for the casts of all weights
+COMPILE_OPTIONS = {"combo_kernels": True}  # for example one kernel for the casts of all weights
 
 
 class Network(NamedTuple):
@@ -56,30 +56,36 @@ def load_accelerator(recipe: Recipe, device: torch.device) -> "Accelerator | Non
     if not (is_compiled(recipe, device) and recipe.custom_kernels and ranks.count() == 1):
         return None
     try:
-        from fedlas.training.accelerators.kernels import CustomKernels  # noqa: PLC0415
+        from fedlas.training.accelerators.kernels import Accelerator  # noqa: PLC0415
     except ModuleNotFoundError as error:
         name = error.name or ""
         if name not in ("triton", "torchvision") and not name.startswith("fedlas.training.accelerators"):
             raise
         warnings.warn(f"training without custom kernels, which is slower: {name} is missing", stacklevel=2)
         return None
-    return CustomKernels(device)
+    return Accelerator(device)
 
 
 def build_network(recipe: Recipe, model: nn.Module, device: torch.device) -> Network:
     """Move a network to the device, accelerate or compile it."""
     if recipe.sync_batchnorm and ranks.count() > 1:
         model = with_sync_batchnorm(model, device)
-    layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
-    model = model.to(device, memory_format=layout)  # type: ignore[call-overload]
+    model = move_to_device(model, recipe, device)
     accelerator = load_accelerator(recipe, device)
     accelerated = accelerator.prepare_model(model) if accelerator is not None and recipe.channels_last else None
     net = WithFeatures(model if accelerated is None else accelerated, recipe.head)
     call: Callable[..., Output] = net
     if accelerated is None and is_compiled(recipe, device):
         # Separate from the loss, so that runs with other losses use the same compiler cache.
-        call = CompiledCall(net, fullgraph=True, dynamic=False, options=COMPILER)
+        call = CompiledCall(net, fullgraph=True, dynamic=False, options=COMPILE_OPTIONS)
     return Network(net, call, accelerator)
+
+
+def move_to_device(model: nn.Module, recipe: Recipe, device: torch.device) -> nn.Module:
+    """Move a network to a device, in the memory layout of the recipe."""
+    layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
+    moved: nn.Module = model.to(device, memory_format=layout)  # type: ignore[call-overload]
+    return moved
 
 
 def with_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
@@ -185,13 +191,6 @@ def check_image_size(model: nn.Module, recipe: Recipe, data: AbstractDataset) ->
             f"({reason}); set {', or '.join(options)}, or choose another --model"
         ) from error
     model.train(was_training)
-
-
-def build_recipe_model(recipe: Recipe, data: AbstractDataset) -> nn.Module:
-    """Build the network of a recipe and check that it accepts the images."""
-    model = build_model(recipe.model, data.num_classes, **recipe.model_options)
-    check_image_size(model, recipe, data)
-    return model
 
 
 def check_batch_size(recipe: Recipe, samples: int, world: int) -> None:

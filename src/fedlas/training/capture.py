@@ -17,7 +17,7 @@ from torch import Tensor
 from fedlas.training.compilation import Inputs, first_line, ran_out_of_memory, run_with_fallback
 from fedlas.training.step import TrainStep
 
-WARM = 3  # eager steps between the one that compiles and the capture: enough for autotuning and allocation
+WARM_UP_STEPS = 3  # eager steps between the one that compiles and the capture: enough for autotuning and allocation
 
 
 class StepRunner:
@@ -38,7 +38,7 @@ class StepRunner:
     def run(self, *inputs: Tensor) -> None:
         """Train on a batch."""
         kind = tuple((tuple(value.shape), value.dtype) for value in inputs)
-        if self.capture and kind not in self.graphs and self._eager_steps[kind] > WARM:
+        if self.capture and kind not in self.graphs and self._eager_steps[kind] > WARM_UP_STEPS:
             self._capture(kind, inputs)
         if kind in self.graphs:
             graph, static_inputs = self.graphs[kind]

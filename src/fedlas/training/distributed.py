@@ -18,7 +18,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fedlas import ranks
-from fedlas.training.prediction import rank
 from fedlas.training.run_folder import RunError
 
 Value = TypeVar("Value")
@@ -85,7 +84,7 @@ def gradient_reduction(module: nn.Module, *, needed: bool) -> AbstractContextMan
 
 def is_rank_zero() -> bool:
     """Return whether this process is rank 0, which writes all files."""
-    return rank() == 0
+    return ranks.rank() == 0
 
 
 def decide_on_rank_zero(decide: Callable[[], Value]) -> Value:

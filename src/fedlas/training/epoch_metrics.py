@@ -85,15 +85,15 @@ class EpochMetrics:
 
     def read(self) -> dict[str, float]:
         """Wait for the device and return the means over all ranks."""
-        names = list(self.sums)
-        totals = ranks.total(torch.stack(list(self.sums.values()))).tolist() if names else []
-        sums = dict(zip(names, totals, strict=True))
-        samples, steps = sums.pop("samples", 0.0) or math.nan, sums.pop("steps", 0.0) or math.nan
-        norm = sums.pop("gradient_norm", math.nan) / steps
+        sums = dict(zip(self.sums, self._totals().tolist(), strict=True))
+        samples, correct = sums.pop("samples"), sums.pop("correct")
+        norm = sums.pop("gradient_norm") / sums.pop("steps")
         means = {name: total / samples for name, total in sums.items()}
-        return {"loss": means.pop("loss", math.nan), "accuracy": means.pop("correct", math.nan), **means} | {
-            "gradient_norm": norm
-        }
+        return {"loss": means.pop("loss"), "accuracy": correct / samples, **means, "gradient_norm": norm}
+
+    def _totals(self) -> Float[Tensor, " sums"]:
+        """Return the sums over all ranks."""
+        return ranks.total(torch.stack(list(self.sums.values())))
 
     def reset(self) -> None:
         """Start a new epoch, in place."""
@@ -102,14 +102,13 @@ class EpochMetrics:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the sums of an unfinished epoch over all ranks; call it on all ranks."""
-        totals = ranks.total(torch.stack(list(self.sums.values()))).clone() if self.sums else ()
-        return dict(zip(self.sums, totals, strict=True))
+        return dict(zip(self.sums, self._totals().clone(), strict=True))
 
-    def load_state_dict(self, state: dict[str, Tensor], *, first: bool = True) -> None:
-        """Restore an unfinished epoch; the first rank gets the sums of all ranks."""
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore an unfinished epoch: rank 0 gets the sums of all ranks, the other ranks start from zero."""
         self.reset()
         for name, value in state.items():
-            self.add(name, value.to(self.device) * first)
+            self.add(name, value.to(self.device) * (ranks.rank() == 0))
 
 
 def finite_or_none(value: float) -> float | None:

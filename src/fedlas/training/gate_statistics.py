@@ -58,8 +58,8 @@ class GateStatistics:
         reached = (gamma.unsqueeze(1) >= self.edges).sum(0)
         self.sums.add_(torch.cat([valid.sum().reshape(1), ratio.sum().reshape(1), opposed.sum().reshape(1), reached]))
 
-    def read(self) -> dict[str, Any]:
-        """Wait for the device and return the statistics of the epoch."""
+    def end_epoch(self) -> dict[str, Any]:
+        """Wait for the device, return the statistics of the epoch, and start the next one."""
         if not self.loss.has_gate:
             return {}
         samples, ratio, opposed, *reached = ranks.total(self.sums).tolist()
@@ -80,9 +80,9 @@ class GateStatistics:
         """Return the state, with sums over all ranks; call it on all ranks."""
         return {"history": self.history.state_dict(), "sums": ranks.total(self.sums).clone()}
 
-    def load_state_dict(self, state: dict[str, Any], *, first: bool = True) -> None:
-        """Restore a state; all ranks get the history, the first rank gets the sums."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state: all ranks get the history, rank 0 the sums of all ranks, the other ranks start from zero."""
         self.history.load_state_dict(state["history"])
         if state["sums"].shape != self.sums.shape:
             raise UserError(f"the gate has {tuple(self.sums.shape)} sums, not {tuple(state['sums'].shape)}")
-        self.sums.copy_(state["sums"] * first)
+        self.sums.copy_(state["sums"] * (ranks.rank() == 0))

@@ -88,7 +88,7 @@ def fit(
     run = run_in("runs", recipe) if out is None else Run(Path(out))
     with ExitStack() as stack:
         stack.enter_context(process_group(chosen))
-        if decide_on_rank_zero(lambda: run.completed(recipe)):  # no lock: the folder may be read-only
+        if decide_on_rank_zero(lambda: run.holds_finished_run(recipe)):  # no lock: the folder may be read-only
             if is_rank_zero():
                 if recipe.tensorboard:
                     write_board(run)
@@ -173,7 +173,7 @@ def _warn_about_recipe(recipe: Recipe, device: torch.device) -> None:
 
 
 class _Training:
-    """State of one run, from its current position to its end."""
+    """Trains a session to its end, and writes log, checkpoints and predictions."""
 
     def __init__(self, run: Run, session: Session, callbacks: Sequence[AbstractCallback], *, resume: bool) -> None:
         self.run, self.session, self.recipe, self.callbacks = run, session, session.recipe, callbacks
@@ -196,8 +196,7 @@ class _Training:
                     self._epoch()
                 self.writer.wait()
                 self._write_predictions()
-            late = any_signal(self.signals.caught, 0, self.session.device)
-            self._stop(late, "at its end")  # fit_many must not start another run
+            self._stop(self._signal(), "at its end")  # fit_many must not start another run
         except BaseException as error:
             for other in self._close():
                 error.add_note(f"while closing: {other!r}")
@@ -226,14 +225,14 @@ class _Training:
             self.run.checkpoint_before.unlink(missing_ok=True)
 
     def _epoch(self) -> None:
+        """Train the rest of the current epoch, validate, and write its record and perhaps a checkpoint."""
         start_time, epoch, first_step = time.perf_counter(), self.session.epoch, self.session.position
         loss = self.session.loss.train()
         self.session.net.train()
-        step = epoch * self.session.steps_per_epoch + first_step
         for inputs in self.session.batches(epoch, first_step):
             self.session.runner.run(*inputs)
-            step += 1
-            self._after_step(epoch, step)
+            self.session.position += 1
+            self._after_step()
         broadcast_buffers(self.session.net)
         train_metrics = self.session.step.metrics.read()
         self._stop_if_diverged()
@@ -242,7 +241,9 @@ class _Training:
         if self.recipe.halve_validation:
             validation = halves(validation)[1 if self.recipe.train_on_v1 else 0]
         loss.end_epoch(self._feedback(validation))
-        record = self._record(epoch, train_metrics, validation)
+        val_metrics = validation_metrics(validation)
+        self.session.update_best(val_metrics["accuracy"])
+        record = self._record(train_metrics, val_metrics)
         images = (self.session.steps_per_epoch - first_step) * self.recipe.batch_size
         record[MACHINE] = {
             "seconds": time.perf_counter() - start_time,
@@ -255,10 +256,11 @@ class _Training:
         for callback in self.callbacks:
             callback.on_epoch_end(record)
         self.session.epoch, self.session.position = epoch + 1, 0
-        signal_number = any_signal(self.signals.caught, 0, self.session.device)
-        if signal_number is not None or epoch + 1 == self.recipe.epochs or self._is_due(step):
-            self._save()
-        self._stop(signal_number, f"after epoch {epoch + 1} of {self.recipe.epochs}")
+        self._save_or_stop(
+            self._signal(),
+            due=epoch + 1 == self.recipe.epochs or self._is_due(record["steps"]),
+            where=f"after epoch {epoch + 1} of {self.recipe.epochs}",
+        )
 
     def _feedback(self, validation: Predictions) -> Predictions | None:
         """Return the predictions that the loss learns from; never those of the test split."""
@@ -268,21 +270,22 @@ class _Training:
             return validation
         return self._predict(self.feedback_source, "train")
 
-    def _after_step(self, epoch: int, step: int) -> None:
+    def _after_step(self) -> None:
         """Call callbacks, handle signals and save checkpoints; wait for the GPU only to write a checkpoint."""
+        epoch, position, steps = self.session.epoch, self.session.position, self.session.steps_per_epoch
+        step = epoch * steps + position
         for callback in self.callbacks:
             callback.on_step_dispatched(step)
             if callback.sees_steps:
                 callback.on_step_end(self.session, step)
         if self.session.device.type == "cpu":
             self._stop_if_diverged()
-        position = self.session.position = step - epoch * self.session.steps_per_epoch
-        signal_number = any_signal(self.signals.caught, step, self.session.device)
         every = self.recipe.checkpoint_every
-        if signal_number is not None or (every and step % every == 0 and position < self.session.steps_per_epoch):
-            self._stop_if_diverged()
-            self._save()
-        self._stop(signal_number, f"after step {position} of {self.session.steps_per_epoch} in epoch {epoch + 1}")
+        self._save_or_stop(
+            self._signal(step),
+            due=every > 0 and step % every == 0 and position < steps,
+            where=f"after step {position} of {steps} in epoch {epoch + 1}",
+        )
 
     def _is_due(self, step: int) -> bool:
         """Return whether to save a checkpoint at the end of this epoch.
@@ -294,32 +297,39 @@ class _Training:
             return step % self.recipe.checkpoint_every == 0
         return self.writer.idle or ranks.count() > 1
 
+    def _signal(self, step: int = 0) -> int | None:
+        """Return the signal that any rank caught, if any."""
+        return any_signal(self.signals.caught, step, self.session.device)
+
+    def _save_or_stop(self, signal_number: int | None, *, due: bool, where: str) -> None:
+        """Save a checkpoint if it is due or a signal was caught; after a signal, stop."""
+        if due or signal_number is not None:
+            self._stop_if_diverged()
+            state = self.session.state_dict()
+            decide_on_rank_zero(lambda: self.writer.save(self.run.checkpoint, state))
+        self._stop(signal_number, where)
+
     def _stop(self, signal_number: int | None, where: str) -> None:
         """Raise StoppedError if a signal was caught; the checkpoint was saved before."""
         if signal_number is not None:
             self.writer.wait()
             raise StoppedError(f"stopped {where}; {self.resume_hint} ({self.run.folder})", signal_number)
 
-    def _record(self, epoch: int, train_metrics: dict[str, float], validation: Predictions) -> dict[str, Any]:
-        """Return the log record of an epoch, and store the weights if it is the best epoch."""
-        steps = self.session.steps_per_epoch
-        last_step = (epoch + 1) * steps - 1
-        metrics = validation_metrics(validation)
-        self.session.update_best(metrics["accuracy"])
-        return {
-            "epoch": epoch + 1,
-            "steps": last_step + 1,
-            "lr": self.recipe.lr * lr_factor(self.recipe, last_step, steps),
+    def _record(self, train_metrics: dict[str, float], val_metrics: dict[str, float]) -> dict[str, Any]:
+        """Return the log record of the current epoch."""
+        number, steps_per_epoch = self.session.epoch + 1, self.session.steps_per_epoch
+        steps = number * steps_per_epoch
+        record: dict[str, Any] = {
+            "epoch": number,
+            "steps": steps,
+            "lr": self.recipe.lr * lr_factor(self.recipe, steps - 1, steps_per_epoch),
             "train": {name: finite_or_none(value) for name, value in train_metrics.items()},
-            "val": metrics,
-            "gate": self.session.step.gate.read(),
+            "val": val_metrics,
+            "gate": self.session.step.gate.end_epoch(),
             "best_epoch": self.session.best_epoch,
-        } | ({"loss_state": state} if (state := self.session.loss.epoch_state()) else {})
-
-    def _save(self) -> None:
-        """Write a checkpoint."""
-        state = self.session.state_dict()
-        decide_on_rank_zero(lambda: self.writer.save(self.run.checkpoint, state))
+        }
+        loss_state = self.session.loss.epoch_state()
+        return record | {"loss_state": loss_state} if loss_state else record
 
     def _resume(self) -> None:
         """Continue from the checkpoint, if there is one."""
@@ -389,13 +399,13 @@ class _Training:
     def _predict_all(
         self, states: dict[str, dict[str, Tensor]], sources: dict[str, Source], *, labelled: bool = True
     ) -> None:
-        for state, weights in states.items() if sources else ():
+        for state, weights in states.items():
             checkpoint.restore_module(self.session.net.model, weights)
             for split, source in sources.items():
                 predictions = self._predict(source, split, labelled=labelled)
                 file = self.run.predictions_file(f"{state}-{split}")
                 decide_on_rank_zero(partial(write_predictions, predictions, file))
-            self._stop(any_signal(self.signals.caught, 0, self.session.device), "after training")
+            self._stop(self._signal(), "after training")
 
 
 def _memory(device: torch.device) -> float:

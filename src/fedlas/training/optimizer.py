@@ -25,7 +25,7 @@ def build_optimizer(
     recipe: Recipe, net: nn.Module, loss: nn.Module, table: Float[Tensor, " steps"], device: torch.device
 ) -> tuple[torch.optim.Optimizer, LearningRates]:
     """Build the optimizer of network and loss, its state filled with zeros, and its learning rates."""
-    groups = _groups(recipe, net, loss)
+    groups = _parameter_groups(recipe, net, loss)
     rates = LearningRates(table, [group.pop("factor") for group in groups], device)
     for group, rate in zip(groups, rates.groups, strict=True):
         group["lr"] = rate
@@ -44,14 +44,14 @@ def build_optimizer(
     return optimizer, rates
 
 
-def _groups(recipe: Recipe, net: nn.Module, loss: nn.Module) -> list[dict[str, Any]]:
-    learned = [p for p in net.parameters() if p.requires_grad]
-    decayed = [p for p in learned if recipe.decay_all or p.ndim > 1]
-    spared = [p for p in learned if not (recipe.decay_all or p.ndim > 1)]
+def _parameter_groups(recipe: Recipe, net: nn.Module, loss: nn.Module) -> list[dict[str, Any]]:
+    trainable = [p for p in net.parameters() if p.requires_grad]
+    decayed = [p for p in trainable if recipe.decay_all or p.ndim > 1]
+    undecayed = [p for p in trainable if not (recipe.decay_all or p.ndim > 1)]
     gate_decay = recipe.weight_decay if recipe.gate_weight_decay is None else recipe.gate_weight_decay
     groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": recipe.weight_decay, "factor": 1.0},
-        {"params": spared, "weight_decay": 0.0, "factor": 1.0},
+        {"params": undecayed, "weight_decay": 0.0, "factor": 1.0},
         {"params": list(loss.parameters()), "weight_decay": gate_decay, "factor": recipe.gate_lr_factor},
     ]
     return [group for group in groups if group["params"]]

@@ -51,8 +51,8 @@ class GradientScaler:
         self.value.mul_(1 + grown.float() - overflow.float() / 2)
         self.good_steps.copy_(good * ~grown)
 
-    def is_final(self, overflow: Bool[Tensor, ""]) -> Bool[Tensor, ""]:
-        """Return whether a lower scale cannot make the gradients finite."""
+    def is_unrecoverable(self, overflow: Bool[Tensor, ""]) -> Bool[Tensor, ""]:
+        """Return whether gradients are not finite, and a lower loss scale cannot help."""
         return overflow & (self.value <= 1) if self.used else overflow
 
     def scale(self, value: Float[Tensor, ""]) -> Float[Tensor, ""]:

@@ -21,7 +21,7 @@ from fedlas.models import WithFeatures, build_model
 from fedlas.predictions import AnyPredictions
 from fedlas.training import checkpoint
 from fedlas.training.backend_flags import backend_flags
-from fedlas.training.build import select_device
+from fedlas.training.build import move_to_device, select_device
 from fedlas.training.prediction import build_source, predictions_of
 from fedlas.training.progress import downloads
 from fedlas.training.recipe import Recipe
@@ -76,7 +76,7 @@ def predict_with(
                 f"{run.folder} is not finished: {saved['epoch']} of {recipe.epochs} epochs; "
                 f"continue it with {RESUME}, or {WRITE_TO}"
             )
-        common = {"seed": recipe.seed, "progress": show_download} | ({} if data_root is None else {"root": data_root})
+        common = {"seed": recipe.seed, "progress": show_download, "root": data_root}
         training_data = _training_data(run, recipe, common)
         dataset = build_data(data, **common, **data_options)
         split = split or ("all" if "all" in dataset.splits and not is_training_data else "test")
@@ -91,7 +91,9 @@ def predict_with(
         class_names = training_data.class_names
         labelled = samples.class_names == class_names
         conflict = RunError(f"{path} exists and holds other predictions; remove it, or {WRITE_TO}")
-        if existing is not None and not _cover_samples(existing, samples, class_names, name=name, labelled=labelled):
+        if existing is not None and not _have_same_samples(
+            existing, samples, class_names, name=name, labelled=labelled
+        ):
             raise conflict
         chosen = select_device(device)
         net = _network(recipe, training_data, run, saved["best" if state == "best" else "model"], chosen)
@@ -159,8 +161,7 @@ def _network(
         raise RunError(
             f"{run.checkpoint} does not fit {recipe.model} for {data.num_classes} classes: {first}"
         ) from error
-    layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
-    return WithFeatures(model.to(device, memory_format=layout), recipe.head)  # type: ignore[call-overload]
+    return WithFeatures(move_to_device(model, recipe, device), recipe.head)
 
 
 def _existing_predictions(path: Path) -> AnyPredictions | None:
@@ -171,7 +172,7 @@ def _existing_predictions(path: Path) -> AnyPredictions | None:
         raise RunError(f"{path} exists and holds no predictions; remove it, or choose another output file") from error
 
 
-def _cover_samples(
+def _have_same_samples(
     existing: AnyPredictions, samples: Split, names: tuple[str, ...], *, name: str, labelled: bool
 ) -> bool:
     """Return whether existing predictions have these samples; checked before the slow forward pass."""

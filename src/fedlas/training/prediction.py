@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fedlas import ranks
@@ -23,11 +22,6 @@ from fedlas.training.precision import autocast, autocast_dtype
 from fedlas.training.recipe import Recipe
 
 Source: TypeAlias = Resident | Loader
-
-
-def rank() -> int:
-    """Return the rank of this process."""
-    return dist.get_rank() if ranks.count() > 1 else 0
 
 
 def build_source(
@@ -49,7 +43,7 @@ def build_source(
         transform,
         batch_size=recipe.batch_size if train else recipe.eval_batch_size,
         drop_last=train and recipe.drop_last,
-        rank=rank(),
+        rank=ranks.rank(),
         world=ranks.count(),
         workers=recipe.workers,
         **options,
@@ -84,7 +78,7 @@ def predictions_of(
     # A rank may have no samples.
     rows = [(torch.zeros(0, len(class_names), device=device), torch.zeros(0, 1, device=device), no_index, no_index)]
     batches = (
-        source.batches(recipe.eval_batch_size, rank=rank(), world=ranks.count())
+        source.batches(recipe.eval_batch_size, rank=ranks.rank(), world=ranks.count())
         if isinstance(source, Resident)
         else source
     )

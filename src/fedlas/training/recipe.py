@@ -253,8 +253,9 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        """Hash of all values that affect the results."""
-        return hashlib.sha256(to_canonical_json(self.result_fields())).hexdigest()[:10]
+        """Hash of the values that affect the results and differ from their defaults."""
+        changed = {name: getattr(self, name) for name in _result_names() if getattr(self, name) != _defaults()[name]}
+        return hashlib.sha256(to_canonical_json(changed)).hexdigest()[:10]
 
     @property
     def name(self) -> str:
@@ -281,11 +282,11 @@ class Recipe:
             if dot and first in OPTIONS:
                 changes[first] = {**changes.get(first, getattr(self, first)), option: value_of(text)}
                 continue
-            self._check_field(name)
+            self._check_setting(name)
             changes[name] = parse_field(name, _kinds()[name], text)
         return self.replace(**changes)
 
-    def _check_field(self, name: str) -> None:
+    def _check_setting(self, name: str) -> None:
         """Raise if a setting is not a field; point to `..._options` if it is an option of loss, network or data."""
         if name in _kinds():
             return
@@ -299,10 +300,6 @@ class Recipe:
                 description = f"a keyword of the {catalog.kind} {entry!r}"
                 raise UserError(f"a recipe has no field {name!r}, which is {description}: set {kind}_options.{name}")
         _check_names([name])
-
-    def result_fields(self) -> dict[str, Plain]:
-        """Return the values that affect the results and differ from their defaults."""
-        return {name: getattr(self, name) for name in _result_names() if getattr(self, name) != _defaults()[name]}
 
     def to_dict(self) -> dict[str, Plain]:
         """Return every field as a JSON value."""

@@ -158,10 +158,9 @@ class Run:
         splits = [*recipe.splits, *(f"ood-{name}" for name in recipe.ood)]
         return [self.predictions_file(f"{state}-{split}") for state in STATES for split in splits]
 
-    def completed(self, recipe: Recipe) -> bool:
+    def holds_finished_run(self, recipe: Recipe) -> bool:
         """Return whether this folder holds a finished run of a recipe."""
-        same_recipe = self.recipe_file.exists() and self.started and not differences(self.recipe, recipe)
-        return same_recipe and self.finished_for(recipe)
+        return self.finished_for(recipe) and self.recipe_file.exists() and not differences(self.recipe, recipe)
 
     @property
     def started(self) -> bool:

@@ -14,15 +14,15 @@ from fedlas.data import AbstractDataset, Loader, Resident, build_data
 from fedlas.data.base import part_of_batch
 from fedlas.data.base.images import Transform
 from fedlas.data.base.keyed import order
-from fedlas.models import WithFeatures
+from fedlas.models import WithFeatures, build_model
 from fedlas.predictions import check_class_names
 from fedlas.progress import Progress
 from fedlas.training.build import (
     build_network,
     build_recipe_loss,
-    build_recipe_model,
     build_step,
     check_batch_size,
+    check_image_size,
     steps_per_epoch,
 )
 from fedlas.training.capture import StepRunner
@@ -30,7 +30,7 @@ from fedlas.training.checkpoint import RESTORE_ERRORS, check_position, invalid_c
 from fedlas.training.compilation import ran_out_of_memory
 from fedlas.training.distributed import gather_objects
 from fedlas.training.optimizer import load_optimizer_state, optimizer_state
-from fedlas.training.prediction import Source, build_source, rank
+from fedlas.training.prediction import Source, build_source
 from fedlas.training.random_state import random_state, restore_random_state, seed_everything
 from fedlas.training.recipe import OFFICIAL_SUFFIX, Recipe
 from fedlas.training.run_folder import RunError
@@ -55,9 +55,11 @@ class Session:
         step: the training step, with optimizer, learning rates, metrics and gate statistics.
         runner: runs the step, captured if possible.
         epoch: number of finished epochs.
-        position: number of finished steps of the next epoch.
+        position: number of finished steps of the current epoch.
         steps_per_epoch: number of batches of an epoch.
         best: weights of the best epoch so far.
+        best_epoch: its number, counted from 1; 0 before the first validation.
+        best_accuracy: its validation accuracy.
     """
 
     def __init__(
@@ -69,8 +71,8 @@ class Session:
         capture: bool = True,
         progress: Progress | None = None,
     ) -> None:
-        self.recipe, self.device, self.world_size = recipe, device, ranks.count()
-        self._data_options = {"progress": progress} | ({} if data_root is None else {"root": data_root})
+        self.recipe, self.device = recipe, device
+        self._data_options: dict[str, Any] = {"progress": progress, "root": data_root}
         self.data = build_data(recipe.data, seed=recipe.seed, **self._data_options, **recipe.data_options)
         self._ood_data: dict[str, AbstractDataset] = {}
         self._check_classes()
@@ -79,21 +81,21 @@ class Session:
             split = with_first_half(split, self.data.split("val"))
         self.num_samples = len(split)
         self.steps_per_epoch = steps_per_epoch(recipe, self.num_samples)
-        check_batch_size(recipe, self.num_samples, self.world_size)
+        check_batch_size(recipe, self.num_samples, ranks.count())
         transform = self.data.transform_for("train")
         self.train_source = build_source(split, transform, recipe, device, resident=self.data.resident, train=True)
 
         seed_everything(recipe.seed)
         num_classes = self.data.num_classes
-        model = build_recipe_model(recipe, self.data)
+        model = build_model(recipe.model, num_classes, **recipe.model_options)
+        check_image_size(model, recipe, self.data)
         self.loss = build_recipe_loss(recipe, self.num_samples, num_classes).to(device)
         network = build_network(recipe, model, device)
         self.net: WithFeatures = network.net
         self.step = build_step(recipe, network, self.loss, self.train_source, self.num_samples, num_classes=num_classes)
-        capture = capture and recipe.capture and self.world_size == 1
-        self.runner = StepRunner(self.step, capture=capture)
-        if self.world_size > 1:
-            seed_everything(recipe.seed + 7919 * rank())  # dropout must differ between ranks
+        self.runner = StepRunner(self.step, capture=capture and recipe.capture and ranks.count() == 1)
+        if ranks.count() > 1:
+            seed_everything(recipe.seed + 7919 * ranks.rank())  # dropout must differ between ranks
 
         self.epoch, self.position = 0, 0
         self.best: dict[str, Tensor] = {}
@@ -112,7 +114,7 @@ class Session:
         if isinstance(self.train_source, Resident):
             self.train_source.set_epoch(epoch)
             for whole in self.batch_indices(epoch)[start:]:
-                yield (part_of_batch(whole, rank(), self.world_size),)
+                yield (part_of_batch(whole, ranks.rank(), ranks.count()),)
         else:
             self.train_source.set_epoch(epoch, start)
             for sample in self.train_source:
@@ -175,7 +177,7 @@ class Session:
         return self.data.selection == "official"
 
     def check(self) -> None:
-        """Raise before training if data that the end of the run needs is missing."""
+        """Raise before training if validation, feedback of the loss or the final predictions would fail."""
         for name in dict.fromkeys(("val", *self.recipe.splits)):
             if not len(self.data.split(name.removesuffix(OFFICIAL_SUFFIX))):
                 raise RunError(f"the {name} split of {self.data.title} is empty")
@@ -214,7 +216,7 @@ class Session:
                 self.best[name] = value.clone()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state of the run, for a checkpoint; all ranks have to call it."""
+        """Return the content of a checkpoint: all state of the run; all ranks have to call it."""
         return {
             "recipe": self.recipe.key,
             "epoch": self.epoch,
@@ -222,13 +224,7 @@ class Session:
             "model": self.net.model.state_dict(),
             "loss": self.loss.state_dict(),
             "optimizer": optimizer_state(self.step.optimizer),
-            "step": {
-                "count": self.step.count,
-                "scale": self.step.scaler.value,
-                "good_steps": self.step.scaler.good_steps,
-                "metrics": self.step.metrics.state_dict(),
-                "gate": self.step.gate.state_dict(),
-            },
+            "step": self.step.state_dict(),
             "random": gather_objects(random_state(self.device)),
             "best": self.best,
             "best_epoch": self.best_epoch,
@@ -243,7 +239,7 @@ class Session:
             restore_module(self.net.model, state["model"])
             restore_module(self.loss, state["loss"])
             load_optimizer_state(self.step.optimizer, state["optimizer"])
-            self._load_step(state["step"])
+            self.step.load_state_dict(state["step"])
         except RESTORE_ERRORS as error:
             if ran_out_of_memory(error):
                 raise
@@ -253,16 +249,7 @@ class Session:
         self.best = {name: value.to(self.device) for name, value in state["best"].items()}
         self.best_epoch, self.best_accuracy = state["best_epoch"], state["best_accuracy"]
         try:
-            if rank() < len(state["random"]):  # fewer processes may have saved it
-                restore_random_state(state["random"][rank()], self.device)
+            if ranks.rank() < len(state["random"]):  # fewer processes may have saved it
+                restore_random_state(state["random"][ranks.rank()], self.device)
         except RESTORE_ERRORS as error:
             raise invalid_checkpoint(name, f"its random state: {error}") from error
-
-    def _load_step(self, state: dict[str, Any]) -> None:
-        step, first = self.step, rank() == 0  # the first rank gets sums over all ranks
-        step.count.copy_(state["count"])
-        step.scaler.value.copy_(state["scale"])
-        step.scaler.good_steps.copy_(state["good_steps"])
-        step.metrics.load_state_dict(state["metrics"], first=first)
-        step.gate.load_state_dict(state["gate"], first=first)
-        step.first_bad.fill_(-1)

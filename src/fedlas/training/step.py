@@ -8,16 +8,18 @@ decides nothing, so that `capture.py` can capture the whole step in a CUDA graph
                                    │         │                      │                        │
                                 metrics   its state          first bad step         lr = table[count], count + 1
 
-If a loss or gradient is not finite, or a loss is thousands of times that of guessing, a flag on the device is set, and
-the optimizer changes nothing from then on; the host reads the flag together with the metrics. In float16 an overflow
-skips one step and lowers the loss scale; it is a bad step only at a scale of 1.
+A step is bad if its loss or a gradient is not finite, or if its loss is thousands of times that of uniform predictions.
+The number of the first bad step is stored on the device, and the optimizer changes nothing from then on; the host reads
+that number together with the metrics. In float16 an overflow skips one step and lowers the loss scale; it is a bad step
+only at a scale of 1.
 """
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -35,7 +37,7 @@ from fedlas.training.precision import GradientScaler, autocast
 from fedlas.training.recipe import Recipe
 from fedlas.training.schedule import LearningRates
 
-DIVERGED = 1e4  # times the loss of guessing: training does not recover from that
+MAX_LOSS_RATIO = 1e4  # times the loss of uniform predictions: training does not recover from a larger loss
 
 
 @dataclass(eq=False)
@@ -49,9 +51,9 @@ class TrainStep:
         module: network and loss.
         parallel_module: the same wrapped in DistributedDataParallel; the module itself if there is one process.
         optimizer: fused, with learning rates in tensors.
-        rates: writes the learning rates of a step to these tensors.
+        rates: writes the learning rates of a step to the tensors that the optimizer reads.
         metrics: sums of the epoch.
-        gate: statistics of the gate of the loss.
+        gate: statistics of the gate of a FeDLaS loss; empty for other losses.
         fused_step: custom kernels for clipping, learning rate and optimizer, if available.
     """
 
@@ -77,7 +79,7 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         parts = list(zip(*(value.chunk(self.recipe.accumulate) for value in inputs), strict=True))
         valid = []
-        with self.gradient_slots():
+        with nullcontext() if self.fused_step is None else self.fused_step.gradient_slots():
             for number, part in enumerate(parts, start=1):
                 with gradient_reduction(self.parallel_module, needed=number == len(parts)):
                     valid.append(self._forward_backward(part, len(part[0]) / len(inputs[0])))
@@ -87,24 +89,20 @@ class TrainStep:
         else:
             self._clip_and_update(loss_is_valid)
 
-    def gradient_slots(self) -> AbstractContextManager[None]:
-        """Return a context for forward and backward passes, in which gradients may be written to prepared memory."""
-        return nullcontext() if self.fused_step is None else self.fused_step.gradient_slots()
-
     def _forward_backward(self, inputs: tuple[Tensor, ...], fraction: float) -> Bool[Tensor, ""]:
         """Add the gradient of a batch, or of a part of one; return whether its loss is finite and not too large."""
         sample = self.assemble_batch(*inputs)
         images, labels = self.mixer(sample.images, sample.labels, self.count)
         with autocast(self.recipe.precision, self.device):
-            value, output = self.parallel_module(images, labels, sample.index)
+            loss, output = self.parallel_module(images, labels, sample.index)
         terms, summed = self.module.loss.last_terms, self.module.loss.reduction == "sum"
-        if fraction != 1 and summed:  # the sum over a part stands for that over the whole batch
-            value, terms = value / fraction, {name: term / fraction for name, term in terms.items()}
-        self.scaler.scale(value if fraction == 1 else value * fraction).backward()
-        self.metrics.add_batch(value, terms, output.logits.detach(), sample.labels)
+        if fraction != 1 and summed:  # estimate the sum over the whole batch, so that parts are averaged like means
+            loss, terms = loss / fraction, {name: term / fraction for name, term in terms.items()}
+        self.scaler.scale(loss if fraction == 1 else loss * fraction).backward()
+        self.metrics.add_batch(loss, terms, output.logits.detach(), sample.labels)
         self.gate.add(sample.index)
-        limit = DIVERGED * math.log(output.logits.shape[1]) * (len(sample.labels) / fraction if summed else 1)
-        is_valid: Bool[Tensor, ""] = value.detach().abs() < limit  # False for NaN
+        limit = MAX_LOSS_RATIO * math.log(output.logits.shape[1]) * (len(sample.labels) / fraction if summed else 1)
+        is_valid: Bool[Tensor, ""] = loss.detach().abs() < limit  # False for NaN
         return is_valid
 
     @torch.no_grad()
@@ -114,7 +112,7 @@ class TrainStep:
         norm, overflow = clip_gradients(self.recipe, self.module.net, self.module.loss, self.scaler)
         if ranks.count() > 1:  # all ranks must skip together
             loss_is_valid = ranks.total((~loss_is_valid).float()) == 0
-        bad = ~loss_is_valid | self.scaler.is_final(overflow)
+        bad = ~loss_is_valid | self.scaler.is_unrecoverable(overflow)
         self.first_bad.copy_(torch.where((self.first_bad < 0) & bad, self.count, self.first_bad))
         skip = (self.first_bad >= 0) | overflow
         getattr(self.optimizer, SKIP).copy_(skip)
@@ -127,3 +125,22 @@ class TrainStep:
         """Wait for the device and return the first step whose loss or gradient was bad."""
         step = int(self.first_bad)
         return None if step < 0 else step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return step counter, loss scale, metrics and gate statistics; all ranks have to call it."""
+        return {
+            "count": self.count,
+            "scale": self.scaler.value,
+            "good_steps": self.scaler.good_steps,
+            "metrics": self.metrics.state_dict(),
+            "gate": self.gate.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state in place; the checkpoint of a run has no bad step."""
+        self.count.copy_(state["count"])
+        self.scaler.value.copy_(state["scale"])
+        self.scaler.good_steps.copy_(state["good_steps"])
+        self.metrics.load_state_dict(state["metrics"])
+        self.gate.load_state_dict(state["gate"])
+        self.first_bad.fill_(-1)

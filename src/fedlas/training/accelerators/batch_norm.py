@@ -578,31 +578,22 @@ def apply_gradient(sums: GradientSums, y: Tensor, statistics: Normed, slope: Ten
     return result
 
 
-class Gradients(NamedTuple):
-    """Gradients of a batch norm with residual add and ReLU."""
-
-    y: Tensor
-    weight: Tensor
-    bias: Tensor
-    skip: Tensor | None
-    other_y: Tensor | None = None
-    other_weight: Tensor | None = None
-    other_bias: Tensor | None = None
-
-
 def gradients(
     sums: GradientSums,
     y: Tensor,
     statistics: Normed,
     other: Tensor | None = None,
     other_statistics: Normed | None = None,
-) -> Gradients:
-    """Compute the second backward pass; arguments are those of `gradient_sums`."""
+) -> tuple[Tensor, Tensor]:
+    """Compute the second backward pass; arguments are those of `gradient_sums`.
+
+    Returns:
+        The gradients of y and of the skip connection; without one, ignore the second.
+    """
     of_y = apply_gradient(sums, y, statistics, sums.slope, sums.offset)
     if other is None or other_statistics is None:
-        return Gradients(of_y, sums.weight, sums.bias, sums.gradient if sums.mask == "none" else None)
-    of_other = apply_gradient(sums, other, other_statistics, sums.other_slope, sums.other_offset)
-    return Gradients(of_y, sums.weight, sums.bias, sums.gradient, of_other, sums.other_weight, sums.other_bias)
+        return of_y, sums.gradient
+    return of_y, apply_gradient(sums, other, other_statistics, sums.other_slope, sums.other_offset)
 
 
 def spread(gradient: Tensor, height: int, width: int) -> Tensor:

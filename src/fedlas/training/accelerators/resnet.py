@@ -467,11 +467,11 @@ class _NormAddReLU(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         y, bits, skip = ctx.saved_tensors
         sums = _gradient_sums(ctx.deferred, gradients, y, bits, ctx.statistics, ctx.counter, skip, ctx.other)
-        result = batch_norm.gradients(sums, y, ctx.statistics, skip, ctx.other)
-        of_norm, others = (result.y, result.weight, result.bias), (None, None, None)
+        of_y, of_skip = batch_norm.gradients(sums, y, ctx.statistics, skip, ctx.other)
+        of_norm, others = (of_y, sums.weight, sums.bias), (None, None, None)
         if ctx.other is not None:
-            return *of_norm, result.other_y, result.other_weight, result.other_bias, *others
-        return *of_norm, result.skip if ctx.has_skip else None, None, None, *others
+            return *of_norm, of_skip, sums.other_weight, sums.other_bias, *others
+        return *of_norm, of_skip if ctx.has_skip else None, None, None, *others
 
 
 class _Mean(torch.autograd.Function):

@@ -20,7 +20,7 @@ def test_gate_statistics_are_counted_per_sample():
     gate_statistics = GateStatistics(loss, 8, torch.device("cpu"))
     gate_statistics.add(torch.tensor([7, 0, 2, 3, 5]))
     assert gate_statistics.history.now.tolist() == [-1, 0, -1, 0, 0, 1, 0, 1]
-    statistics = gate_statistics.read()
+    statistics = gate_statistics.end_epoch()
     assert (statistics["positive"], statistics["negative"], statistics["flip_rate"]) == (0.5, 0.5, None)
     assert statistics["alpha_ratio"] == pytest.approx((0.4 + 0.8 + 1.0 + 1.4) / 4)
     assert statistics["against_gamma"] == 0.5  # the first two
@@ -28,4 +28,4 @@ def test_gate_statistics_are_counted_per_sample():
     assert {edge: count for edge, count in counts.items() if count} == {-math.inf: 1, -1.0: 1, 0.0: 1, 2.0: 1}
     loss.smoothing.psi = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0])
     gate_statistics.add(torch.tensor([7, 0, 2, 3, 5]))
-    assert gate_statistics.read()["flip_rate"] == 0.5  # of the four samples of both epochs
+    assert gate_statistics.end_epoch()["flip_rate"] == 0.5  # of the four samples of both epochs
