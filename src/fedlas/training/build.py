@@ -30,7 +30,7 @@ from fedlas.training.schedule import lr_table
 from fedlas.training.step import TrainStep
 
 if TYPE_CHECKING:
-    from fedlas.training.accelerators.kernels import Accelerator
+    from fedlas.training.accelerators.base import Accelerator
 
 COMPILE_OPTIONS = {"combo_kernels": True}  # for example one kernel for the casts of all weights
 
@@ -56,14 +56,14 @@ def load_accelerator(recipe: Recipe, device: torch.device) -> "Accelerator | Non
     if not (is_compiled(recipe, device) and recipe.custom_kernels and ranks.count() == 1):
         return None
     try:
-        from fedlas.training.accelerators.kernels import Accelerator  # noqa: PLC0415
+        from fedlas.training.accelerators.kernels import CustomKernels  # noqa: PLC0415
     except ModuleNotFoundError as error:
         name = error.name or ""
         if name not in ("triton", "torchvision") and not name.startswith("fedlas.training.accelerators"):
             raise
         warnings.warn(f"training without custom kernels, which is slower: {name} is missing", stacklevel=2)
         return None
-    return Accelerator(device)
+    return CustomKernels(device)
 
 
 def build_network(recipe: Recipe, model: nn.Module, device: torch.device) -> Network:

@@ -14,14 +14,11 @@ from fedlas.training.recipe import Recipe
 from fedlas.training.schedule import LearningRates
 
 
-class Accelerator:
-    """Custom kernels for a device; the engine works without one, slower, and `build.load_accelerator` alone loads it.
+class CustomKernels:
+    """Custom kernels for a device; see `Accelerator`.
 
     Args:
         device: where a network trains.
-
-    Attributes:
-        epoch_sums: sums of an epoch; they need the fused optimizer step, which has tried the kernels.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +26,7 @@ class Accelerator:
         self.epoch_sums: EpochSums = metric_sums
 
     def prepare_model(self, model: nn.Module) -> nn.Module | None:
-        """Return a network with the same layers that trains with the kernels, or None if they do not fit."""
+        """Return a ResNet whose training passes use the kernels, or None if the network is another one."""
         fused = resnet.fuse(model)
         if fused is None:
             return None
@@ -43,7 +40,7 @@ class Accelerator:
     def optimizer_step(
         self, recipe: Recipe, optimizer: torch.optim.Optimizer, rates: LearningRates, loss: nn.Module, model: nn.Module
     ) -> FusedStep | None:
-        """Return a fused optimizer step with clipping and learning rate, or None if the kernels do not fit."""
+        """Return a fused optimizer step, if the kernels support the optimizer."""
         if not fits(recipe, optimizer, self.device):
             return None
         return FusedOptimizerStep(
