@@ -123,7 +123,7 @@ def test_fitted_calibrator_is_not_refitted(name: str):
 
 def test_calibrator_of_other_classes_raises_also_after_saving(tmp_path: Path):
     def with_class_names(names: str, split: str) -> Predictions:
-        predictions = make_predictions(300, split=split)
+        predictions = make_predictions(300, seed=len(split), split=split)
         return Predictions(predictions.logits, predictions.labels, class_names=list(names), split=split)
 
     calibrator = posthoc.build_calibrator("vector_scaling").fit(with_class_names("abcdefg", "other"))
@@ -242,6 +242,22 @@ def test_calibrating_on_copies_of_evaluated_samples_warns(kind):
         state = evaluate_after(predictions, other)
     assert state.leaked == leaked
     assert type(state).from_dict(state.to_dict()).leaked == leaked
+
+
+def test_a_fitted_calibrator_knows_its_samples(tmp_path):
+    """Regression: only an equal name of the split was detected."""
+    def unnamed(seed: int) -> Predictions:
+        return with_metadata(make_predictions(200, seed=seed), split=None)
+
+    predictions, other = unnamed(0), unnamed(1)
+    posthoc.Isotonic().fit(predictions).save(tmp_path / "fitted.safetensors")
+    loaded = posthoc.load_calibrator(tmp_path / "fitted.safetensors")
+    with pytest.warns(UserWarning, match="isotonic was fitted on the very samples"):
+        report = evaluate(predictions[torch.randperm(200)], posthoc=[loaded], intervals=False)
+    assert report.after["isotonic"].leaked == 200
+    exchanged = Predictions(predictions.logits, predictions.labels.roll(1))
+    for samples in (other, exchanged, predictions[:100]):
+        assert evaluate(samples, posthoc=[loaded], intervals=False).after["isotonic"].leaked == 0
 
 
 @pytest.mark.parametrize("field", ["ids", "index"])

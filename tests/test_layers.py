@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "records": {"extras"},
     "losses": {"predictions", "catalog", "ranks", "metrics.bin_sums"},
     "metrics": {"extras", "formatting", "catalog", "predictions", "alignment", "ranks"},
-    "posthoc": {"extras", "predictions", "io", "catalog", "metrics"},
+    "posthoc": {"extras", "predictions", "io", "alignment", "catalog", "metrics"},
     "ood": {"predictions", "metrics"},
     "comparison": {"progress", "formatting", "predictions", "io", "alignment", "metrics"},
     "evaluation": {"progress", "extras", "predictions", "io", "alignment", "catalog", "metrics", "posthoc", "ood"},

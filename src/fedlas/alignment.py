@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from fedlas.errors import UserError, short_list
@@ -262,7 +262,9 @@ def _agreement_by_chance(evaluated: Predictions, confidence: Float64[Tensor, " n
 
 def _count_equal_rows(evaluated: Predictions, calibration: Predictions) -> int:
     """Count rows of equal scores and labels, if there are more than by chance."""
-    evaluated_hashes, calibration_hashes = _row_hashes(evaluated), _row_hashes(calibration)
+    evaluated_hashes, calibration_hashes = (
+        row_hashes(predictions.scores, predictions.labels) for predictions in (evaluated, calibration)
+    )
     if torch.equal(evaluated_hashes, calibration_hashes):
         return len(calibration)
     _, inverse, counts = evaluated_hashes.unique(return_inverse=True, return_counts=True)
@@ -272,9 +274,9 @@ def _count_equal_rows(evaluated: Predictions, calibration: Predictions) -> int:
     return common if common > threshold else 0
 
 
-def _row_hashes(predictions: Predictions) -> Int64[Tensor, " n"]:
+def row_hashes(scores: Float[Tensor, "n classes"], labels: Tensor) -> Int64[Tensor, " n"]:
     """Return a hash of the scores and the label of each sample."""
-    scores, labels = predictions.scores, predictions.labels.cpu()
+    labels = labels.cpu()
     parts = [_hash(scores[rows].cpu().double()) for rows in slices_of(scores)]
     return torch.cat(parts) * 31 + (_hash(labels.double()) if labels.ndim == 2 else labels)
 

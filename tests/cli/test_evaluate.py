@@ -384,8 +384,11 @@ def test_calibrate_fit_reports_temperature_and_apply_keeps_probabilities(files):
     write_predictions(sample_predictions(2), files / "probs.csv", probs=True)
     call("calibrate", "apply", files / "c.safetensors", files / "probs.csv", "--out", files / "fixed.csv")
     assert (files / "fixed.csv").read_text().startswith("prob_0,")
-    call("calibrate", "apply", files / "c.safetensors", files / "test.csv", "--out", files / "logits.csv")
+    result = call("calibrate", "apply", files / "c.safetensors", files / "test.csv", "--out", files / "logits.csv")
+    assert "fitted on" not in result.stderr
     assert (files / "logits.csv").read_text().startswith("logit_0,")
+    result = call("calibrate", "apply", files / "c.safetensors", files / "val.csv", "--out", files / "fitted.csv")
+    assert re.search(r"fitted on the samples of .*val\.csv", result.stderr)
 
 
 def test_file_contents_cannot_emit_terminal_escapes(tmp_path):

@@ -393,6 +393,15 @@ def test_dry_run_prints_plan_and_table_without_training(trained, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_dry_run_of_a_figure_ends_without_an_error(tmp_path):
+    """Regression: a planned exit was reported as an internal error."""
+    out = str(tmp_path / "out")
+    result = CliRunner().invoke(app, ["reproduce", "indicator", "--data", "digits", "--dry-run", "--out", out])
+    assert result.exit_code == 0
+    assert "no figure is drawn" in result.stderr
+    assert "internal" not in result.stderr
+
+
 @pytest.mark.parametrize("name", sorted(CATALOG.entries))
 def test_rows_of_planned_runs_are_unique(name):
     plan = make_plan(experiment_named(name), Choice(seeds=(1, 2)), Ledger("nowhere"))

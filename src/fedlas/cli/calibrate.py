@@ -92,4 +92,6 @@ def calibrate_apply(
             write_predictions(loaded.transform(predictions), out, probs=probs or predictions.given_probs is not None)
         if loaded.fitted is not None and loaded.fitted.doubt:
             show(f"warning: the fit of {calibrator} is unreliable: {loaded.fitted.doubt}", err=True)
+        if loaded.was_fitted_on(predictions):
+            show(f"warning: {calibrator} was fitted on the samples of {file}: metrics of {out} are optimistic", err=True)
         show(out)

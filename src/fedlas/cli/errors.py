@@ -27,6 +27,8 @@ def one_line_errors() -> Iterator[None]:
     """Turn user errors into one line and an exit code; internal errors keep their traceback."""
     try:
         yield
+    except typer.Exit:  # a RuntimeError
+        raise
     except (UserError, OSError) as error:
         if from_interrupt(error):
             raise typer.Exit(report_interrupt()) from None

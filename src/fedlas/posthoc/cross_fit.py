@@ -88,10 +88,10 @@ def fit_on_other_samples(
         calibrator: a fitted calibrator, or an unfitted one, of which a copy is fitted.
         predictions: the evaluated samples.
         calibration: samples to fit on; None for a fitted calibrator.
-        leaked: number of evaluated samples in `calibration`.
+        leaked: number of evaluated samples in `calibration`; not used for a fitted calibrator, which knows its samples.
     """
     if calibrator.fitted is not None:
-        leaked = 0
+        leaked = len(predictions) if calibrator.was_fitted_on(predictions) else 0
     else:
         assert calibration is not None
         calibrator = _copy(calibrator).fit(calibration)

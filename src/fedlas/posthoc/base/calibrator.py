@@ -27,6 +27,7 @@ from jaxtyping import Bool, Float, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedlas.alignment import row_hashes
 from fedlas.catalog import keywords
 from fedlas.errors import UserError, UserTypeError
 from fedlas.io.atomic import write_atomic
@@ -93,6 +94,7 @@ class Fit:
         after: mean negative log-likelihood after calibration.
         class_names: one name per class, if the predictions had names; files of earlier versions have none.
         doubt: reason why the fit is unreliable; empty if it is reliable.
+        digest: checksum of the samples in any order; files of earlier versions have none.
     """
 
     n: int
@@ -102,6 +104,7 @@ class Fit:
     after: float
     class_names: tuple[str, ...] | None = None
     doubt: str = ""
+    digest: str = ""
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Fit":
@@ -117,6 +120,7 @@ class Fit:
             after=_check_real(fields["after"], "after"),
             class_names=None if names is None else tuple(check_text(name, "class_names") for name in names),
             doubt=check_text(doubt, "doubt"),
+            digest=check_text(fields.get("digest", ""), "digest"),
         )
 
 
@@ -233,7 +237,7 @@ class AbstractCalibrator(ABC):
         doubt = self.doubt(samples)
         if doubt:
             warnings.warn(doubt, DoubtfulFit, stacklevel=2)
-        self.fitted = Fit(n, classes, split, before, after, names, doubt)
+        self.fitted = Fit(n, classes, split, before, after, names, doubt, _digest(samples))
         return self
 
     @overload
@@ -267,6 +271,14 @@ class AbstractCalibrator(ABC):
         check_rows("logits", table, torch.isfinite(table).all(1), "holds NaN or infinity")
         largest = torch.finfo(scores.dtype).max  # keeps logits finite
         return _as_given(self.apply(float32_or_better(table)).clamp(-largest, largest), scores)
+
+    def was_fitted_on(self, predictions: Predictions) -> bool:
+        """Return whether predictions hold exactly the samples of the fit, in any order."""
+        if self.fitted is None or not self.fitted.digest or predictions.given_labels is None:
+            return False
+        if (len(predictions), predictions.num_classes) != (self.fitted.n, self.fitted.classes):
+            return False
+        return self.fitted.digest == _digest(_samples(predictions, None, None, None)[0])
 
     def check_names(self, names: Sequence[str] | None) -> None:
         """Raise if the class names differ from those of the fit and the map depends on the class."""
@@ -414,6 +426,12 @@ def _samples(
     check_rows("logits", table, torch.isfinite(table).all(1), "holds NaN or infinity")
     warn_about_probabilities(table)
     return Samples(exact(table), check_labels(truth, *table.shape)), split
+
+
+def _digest(samples: Samples) -> str:
+    """Return a checksum of logits and labels that does not depend on the order of the samples."""
+    hashes = row_hashes(samples.logits, samples.labels).sort().values
+    return hashlib.sha256(hashes.numpy().tobytes()).hexdigest()[:16]
 
 
 def exact(logits: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
