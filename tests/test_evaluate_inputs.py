@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedlas import metrics, posthoc
 from fedlas.comparison import compare
 from fedlas.evaluation import calibrate, evaluate
 from fedlas.io import as_predictions, read_predictions
@@ -105,10 +106,15 @@ def test_labels_with_another_index_than_the_frame_raise():
     pd = pytest.importorskip("pandas")
     frame, labels = pd.DataFrame(PROBS.numpy(), columns=["cat", "dog"]), pd.Series(TRUTH.numpy())
     for misaligned in (labels.sample(frac=1, random_state=0), labels.set_axis(range(1, 41))):
-        with pytest.raises(ValueError, match=r"labels\.loc\[frame\.index\]"):
+        with pytest.raises(ValueError, match=r"labels\.loc\[predictions\.index\]"):
             evaluate(frame, misaligned, **QUICK)
     expected = evaluate(frame, labels, **QUICK).to_dict()
     shuffled = labels.sample(frac=1, random_state=0)
+    for pair in (Predictions.from_probs, Predictions, metrics.ece, posthoc.Temperature().fit):
+        with pytest.raises(ValueError, match=r"labels\.loc\[predictions\.index\]"):
+            pair(frame, shuffled)
+    with pytest.raises(ValueError, match=r"second\.loc\[predictions\.index\]"):
+        compare(frame, frame.loc[shuffled.index], labels.to_numpy())
     assert evaluate(frame, shuffled.loc[frame.index], **QUICK).to_dict() == expected
     assert evaluate(PROBS, shuffled.loc[frame.index], **QUICK).classes == 2  # an array has no index
 

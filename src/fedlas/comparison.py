@@ -27,7 +27,7 @@ from fedlas.metrics.registry import all_metrics, default_comparison_metrics
 from fedlas.metrics.result import Comparison
 from fedlas.metrics.seeds import SeedComparison, holm, over_seeds
 from fedlas.predictions import AnyPredictions, TopLabelPredictions
-from fedlas.predictions.arrays import Array
+from fedlas.predictions.arrays import Array, check_row_names
 from fedlas.progress import Progress
 
 MAX_MODELS_ALL_PAIRS = 8  # with more models, only pairs that include the first or the best one are compared
@@ -198,6 +198,7 @@ def compare(
         own_labels = isinstance(model, AnyPredictions)
         return ModelRuns(name, {None: as_predictions(model, None if own_labels else labels, logits=logits, **columns)})
 
+    check_row_names(first, second, "second")
     first, second = read("first", first), read("second", second)
     tests = compare_runs(first, second, metrics, bins=bins, level=level, resamples=resamples, seed=seed)
     return {test.metric: test.by_seed[None] for test in tests}

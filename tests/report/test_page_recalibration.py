@@ -49,17 +49,39 @@ def test_recommended_code_divides_logits_by_the_temperature(of_probs):
     assert float(ece(by_torch, predictions.labels)) < float(report["ece"]) / 2
 
 
-def test_recommended_code_fits_saves_and_loads_other_calibrators(tmp_path, monkeypatch):
+@pytest.mark.parametrize("of_probs", [False, True])
+def test_recommended_code_for_two_classes_takes_one_or_two_columns(of_probs):
+    """Regression: the code for two columns turned every probability of a single column into one."""
+    predictions = pages.sample_predictions(2_000, classes=2)
+    if of_probs:
+        predictions = Predictions.from_probs(predictions.logits.double().softmax(1), predictions.labels)
+    [action] = recommendations(calibrated_report(predictions), predictions)
+    temperature = float(re.search(r"by ([\d.]+) ", action.title)[1])
+    expected = torch.softmax(predictions.logits.double() / temperature, dim=1)[:, 1]
+    logits, probs = predictions.logits.double().numpy(), predictions.probs.double().numpy()
+    two, one = (code for name, code in action.code if name.startswith("NumPy"))
+    by_two = run(two, np=np, logits=logits, probs=probs)[:, 1]
+    by_one = run(one, np=np, logits=logits[:, 1] - logits[:, 0], probs=probs[:, 1])
+    for computed in (by_two, by_one):
+        assert torch.allclose(torch.from_numpy(computed), expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("of_probs", [False, True])
+def test_recommended_code_fits_saves_and_loads_other_calibrators(tmp_path, monkeypatch, of_probs):
     predictions = pages.sample_predictions(600)
+    if of_probs:
+        predictions = Predictions.from_probs(predictions.probs.double(), predictions.labels)
     [action] = recommendations(calibrated_report(predictions, "isotonic"), predictions)
     code = dict(action.code)
     assert "--posthoc isotonic" in code["Command line"]
     assert "calibrate apply calibrator.safetensors" in code["Command line"]
     monkeypatch.chdir(tmp_path)
     build_calibrator("isotonic").fit(predictions).save("calibrator.safetensors")
-    names = {"logits": predictions.logits}
+    names = {"probs": predictions.probs} if of_probs else {"logits": predictions.logits}
     exec(code["Python, with the saved calibrator"], names)
-    assert names["calibrated_logits"].shape == predictions.logits.shape
+    result = names["calibrated_probs" if of_probs else "calibrated_logits"]
+    calibrated = build_calibrator("isotonic").fit(predictions).transform(predictions)
+    assert torch.allclose(result.double(), (calibrated.probs if of_probs else calibrated.logits).double())
 
 
 def test_recalibration_that_does_not_help_is_not_recommended():

@@ -43,6 +43,7 @@ from fedlas.io.label_file import read_labels
 from fedlas.io.table import Table, build_predictions, no_labels
 from fedlas.io.untrusted import check_file, content_errors, format_suffix, path_inside
 from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
+from fedlas.predictions.arrays import check_row_names
 from fedlas.progress import Progress
 
 Reader = Callable[[Path, ReadOptions, Progress | None], Table]
@@ -139,7 +140,7 @@ def as_predictions(
         raise UserTypeError("logits is True or False; an array of logits is the first argument, with logits=True")
     if source is None:
         raise UserTypeError("predictions are None; give an array (a row per sample), a file, a table or Predictions")
-    _check_row_names(source, labels)
+    check_row_names(source, labels)
     if isinstance(source, AnyPredictions):
         if labels is not None or logits or columns:
             raise UserTypeError("Predictions have their own labels and columns; give nothing else with them")
@@ -160,18 +161,6 @@ def as_predictions(
             options["prob_columns"] = _classes_of_frame(table, name)
         predictions = build_predictions(Table(table), name, options)
     return require_labels(predictions, name) if labelled else predictions
-
-
-def _check_row_names(source: Any, labels: Any) -> None:
-    """Raise if scores and labels of pandas have different row names: they would be paired by position."""
-    indexes: list[Any] = [getattr(values, "index", None) for values in (source, labels)]
-    if not all(hasattr(index, "equals") for index in indexes) or indexes[0].equals(indexes[1]):
-        return  # a list has a method `index`
-    if not all(type(index).__name__ == "RangeIndex" and (index.start, index.step) == (0, 1) for index in indexes):
-        raise UserError(
-            "the labels have another index than the predictions; use labels.loc[frame.index], or, if the rows already "
-            "belong together, reset_index(drop=True) on both"
-        )
 
 
 def _classes_of_frame(columns: Mapping[str, Any], name: str) -> list[str]:

@@ -31,6 +31,7 @@ from fedlas.predictions.arrays import (
     check_finite,
     check_labels,
     check_probs,
+    check_row_names,
     check_rows,
     check_transposed,
     float32_or_better,
@@ -142,6 +143,7 @@ class Predictions:
     columns: ColumnRoles | None
 
     def __init__(self, logits: Array, labels: Array | None = None, **fields: Unpack[OptionalFields]) -> None:
+        check_row_names(logits, labels)
         scores = two_columns(as_floats(logits, "logits"), "logits")
         check_finite(scores)
         warn_about_probabilities(scores)
@@ -173,6 +175,7 @@ class Predictions:
             limits: how far the sums of rows may be from one, if text shows it better than numbers.
             fields: features, index, class_names, split, ids, paths and metadata, as in the constructor.
         """
+        check_row_names(probs, labels)
         table = as_floats(probs, "probs")
         check_transposed(table, labels)
         rows = normalize_rows(table) if normalize else two_columns(table, "probs")

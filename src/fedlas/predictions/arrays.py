@@ -68,6 +68,24 @@ def check_correctness(flags: Tensor, n: int) -> Bool[Tensor, " n"]:
     return flags.bool()
 
 
+def check_row_names(scores: object, other: object, name: str = "labels") -> None:
+    """Raise if two objects of pandas have different row names: their rows would be paired by position.
+
+    Args:
+        scores: predictions.
+        other: labels, or predictions of another model.
+        name: name of the second object in the message.
+    """
+    indexes: list[Any] = [getattr(values, "index", None) for values in (scores, other)]
+    if not all(hasattr(index, "equals") for index in indexes) or indexes[0].equals(indexes[1]):
+        return  # a list has a method `index`
+    if not all(type(index).__name__ == "RangeIndex" and (index.start, index.step) == (0, 1) for index in indexes):
+        raise UserError(
+            f"the index of {name} differs from that of the predictions; use {name}.loc[predictions.index], or, if the "
+            "rows already belong together, reset_index(drop=True) on both"
+        )
+
+
 def as_tensor(values: Array, name: str) -> Tensor:
     """Return an array of torch, NumPy or another library as a tensor, without a copy if possible."""
     if isinstance(values, Tensor):
@@ -214,6 +232,9 @@ def check_transposed(probs: Tensor, labels: Array | None) -> None:
 
 def warn_about_probabilities(logits: Tensor) -> None:
     """Warn of logits that are probabilities or percentages."""
+    if logits.shape[1:] == (2,) and _is_probability_of_one_class(logits):
+        advice = choose_advice("by Predictions.from_probs or as probs in a file", "as a column called prob_...")
+        warn_caller(f"every logit lies between 0 and 1. If these are probabilities of class 1, give them {advice}")
     for total, remedy in SUSPICIOUS_SUMS.items():
         # The first rows rule out nearly all tables.
         if _have_sum(logits[:ENOUGH], total) and _have_sum(logits, total):
@@ -223,6 +244,13 @@ def warn_about_probabilities(logits: Tensor) -> None:
                 "as an array called probs or columns called prob_...",
             )
             warn_caller(f"every row of the logits lies between 0 and {total} and sums to {about}. {remedy}{advice}")
+
+
+def _is_probability_of_one_class(logits: Tensor) -> bool:
+    """Return whether a single column of logits, as `two_columns` returns it, lies within [0, 1]."""
+    if len(logits) < ENOUGH or bool((logits[:, 0] != 0).any()):
+        return False
+    return bool(((logits[:, 1] >= 0) & (logits[:, 1] <= 1)).all() & (logits[:, 1] > 0).any())
 
 
 def are_probabilities(values: Array) -> bool:

@@ -45,10 +45,11 @@ def recommendations(report: Report, predictions: AnyPredictions | None = None) -
         predictions: predictions of the model; they decide whether the code divides logits or log-probabilities.
     """
     of_probs = getattr(predictions, "given_probs", None) is not None
-    return [_recommend(state, direction(report.before) == "none", of_probs) for state in report.after.values()]
+    is_calibrated = direction(report.before) == "none"
+    return [_recommend(state, is_calibrated, of_probs, report.classes == 2) for state in report.after.values()]
 
 
-def _recommend(state: State, is_calibrated: bool, of_probs: bool) -> Recommendation:
+def _recommend(state: State, is_calibrated: bool, of_probs: bool, binary: bool) -> Recommendation:
     name = re.sub(r" \d+$", "", state.name)  # remove the number of calibrators with equal names
     is_temperature = name == "temperature" and "temperature" in state.parameters and "log_floor" not in state.parameters
     if is_temperature:
@@ -57,10 +58,10 @@ def _recommend(state: State, is_calibrated: bool, of_probs: bool) -> Recommendat
         action = f"Divide the {inputs} by {temperature} (temperature scaling)"
         method = f"temperature scaling (T = {temperature})"
         note = f" T is the mean of {len(state.fits)} cross-fitted temperatures." if len(state.fits) > 1 else ""
-        code = _temperature_code(temperature, of_probs)
+        code = _temperature_code(temperature, of_probs, binary)
     else:
         action, method, note = f"Fit and apply the calibrator {state.name}", f"the calibrator {state.name}", ""
-        code = _calibrator_code(name)
+        code = _calibrator_code(name, of_probs)
     change = effect(state)
     if any(fit.doubt for fit in state.fits):
         return Recommendation(f"Do not use {method}", UNRELIABLE + note, ())
@@ -76,30 +77,40 @@ def _capitalized(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _temperature_code(temperature: str, of_probs: bool) -> tuple[tuple[str, str], ...]:
+def _temperature_code(temperature: str, of_probs: bool, binary: bool) -> tuple[tuple[str, str], ...]:
+    """Return code that divides logits by a temperature; for two classes also those of a single column."""
     torch_logits, numpy_logits = ("torch.log(probs)", "np.log(probs)") if of_probs else ("logits", "logits")
-    return (
-        ("PyTorch", f"probs = torch.softmax({torch_logits} / {temperature}, dim=1)"),
+    shape = ", one column per class" if binary else ""
+    code = (
+        (f"PyTorch{shape}", f"probs = torch.softmax({torch_logits} / {temperature}, dim=1)"),
         (
-            "NumPy",
+            f"NumPy{shape}",
             f"z = {numpy_logits} / {temperature}\n"
             "z = np.exp(z - z.max(axis=1, keepdims=True))\n"
             "probs = z / z.sum(axis=1, keepdims=True)",
         ),
     )
+    if not binary:
+        return code
+    logit = "(np.log(probs) - np.log1p(-probs))" if of_probs else "logits"
+    what = "probability" if of_probs else "logit"
+    return *code, (f"NumPy, {what} of the second class alone", f"probs = 1 / (1 + np.exp(-{logit} / {temperature}))")
 
 
-def _calibrator_code(name: str) -> tuple[tuple[str, str], ...]:
+def _calibrator_code(name: str, of_probs: bool) -> tuple[tuple[str, str], ...]:
     """Return code that fits a calibrator on held-out predictions, saves it and applies it."""
+    load = 'load_calibrator("calibrator.safetensors")'
+    python = f"from fedlas.posthoc import load_calibrator\n\ncalibrated_logits = {load}.transform(logits)"
+    if of_probs:
+        python = (
+            "from fedlas import Predictions\nfrom fedlas.posthoc import load_calibrator\n\n"
+            f"calibrated_probs = {load}.transform(Predictions.from_probs(probs)).probs"
+        )
     return (
         (
             "Command line",
             f"fedlas calibrate fit validation.npz --posthoc {shlex.quote(name)} --out calibrator.safetensors\n"
             "fedlas calibrate apply calibrator.safetensors test.npz --out calibrated.npz",
         ),
-        (
-            "Python, with the saved calibrator",
-            "from fedlas.posthoc import load_calibrator\n\n"
-            'calibrated_logits = load_calibrator("calibrator.safetensors").transform(logits)',
-        ),
+        ("Python, with the saved calibrator", python),
     )

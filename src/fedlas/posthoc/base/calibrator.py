@@ -39,6 +39,7 @@ from fedlas.predictions.arrays import (
     as_floats,
     as_tensor,
     check_labels,
+    check_row_names,
     check_rows,
     float32_or_better,
     two_columns,
@@ -408,6 +409,7 @@ def _samples(
         return Samples(exact(logits.logits), logits.labels, logits.zeros), split or logits.split
     if labels is None:
         raise UserTypeError("labels are missing; only Predictions carry their own")
+    check_row_names(logits, labels)
     scores = as_floats(logits, "logits")
     table, truth = _table(scores), as_tensor(labels, "labels").to(scores.device)
     if scores.ndim > 2 or truth.ndim > 2:
