@@ -37,7 +37,8 @@ ALLOWED: dict[str, set[str]] = {
     "posthoc": {"extras", "predictions", "io", "catalog", "metrics"},
     "ood": {"predictions", "metrics"},
     "comparison": {"progress", "formatting", "predictions", "io", "alignment", "metrics"},
-    "evaluation": {"progress", "extras", "predictions", "io", "alignment", "catalog", "metrics", "posthoc", "ood"},
+    "evaluation_report": {"extras", "io", "catalog", "metrics", "posthoc", "ood"},
+    "evaluation": {"progress", "predictions", "io", "alignment", "metrics", "posthoc", "ood", "evaluation_report"},
     "data": {"progress", "extras", "catalog", "https"},
     "models": {"extras", "io", "catalog", "https"},
     "training": {
@@ -45,15 +46,16 @@ ALLOWED: dict[str, set[str]] = {
         "posthoc", "ood", "evaluation", "data", "models",
     },
     "report": {
-        "progress", "extras", "formatting", "predictions", "io", "metrics", "comparison", "evaluation", "ood",
+        "progress", "extras", "formatting", "predictions", "io", "metrics", "comparison", "evaluation",
+        "evaluation_report", "ood",
     },
     "experiments": {
         "extras", "formatting", "catalog", "predictions", "io", "alignment", "metrics", "posthoc", "ood", "training",
-        "comparison", "evaluation", "report",
+        "comparison", "evaluation", "evaluation_report", "report",
     },
     "integrations": {
-        "extras", "io", "predictions", "ranks", "losses", "metrics", "posthoc", "models.base", "evaluation", "report",
-        "records",
+        "extras", "io", "predictions", "ranks", "losses", "metrics", "posthoc", "models.base", "evaluation",
+        "evaluation_report", "report", "records",
     },
 }  # fmt: skip
 CATALOGUES = {"losses", "data", "models", "posthoc", "integrations"}

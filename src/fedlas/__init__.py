@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from fedlas.comparison import compare as compare
     from fedlas.data import build_data as build_data
     from fedlas.data import list_data as list_data
-    from fedlas.evaluation import Report as Report
     from fedlas.evaluation import calibrate as calibrate
     from fedlas.evaluation import evaluate as evaluate
+    from fedlas.evaluation_report import Report as Report
     from fedlas.io import read_predictions as read_predictions
     from fedlas.io import write_predictions as write_predictions
     from fedlas.losses import AdaptiveSmoothing as AdaptiveSmoothing
@@ -60,7 +60,8 @@ __getattr__, __dir__, __all__ = lazy_attributes(
     {
         "comparison": ["compare"],
         "data": ["build_data", "list_data"],
-        "evaluation": ["Report", "calibrate", "evaluate"],
+        "evaluation": ["calibrate", "evaluate"],
+        "evaluation_report": ["Report"],
         "io": ["read_predictions", "write_predictions"],
         "losses": ["AdaptiveSmoothing", "GateHistory", "build_loss", "checks", "list_losses", "smoothed_cross_entropy"],
         "models": ["build_model", "list_models"],

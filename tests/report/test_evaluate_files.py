@@ -15,7 +15,8 @@ from PIL import Image
 
 import fedlas
 from fedlas.cli.evaluation import evaluate_command
-from fedlas.evaluation import FOLDS, Report, evaluate
+from fedlas.evaluation import FOLDS, evaluate
+from fedlas.evaluation_report import Report
 from fedlas.integrations.base import ValidationMetrics
 from fedlas.integrations.sklearn import CalibratedClassifier
 from fedlas.integrations.torchmetrics import calibration_metrics

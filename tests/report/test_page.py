@@ -12,7 +12,8 @@ from importlib import metadata
 import pytest
 import torch
 
-from fedlas.evaluation import Report, evaluate
+from fedlas.evaluation import evaluate
+from fedlas.evaluation_report import Report
 from fedlas.metrics.registry import all_metrics
 from fedlas.predictions import Predictions, TopLabelPredictions
 from fedlas.report import html

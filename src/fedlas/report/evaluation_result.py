@@ -22,7 +22,8 @@ from typing import Any, Unpack
 
 from fedlas.comparison import PairedTest, compare_models, correction_note
 from fedlas.errors import UserError, UserTypeError
-from fedlas.evaluation import FOLDS, UNCALIBRATED, Report
+from fedlas.evaluation import FOLDS
+from fedlas.evaluation_report import UNCALIBRATED, Report
 from fedlas.io import read_predictions, require_labels
 from fedlas.io.columns import ReadOptions
 from fedlas.metrics.registry import all_metrics, summary_metrics

@@ -27,7 +27,7 @@ from typing import Any
 
 from fedlas.comparison import compare_models
 from fedlas.errors import UserError, UserTypeError
-from fedlas.evaluation import Report
+from fedlas.evaluation_report import Report
 from fedlas.extras import optional_module
 from fedlas.formatting import count, level
 from fedlas.io.atomic import write_atomic

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlas.errors import UserError
-from fedlas.evaluation import Report, State
+from fedlas.evaluation_report import Report, State
 from fedlas.predictions import Predictions
 from fedlas.report import page_data
 from fedlas.report.figures import confidence, gate, indicator, ood, reliability, selective, training
