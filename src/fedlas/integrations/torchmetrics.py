@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedlas.errors import MissingPackageError, UserError, warn_caller
 from fedlas.extras import needed
+from fedlas.metrics.accumulators import MAXIMA
 from fedlas.metrics.base import Accumulator
 from fedlas.metrics.registry import find_metric, logged_metrics
 from fedlas.predictions.arrays import are_probabilities
@@ -60,7 +61,7 @@ class CalibrationMetric(Metric):
             if isinstance(value, list):
                 self.add_state(key, [], dist_reduce_fx="cat")
             else:
-                self.add_state(key, value, dist_reduce_fx="max" if key == "floor" else "sum")
+                self.add_state(key, value, dist_reduce_fx="max" if key in MAXIMA else "sum")
 
     @property
     def higher_is_better(self) -> bool | None:  # type: ignore[override]
@@ -82,7 +83,7 @@ class CalibrationMetric(Metric):
             state = getattr(self, key)
             if isinstance(value, list):
                 setattr(self, key, [*_parts(state), *value])
-            elif key == "floor":
+            elif key in MAXIMA:
                 setattr(self, key, torch.maximum(state, value.to(state.device)))
             else:
                 setattr(self, key, state + value.to(state.device))

@@ -1,9 +1,8 @@
 """The stores of accumulators, which hold samples, or sums over them.
 
 `BinStore`     sums of equal-width bins; constant memory, exact counts, values agree to 1e-12
-`MeanStore`    sum of a value per sample
+`SumStore`     sums of values per sample, and sums of the equal-width bins of every class if they are needed
 `PairStore`    confidence and correctness, 5 bytes per sample (9 for float64 input); 8 more if `ranked`
-`MassStore`    as `PairStore`; `compute` sorts the samples into equal-mass bins
 `SketchStore`  sums in fine cells, for equal-mass bins in bounded memory (`sketch.py`)
 """
 
@@ -26,6 +25,7 @@ from fedlas.predictions import AnyPredictions
 from fedlas.predictions.arrays import Array, as_tensor
 
 JOINED = 2**16  # tensors with fewer samples than this are concatenated
+MAXIMA = {"floor"}  # columns and states of which the largest value counts and not the sum
 Store = TypeVar("Store", bound="AbstractStore")
 State: TypeAlias = dict[str, Tensor | list[Tensor]]  # across processes, tensors are added and lists are concatenated
 
@@ -186,18 +186,26 @@ class BinStore(AbstractHistogram):
         self.definition = merge_definitions(self.definition, definition)
 
 
-class PairStore(AbstractStore):
+class PairStore(AbstractHistogram):
     """Stores the confidence and correctness of each sample, on the device of the samples.
 
     Args:
         scope: as in every store.
         ignore_index: as in every store.
         ranked: whether to store log(1 - confidence) in float64 too, which ranks samples.
+        binning: equal-mass bins, into which `histogram` sorts the samples.
     """
 
-    def __init__(self, scope: Scope = "top-label", ignore_index: int | None = None, *, ranked: bool = False) -> None:
+    def __init__(
+        self,
+        scope: Scope = "top-label",
+        ignore_index: int | None = None,
+        *,
+        ranked: bool = False,
+        binning: Binning | None = None,
+    ) -> None:
         super().__init__(scope, ignore_index)
-        self.ranked = ranked
+        self.ranked, self.binning = ranked, binning
         self.confidence: list[Tensor] = []
         self.correct: list[Tensor] = []
         self.uncertainty: list[Tensor] = []
@@ -246,68 +254,84 @@ class PairStore(AbstractStore):
             uncertainty = torch.where(stored.isnan(), by_confidence, stored)
         return Pairs(confidence, _cat(self.correct), self.definition, uncertainty)
 
-
-class MassStore(AbstractHistogram):
-    """Stores all samples, for equal-mass bins."""
-
-    def __init__(self, binning: Binning, scope: Scope, ignore_index: int | None) -> None:
-        super().__init__(scope, ignore_index)
-        self.binning, self.samples = binning, PairStore(scope, ignore_index)
-
-    def take(self, batch: Pairs | Rows) -> None:
-        self.samples.take(batch)
-
-    def merge(self, other: AbstractStore) -> None:
-        self.samples.merge(self.same(other).samples)
-
-    def state(self) -> State:
-        return self.samples.state()
-
-    def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
-        self.samples.set_state(state)
-
     def histogram(self) -> Histogram:
-        return histogram_of(self.samples.pairs(), self.binning)
+        assert self.binning is not None
+        return histogram_of(self.pairs(), self.binning)
 
     def settings(self) -> tuple[object, ...]:
         return (*super().settings(), self.binning)
 
 
-class MeanStore(AbstractStore):
-    """Stores the sum of a value per sample that depends on the probabilities of all classes.
+class SumStore(AbstractStore):
+    """Stores sums of the columns of a metric, and one histogram per class if it needs bins.
 
     Args:
-        values: returns the values of validated samples.
+        columns: returns the columns of validated samples: one value per sample, or a scalar.
+        names: names of the columns.
         ignore_index: as in every store.
+        binning: bins of the histograms; None for none.
     """
 
-    def __init__(self, values: Callable[[Rows], Tensor], ignore_index: int | None) -> None:
+    def __init__(
+        self,
+        columns: Callable[[Rows], Mapping[str, Tensor]],
+        names: Sequence[str],
+        ignore_index: int | None,
+        binning: Binning | None = None,
+    ) -> None:
         super().__init__("class-wise", ignore_index)
-        self.values = values
-        self.total = 0.0
+        self.columns = columns
+        self.sums = dict.fromkeys(names, 0.0)
+        self.bins = None if binning is None else BinStore(binning, "class-wise", ignore_index)
 
     def take(self, batch: Pairs | Rows) -> None:
         assert isinstance(batch, Rows)
-        self.total += float(exact(self.values(batch)).sum())
-        self.definition = merge_definitions(self.definition, batch.definition)
+        if self.bins is not None:
+            self.bins.take(batch)
+        self._add(sums_of(self.columns(batch)), batch.definition)
 
     def merge(self, other: AbstractStore) -> None:
         same_kind = self.same(other)
-        self.total += same_kind.total
-        self.definition = merge_definitions(self.definition, same_kind.definition)
+        if self.bins is not None and same_kind.bins is not None:
+            self.bins.merge(same_kind.bins)
+        self._add(same_kind.sums, same_kind.definition)
 
-    def mean(self) -> float:
-        """Return the mean of all samples so far."""
+    @property
+    def class_bins(self) -> Bins | None:
+        """Bins of the probabilities of every class, if the metric needs them."""
+        return None if self.bins is None else self.bins.sums
+
+    def totals(self) -> dict[str, float]:
+        """Return the sum of each column over all samples so far."""
         if self.definition.n == 0:
             raise UserError("no samples yet; call update first")
-        return self.total / self.definition.n
+        return self.sums
 
     def state(self) -> State:
-        return {"total": torch.tensor(self.total, dtype=torch.float64), "samples": _count(self.definition.n)}
+        sums: State = {name: torch.tensor(value, dtype=torch.float64) for name, value in self.sums.items()}
+        return sums | {"samples": _count(self.definition.n)} | ({} if self.bins is None else self.bins.state())
+
+    def empty_state(self, num_classes: int | None = None) -> State:
+        return self.state() | ({} if self.bins is None else self.bins.empty_state(num_classes))
 
     def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
-        self.total = float(_one(state, "total"))
+        self.sums = {name: float(_one(state, name)) for name in self.sums}
         self.definition = replace(self.definition, n=int(_one(state, "samples")))
+        if self.bins is not None:
+            self.bins.set_state(state if self.definition.n else {})
+
+    def settings(self) -> tuple[object, ...]:
+        return (*super().settings(), tuple(self.sums), None if self.bins is None else self.bins.binning)
+
+    def _add(self, sums: Mapping[str, float], definition: Definition) -> None:
+        for name, value in sums.items():
+            self.sums[name] = max(self.sums[name], value) if name in MAXIMA else self.sums[name] + value
+        self.definition = merge_definitions(self.definition, definition)
+
+
+def sums_of(columns: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the sum of each column."""
+    return {name: float(exact(values).sum()) for name, values in columns.items()}
 
 
 def as_pairs(batch: Pairs | Rows) -> Pairs:

@@ -16,15 +16,15 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from fedlas.errors import UserError
-from fedlas.metrics.accumulators import AbstractHistogram, AbstractStore, MeanStore, PairStore
-from fedlas.metrics.bin_sums import Bins, exact
+from fedlas.metrics.accumulators import AbstractHistogram, AbstractStore, PairStore, SumStore, sums_of
+from fedlas.metrics.bin_sums import Bins
 from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram, samples_of
 from fedlas.metrics.inputs import MetricInput, Pairs, Rows, Scope, Which, binary_predictions, pairs, rows
 from fedlas.metrics.intervals.gaps import gaps_of
 from fedlas.metrics.intervals.resampling import AbstractGaps
 from fedlas.metrics.result import Comparison, Definition, Result, check_level
 from fedlas.metrics.sketch import Memory, histogram_store
-from fedlas.predictions import AnyPredictions, Predictions
+from fedlas.predictions import AnyPredictions
 from fedlas.predictions.arrays import Array
 
 
@@ -212,29 +212,45 @@ class AbstractMetric(ABC):
         """Return an accumulator, which takes samples batch by batch: `update`, `merge`, `sync`, `compute`."""
         return Accumulator(self, self.store(*args, **options))
 
-    def columns(self, part: Predictions) -> dict[str, Tensor]:
-        """Return what an evaluation stores: tensors with one value per sample, and scalar tensors that are sums."""
-        del part
-        return {}
-
-    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, definition: Definition) -> Result | None:
-        """Compute the metric from stored columns and the bins of all classes; None if they are not sufficient."""
-        del columns, class_bins, definition
-        return None
-
-    def column(self, columns: Mapping[str, Tensor]) -> Tensor:
-        """Return the stored column with the metric's values per sample."""
-        return columns[self.name]
-
 
 class AbstractMean(AbstractMetric):
-    """A mean over samples of values that depend on the probabilities of all classes."""
+    """A mean over samples of values that depend on the probabilities of all classes.
+
+    Its columns are all that an accumulator or an evaluation keeps of the samples: accumulators add them up, evaluations
+    store them for confidence intervals and paired tests.
+
+    Attributes:
+        column_names: names of the columns, the first one for the values; by default the name of the metric alone.
+        fewest_classes: number of classes from which an evaluation includes the metric.
+    """
 
     needs_all_classes = True
+    column_names: ClassVar[tuple[str, ...]] = ()
+    fewest_classes: ClassVar[int] = 0
 
     @abstractmethod
     def values(self, table: Rows) -> Tensor:
         """Return the value of each sample."""
+
+    def columns(self, table: Rows) -> dict[str, Tensor]:
+        """Return the columns: tensors with one value per sample, and scalars that are added up."""
+        return {self.column: self.values(table)}
+
+    def of_sums(self, sums: Mapping[str, float], class_bins: Bins | None, definition: Definition) -> Result:
+        """Compute the metric.
+
+        Args:
+            sums: sum of each column.
+            class_bins: bins of the probabilities of every class, if known.
+            definition: definition of results, without the estimator.
+        """
+        del class_bins
+        return self.result(sums[self.column] / definition.n, definition)
+
+    @property
+    def column(self) -> str:
+        """Name of the column with the value of each sample."""
+        return self.column_names[0] if self.column_names else self.name
 
     def __call__(self, probs: MetricInput, labels: Array | None = None, *, ignore_index: int | None = None) -> Result:
         """Compute the metric.
@@ -245,7 +261,7 @@ class AbstractMean(AbstractMetric):
             ignore_index: label of samples that are ignored.
         """
         table = rows(probs, labels, ignore_index=ignore_index)
-        return self.result(float(exact(self.values(table)).mean()), table.definition)
+        return self.of_sums(sums_of(self.columns(table)), None, table.definition)
 
     def result(self, value: float, definition: Definition) -> Result:
         """Return a value with its definition."""
@@ -254,18 +270,11 @@ class AbstractMean(AbstractMetric):
     def contributions(self, probs: MetricInput, labels: Array | None = None, **options: Any) -> Tensor:
         return self.values(rows(probs, labels, **options))
 
-    def store(self, *, ignore_index: int | None = None) -> MeanStore:
-        return MeanStore(self.values, ignore_index)
+    def store(self, *, ignore_index: int | None = None) -> SumStore:
+        return SumStore(self.columns, self.column_names or (self.name,), ignore_index)
 
-    def compute(self, store: MeanStore) -> Result:
-        return self.result(store.mean(), store.definition)
-
-    def columns(self, part: Predictions) -> dict[str, Tensor]:
-        return {self.name: exact(self.values(rows(part)))}
-
-    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, definition: Definition) -> Result | None:
-        del class_bins
-        return self.result(float(columns[self.name].mean()), definition) if self.name in columns else None
+    def compute(self, store: SumStore) -> Result:
+        return self.of_sums(store.totals(), store.class_bins, store.definition)
 
 
 class AbstractBinned(AbstractMetric):

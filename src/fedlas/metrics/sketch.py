@@ -20,7 +20,7 @@ from fedlas.metrics.accumulators import (
     AbstractHistogram,
     AbstractStore,
     BinStore,
-    MassStore,
+    PairStore,
     State,
     as_pairs,
     merge_definitions,
@@ -143,4 +143,4 @@ def histogram_store(
         raise UserError("equal-mass bins of every class need all probabilities at once: use the function")
     if memory == "bounded":
         return SketchStore(binning.bins, scope, ignore_index)
-    return MassStore(binning, scope, ignore_index)
+    return PairStore(scope, ignore_index, binning=binning)
