@@ -8,7 +8,7 @@ of this folder.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import numpy as np
@@ -16,15 +16,14 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from fedlas.errors import UserError
-from fedlas.metrics.accumulators import AbstractHistogram, AbstractStore, PairStore, SumStore, sums_of
+from fedlas.metrics.accumulators import AbstractAccumulator, AbstractHistogram, PairAccumulator, SumAccumulator, sums_of
 from fedlas.metrics.bin_sums import Bins
 from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram, samples_of
 from fedlas.metrics.inputs import MetricInput, Pairs, Rows, Scope, Which, binary_predictions, pairs, rows
 from fedlas.metrics.intervals.gaps import gaps_of
 from fedlas.metrics.intervals.resampling import AbstractGaps
 from fedlas.metrics.result import Comparison, Definition, Result, check_level
-from fedlas.metrics.sketch import Memory, histogram_store
-from fedlas.predictions import AnyPredictions
+from fedlas.metrics.sketch import Memory, histogram_accumulator
 from fedlas.predictions.arrays import Array
 
 
@@ -95,57 +94,6 @@ class AbstractPairedMethod(ABC):
         raise UserError(f"{metric.name} is not a mean over samples")
 
 
-class Accumulator:
-    """A metric of data that do not fit into memory, or that are distributed over processes.
-
-    Args:
-        metric: the metric.
-        store: the state between updates.
-    """
-
-    def __init__(self, metric: "AbstractMetric", store: AbstractStore) -> None:
-        self.metric, self.store = metric, store
-
-    def update(self, probs: AnyPredictions | Array, labels: Array | None = None) -> "Accumulator":
-        """Add samples, given as probabilities; a batch whose labels are all ignored is skipped."""
-        if not self.store.skips(labels):
-            self.store.add(probs, labels)
-        return self
-
-    def update_logits(self, logits: Array, labels: Array) -> "Accumulator":
-        """Add samples, given as logits; a batch whose labels are all ignored is skipped."""
-        if not self.store.skips(labels):
-            self.store.add_logits(logits, labels)
-        return self
-
-    def merge(self, other: "Accumulator") -> "Accumulator":
-        """Add the samples of another accumulator of the same metric."""
-        if other.metric.name != self.metric.name:
-            raise UserError(f"cannot merge {other.metric.name} into {self.metric.name}")
-        self.store.merge(other.store)
-        return self
-
-    def sync(self) -> "Accumulator":
-        """Add the samples of all processes of a distributed run; call it once, after the last update."""
-        self.store.sync()
-        return self
-
-    def compute(self) -> Result:
-        """Compute the metric of all samples so far."""
-        return self.metric.compute(self.store)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, for a checkpoint."""
-        return {"metric": self.metric.name, "state": self.store.state(), "definition": asdict(self.store.definition)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore from the output of `state_dict`."""
-        if state["metric"] != self.metric.name:
-            raise UserError(f"this is the state of {state['metric']}, not of {self.metric.name}")
-        self.store.set_state(state["state"])
-        self.store.definition = Definition(**state["definition"])
-
-
 class AbstractMetric(ABC):
     """A metric of probabilities and labels.
 
@@ -183,7 +131,8 @@ class AbstractMetric(ABC):
 
     if TYPE_CHECKING:
         __call__: Callable[..., Result]
-        store: Callable[..., AbstractStore]  # an empty store of the accumulator; takes the metric's options
+        # Returns an accumulator, which takes samples batch by batch; its arguments are the options of the metric.
+        accumulator: Callable[..., AbstractAccumulator]
 
     @property
     def __name__(self) -> str:
@@ -205,12 +154,8 @@ class AbstractMetric(ABC):
         raise UserError(f"{self.name} is not a mean over samples")
 
     @abstractmethod
-    def compute(self, store: Any) -> Result:
-        """Compute the metric of all samples of a store."""
-
-    def accumulator(self, *args: Any, **options: Any) -> Accumulator:
-        """Return an accumulator, which takes samples batch by batch: `update`, `merge`, `sync`, `compute`."""
-        return Accumulator(self, self.store(*args, **options))
+    def compute(self, accumulator: Any) -> Result:
+        """Compute the metric of all samples of an accumulator."""
 
 
 class AbstractMean(AbstractMetric):
@@ -270,11 +215,11 @@ class AbstractMean(AbstractMetric):
     def contributions(self, probs: MetricInput, labels: Array | None = None, **options: Any) -> Tensor:
         return self.values(rows(probs, labels, **options))
 
-    def store(self, *, ignore_index: int | None = None) -> SumStore:
-        return SumStore(self.columns, self.column_names or (self.name,), ignore_index)
+    def accumulator(self, *, ignore_index: int | None = None) -> SumAccumulator:
+        return SumAccumulator(self, self.column_names or (self.name,), ignore_index)
 
-    def compute(self, store: SumStore) -> Result:
-        return self.of_sums(store.totals(), store.class_bins, store.definition)
+    def compute(self, accumulator: SumAccumulator) -> Result:
+        return self.of_sums(accumulator.totals(), accumulator.class_bins, accumulator.definition)
 
 
 class AbstractBinned(AbstractMetric):
@@ -310,7 +255,7 @@ class AbstractBinned(AbstractMetric):
         samples = samples_of(probs, labels, scope, ignore_index)
         return gaps_of(samples, Binning(bins, binning or self.binning, compat))
 
-    def store(
+    def accumulator(
         self,
         bins: int = 15,
         *,
@@ -320,11 +265,11 @@ class AbstractBinned(AbstractMetric):
         ignore_index: int | None = None,
         memory: Memory = "exact",
     ) -> AbstractHistogram:
-        return histogram_store(Binning(bins, binning or self.binning, compat), scope, ignore_index, memory)
+        return histogram_accumulator(self, Binning(bins, binning or self.binning, compat), scope, ignore_index, memory)
 
-    def compute(self, store: AbstractHistogram) -> Result:
-        result = self.of_bins(store.histogram())
-        bound = store.error_bound()
+    def compute(self, accumulator: AbstractHistogram) -> Result:
+        result = self.of_bins(accumulator.histogram())
+        bound = accumulator.error_bound()
         return result if bound is None else result.with_details(error_bound=bound)
 
 
@@ -393,8 +338,8 @@ class AbstractTopLabel(AbstractMetric):
     def contributions(self, probs: MetricInput, labels: Array | None = None, **which: Any) -> Tensor:
         return self.values_of(self.read(probs, labels, **which))
 
-    def store(self, *, scope: Scope = "top-label", ignore_index: int | None = None) -> AbstractStore:
-        return PairStore(scope, ignore_index, ranked=self.ranked)
+    def accumulator(self, *, scope: Scope = "top-label", ignore_index: int | None = None) -> AbstractAccumulator:
+        return PairAccumulator(self, scope, ignore_index, ranked=self.ranked)
 
-    def compute(self, store: PairStore) -> Result:
-        return self.of_pairs(store.pairs())
+    def compute(self, accumulator: PairAccumulator) -> Result:
+        return self.of_pairs(accumulator.pairs())

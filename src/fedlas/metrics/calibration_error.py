@@ -124,8 +124,8 @@ class ClasswiseECE(AbstractBinned):
     def gaps(self, probs: MetricInput, labels: Array | None = None, bins: int = 15, **options: Any) -> AbstractGaps:
         return super().gaps(probs, labels, bins, **options, scope="class-wise")
 
-    def store(self, bins: int = 15, **options: Any) -> AbstractHistogram:
-        return super().store(bins, **options, scope="class-wise")
+    def accumulator(self, bins: int = 15, **options: Any) -> AbstractHistogram:
+        return super().accumulator(bins, **options, scope="class-wise")
 
 
 class AbstractSide(AbstractFreelyBinned):

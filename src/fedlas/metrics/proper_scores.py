@@ -27,7 +27,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from fedlas.errors import UserError
-from fedlas.metrics.accumulators import BinStore, SumStore, sums_of
+from fedlas.metrics.accumulators import BinAccumulator, SumAccumulator, sums_of
 from fedlas.metrics.base import AbstractMean, AbstractTopLabel
 from fedlas.metrics.bin_sums import Bins, exact
 from fedlas.metrics.binning import Binning
@@ -83,13 +83,13 @@ class Accuracy(AbstractTopLabel):
     def values_of(self, samples: Pairs) -> Tensor:
         return correctness(samples)
 
-    def store(self, *, scope: Scope = "top-label", ignore_index: int | None = None) -> BinStore:
+    def accumulator(self, *, scope: Scope = "top-label", ignore_index: int | None = None) -> BinAccumulator:
         if scope != "top-label":
             raise UserError(f'accuracy is accumulated for scope "top-label", not {scope!r}')
-        return BinStore(Binning(1), scope, ignore_index)
+        return BinAccumulator(self, Binning(1), scope, ignore_index)
 
-    def compute(self, store: Any) -> Result:
-        histogram, definition = store.histogram()
+    def compute(self, accumulator: Any) -> Result:
+        histogram, definition = accumulator.histogram()
         definition = replace(definition, estimator=self.title, bins=None, edges=None)
         return Result(float(histogram.correct_sum.sum()) / histogram.n, definition)
 
@@ -172,9 +172,9 @@ class Brier(AbstractMean):
         del bins  # used by the decomposition only
         return super().contributions(probs, labels, **options)
 
-    def store(self, bins: int | None = None, *, ignore_index: int | None = None) -> SumStore:
+    def accumulator(self, bins: int | None = None, *, ignore_index: int | None = None) -> SumAccumulator:
         binning = None if bins is None else Binning(bins)
-        return SumStore(self.columns, self.column_names, ignore_index, binning)
+        return SumAccumulator(self, self.column_names, ignore_index, binning)
 
 
 class Top5(AbstractMean):
