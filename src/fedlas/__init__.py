@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from fedlas.posthoc import load_calibrator as load_calibrator
     from fedlas.predictions import Predictions as Predictions
     from fedlas.predictions import TopLabelPredictions as TopLabelPredictions
-    from fedlas.report.evaluation_result import evaluate_files as evaluate_files
+    from fedlas.report.evaluate_files import evaluate_files as evaluate_files
     from fedlas.report.figures import save_figures as save_figures
     from fedlas.report.html import save_page as save_page
     from fedlas.report.model import Model as Model
@@ -68,7 +68,7 @@ __getattr__, __dir__, __all__ = lazy_attributes(
         "models.base": ["Output", "WithFeatures", "WithLoss", "parameters"],
         "posthoc": ["build_calibrator", "list_calibrators", "load_calibrator"],
         "predictions": ["Predictions", "TopLabelPredictions"],
-        "report.evaluation_result": ["evaluate_files"],
+        "report.evaluate_files": ["evaluate_files"],
         "report.figures": ["save_figures"],
         "report.html": ["save_page"],
         "report.model": ["Model"],

@@ -36,7 +36,7 @@ class CalibrationMetric(Metric):
     Args:
         name: name of the metric, such as "ece" or "nll".
         inputs: type of the updates, "logits" or "probs".
-        num_classes: number of classes; needed by "classwise_ece" and "brier".
+        num_classes: number of classes; needed by "classwise_ece", and by "brier" with `bins`.
         options: options of the metric, such as `bins` and `ignore_index`, and keywords of `torchmetrics.Metric`.
     """
 

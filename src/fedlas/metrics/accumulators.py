@@ -9,7 +9,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ class AbstractAccumulator(ABC):
         self.ignore_index = ignore_index
         self.definition = Definition(estimator="")
 
-    def update(self, probs: AnyPredictions | Array, labels: Array | None = None) -> Self:
+    def update(self, probs: AnyPredictions | Array, labels: Array | None = None) -> "AbstractAccumulator":
         """Add samples, given as probabilities; a batch whose labels are all ignored is skipped."""
         if self._skips(labels):
             return self
@@ -56,7 +56,7 @@ class AbstractAccumulator(ABC):
             self.take(pairs(probs, labels, self.scope, self.ignore_index, ranked=self.ranked))
         return self
 
-    def update_logits(self, logits: Array, labels: Array) -> Self:
+    def update_logits(self, logits: Array, labels: Array) -> "AbstractAccumulator":
         """Add samples, given as logits; a batch whose labels are all ignored is skipped."""
         if self._skips(labels):
             return self
@@ -66,7 +66,7 @@ class AbstractAccumulator(ABC):
             self.take(pairs_of_logits(logits, labels, self.scope, self.ignore_index, ranked=self.ranked))
         return self
 
-    def merge(self, other: "AbstractAccumulator") -> Self:
+    def merge(self, other: "AbstractAccumulator") -> "AbstractAccumulator":
         """Add the samples of another accumulator of the same metric with the same settings."""
         if other.metric.name != self.metric.name:
             raise UserError(f"cannot merge {other.metric.name} into {self.metric.name}")
@@ -75,7 +75,7 @@ class AbstractAccumulator(ABC):
         self.add(other)
         return self
 
-    def sync(self) -> Self:
+    def sync(self) -> "AbstractAccumulator":
         """Add the samples of all processes of a distributed run; call it once, after the last update."""
         if ranks.count() == 1:
             return self
@@ -108,7 +108,7 @@ class AbstractAccumulator(ABC):
         """Add validated samples: `Rows` if the scope needs all classes, else `Pairs`."""
 
     @abstractmethod
-    def add(self, other: Self) -> None:
+    def add(self, other: Any) -> None:
         """Add the samples of an accumulator of the same kind and settings."""
 
     @abstractmethod
@@ -172,7 +172,7 @@ class BinAccumulator(AbstractHistogram):
         histogram = histogram_of(batch, self.binning)
         self._take(histogram.bins, histogram.definition)
 
-    def add(self, other: Self) -> None:
+    def add(self, other: Any) -> None:
         if other.sums is not None:
             self._take(other.sums, other.definition)
 
@@ -253,7 +253,7 @@ class PairAccumulator(AbstractHistogram):
         _append(self.correct, batch.correct.clone())
         self.definition = merge_definitions(self.definition, batch.definition)
 
-    def add(self, other: Self) -> None:
+    def add(self, other: Any) -> None:
         self.confidence += other.confidence
         self.correct += other.correct
         self.uncertainty += other.uncertainty
@@ -312,7 +312,7 @@ class SumAccumulator(AbstractAccumulator):
             self.bins.take(batch)
         self._add(sums_of(self.metric.columns(batch)), batch.definition)
 
-    def add(self, other: Self) -> None:
+    def add(self, other: Any) -> None:
         if self.bins is not None and other.bins is not None:
             self.bins.add(other.bins)
         self._add(other.sums, other.definition)

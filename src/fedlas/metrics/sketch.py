@@ -9,7 +9,7 @@ Each of them changes two gaps by at most 1/n, which bounds the error. Cells of t
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float64
@@ -53,7 +53,7 @@ class SketchAccumulator(AbstractHistogram):
         high = torch.full_like(cells.confidence_sum, -torch.inf).scatter_reduce(0, index, values, "amax")
         self._take(cells, low, high, batch.definition)
 
-    def add(self, other: Self) -> None:
+    def add(self, other: Any) -> None:
         if other.cells is not None:
             self._take(other.cells, other.low, other.high, other.definition)
 
