@@ -16,7 +16,7 @@ from fedlas.evaluation import evaluate
 from fedlas.evaluation_report import Report
 from fedlas.metrics.registry import all_metrics
 from fedlas.predictions import Predictions, TopLabelPredictions
-from fedlas.report import sample_pictures
+from fedlas.report import html, sample_pictures
 from fedlas.report.html import embedded, report_page, save_page, unbroken
 from fedlas.report.model import Model
 from fedlas.report.page_data import text_data
