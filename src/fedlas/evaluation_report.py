@@ -20,12 +20,13 @@ from torch import Tensor
 from fedlas.catalog import nearest
 from fedlas.errors import UserError
 from fedlas.extras import optional_module
+from fedlas.formatting import align_columns, html_table, latex_table
 from fedlas.io.atomic import write_atomic
 from fedlas.io.untrusted import file_errors
 from fedlas.metrics.bin_sums import Bins
 from fedlas.metrics.inputs import Pairs
 from fedlas.metrics.registry import summary_metrics
-from fedlas.metrics.result import Comparison, Definition, Result, aligned, html_table, latex_table
+from fedlas.metrics.result import Comparison, Definition, Result
 from fedlas.ood.detection import Detection
 from fedlas.posthoc import Fit
 from fedlas.posthoc.base import check_count, check_text
@@ -291,6 +292,6 @@ class Report:
         return f"Report({self._title}, {', '.join(numbers)}{after})"
 
     def __str__(self) -> str:
-        lines = [*aligned(self._rows()), *self.notes]
+        lines = [*align_columns(self._rows()), *self.notes]
         detections = [f"\n{state.name}\n{state.detection}" for state in self.states if state.detection is not None]
         return "\n".join([self._title, *lines, *detections])

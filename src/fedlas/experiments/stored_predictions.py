@@ -40,10 +40,9 @@ from fedlas.errors import UserError
 from fedlas.experiments.ledger import TEMPERATURE, TEST, V2, Ledger, Line, Measure, line_id
 from fedlas.io.npz import check_array
 from fedlas.io.untrusted import file_errors
-from fedlas.metrics.base import Resampling
+from fedlas.metrics.base import EachSample, Resampling
 from fedlas.metrics.calibration_error import aece, ece
 from fedlas.metrics.evaluation_accumulator import EvaluationAccumulator
-from fedlas.metrics.paired import EachSample
 from fedlas.metrics.result import Result
 from fedlas.metrics.selective import aurc
 from fedlas.ood.detection import auroc

@@ -9,7 +9,7 @@ of this folder.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Unpack
 
 import numpy as np
 from jaxtyping import Float64
@@ -67,6 +67,13 @@ class AbstractIntervalMethod(ABC):
         raise UserError(f"no interval with known coverage exists for {result.definition.estimator}")
 
 
+class EachSample(NamedTuple):
+    """A mean over samples, and its value per sample."""
+
+    mean: Result
+    values: Float64[Tensor, " n"]
+
+
 class AbstractPairedMethod(ABC):
     """A method that compares one metric of two models on the same samples."""
 
@@ -85,8 +92,8 @@ class AbstractPairedMethod(ABC):
     def compare_means(
         self,
         metric: "AbstractMetric",
-        first: tuple[Result, Float64[Tensor, " n"]],
-        second: tuple[Result, Float64[Tensor, " n"]],
+        first: EachSample,
+        second: EachSample,
         how: Resampling,
     ) -> Comparison:
         """Compare two models by the metric's values per sample."""

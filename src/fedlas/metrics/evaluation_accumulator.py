@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from fedlas.metrics.accumulators import MAXIMA, sums_of
-from fedlas.metrics.base import AbstractBinned, AbstractMean, AbstractMetric, Resampling
+from fedlas.metrics.base import AbstractBinned, AbstractMean, AbstractMetric, EachSample, Resampling
 from fedlas.metrics.bin_sums import SUMS, Bins, exact
 from fedlas.metrics.binning import Binning, Histogram, histogram_of
 from fedlas.metrics.inputs import Pairs, Rows, pairs, rows
 from fedlas.metrics.intervals.methods import bootstrap
-from fedlas.metrics.paired import EachSample, check_draws, paired_method
+from fedlas.metrics.paired import check_draws, paired_method
 from fedlas.metrics.registry import all_metrics, default_comparison_metrics
 from fedlas.metrics.result import Comparison, Definition, Result
 from fedlas.predictions import AnyPredictions, Predictions

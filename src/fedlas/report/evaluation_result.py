@@ -14,8 +14,8 @@ from typing import Any
 from fedlas.comparison import PairedTest
 from fedlas.errors import UserError, UserTypeError
 from fedlas.evaluation_report import Report
+from fedlas.formatting import html_table
 from fedlas.metrics.registry import summary_metrics
-from fedlas.metrics.result import html_table
 from fedlas.ood.detection import Detection
 from fedlas.predictions import AnyPredictions
 from fedlas.report.conditions import Condition
