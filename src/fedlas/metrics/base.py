@@ -223,6 +223,7 @@ class AbstractMean(AbstractMetric):
         return self.values(rows(probs, labels, **options))
 
     def accumulator(self, *, ignore_index: int | None = None) -> SumAccumulator:
+        """Return an accumulator, which takes samples batch by batch."""
         return SumAccumulator(self, self.column_names or (self.name,), ignore_index)
 
     def compute(self, accumulator: SumAccumulator) -> Result:
@@ -272,6 +273,7 @@ class AbstractBinned(AbstractMetric):
         ignore_index: int | None = None,
         memory: Memory = "exact",
     ) -> AbstractHistogram:
+        """Return an accumulator, which takes samples batch by batch."""
         return histogram_accumulator(self, Binning(bins, binning or self.binning, compat), scope, ignore_index, memory)
 
     def compute(self, accumulator: AbstractHistogram) -> Result:
@@ -346,6 +348,7 @@ class AbstractTopLabel(AbstractMetric):
         return self.values_of(self.read(probs, labels, **which))
 
     def accumulator(self, *, scope: Scope = "top-label", ignore_index: int | None = None) -> AbstractAccumulator:
+        """Return an accumulator, which takes samples batch by batch."""
         return PairAccumulator(self, scope, ignore_index, ranked=self.ranked)
 
     def compute(self, accumulator: PairAccumulator) -> Result:
