@@ -192,7 +192,8 @@ class EvaluationAccumulator:
             if how is None or metric.interval is None:
                 return result
             return metric.interval.of_mean(result, exact(columns[metric.column]), how)
-        assert isinstance(metric, AbstractBinned)
+        if not isinstance(metric, AbstractBinned):
+            return None
         result = metric.of_bins(Histogram(self.class_bins, self.binning.define(definition)))
         if how is None or metric.interval is None or not self._tables:
             return result
