@@ -108,15 +108,17 @@ class EvaluationAccumulator:
         Args:
             how: how to compute intervals, of metrics for which a method with known coverage exists; None for none.
         """
-        columns = {} if self.class_bins is None else self.columns()
+        columns = self.columns()
         sums = sums_of(columns)
         results = {}
         for name, metric in self.metrics.items():
-            result = (
-                self._of_columns(metric, columns, sums, how)
-                if metric.needs_all_classes
-                else _of_top_labels(metric, self.top, self.binning.bins, how)
-            )
+            result = None
+            if isinstance(metric, AbstractMean):
+                result = self._of_columns(metric, columns, sums, how)
+            elif not metric.needs_all_classes:
+                result = _of_top_labels(metric, self.top, self.binning.bins, how)
+            elif isinstance(metric, AbstractBinned):
+                result = self._of_class_bins(metric, how)
             if result is not None:
                 results[name] = result
         return results
@@ -178,22 +180,28 @@ class EvaluationAccumulator:
             self._top = Pairs(confidence, correct, definition, uncertainty)
         return self._top
 
+    @property
+    def _class_definition(self) -> Definition:
+        """Definition of results of the probabilities of all classes."""
+        scope = (self._definitions[0].scope or "").replace("top-label", "class-wise")
+        return replace(self._definitions[0], scope=scope, n=len(self.top.confidence))
+
     def _of_columns(
-        self, metric: AbstractMetric, columns: Mapping[str, Tensor], sums: Mapping[str, float], how: Resampling | None
+        self, metric: AbstractMean, columns: Mapping[str, Tensor], sums: Mapping[str, float], how: Resampling | None
     ) -> Result | None:
+        """Compute a mean from its columns, if they were stored."""
+        if metric.column not in columns:
+            return None
+        result = metric.of_sums(sums, self.class_bins, self._class_definition)
+        if how is None or metric.interval is None:
+            return result
+        return metric.interval.of_mean(result, exact(columns[metric.column]), how)
+
+    def _of_class_bins(self, metric: AbstractBinned, how: Resampling | None) -> Result | None:
+        """Compute a binned metric of all classes; its interval needs the probabilities."""
         if self.class_bins is None:
             return None
-        scope = (self._definitions[0].scope or "").replace("top-label", "class-wise")
-        definition = replace(self._definitions[0], scope=scope, n=len(columns["confidence"]))
-        if isinstance(metric, AbstractMean):
-            if metric.column not in columns:
-                return None
-            result = metric.of_sums(sums, self.class_bins, definition)
-            if how is None or metric.interval is None:
-                return result
-            return metric.interval.of_mean(result, exact(columns[metric.column]), how)
-        if not isinstance(metric, AbstractBinned):
-            return None
+        definition = self._class_definition
         result = metric.of_bins(Histogram(self.class_bins, self.binning.define(definition)))
         if how is None or metric.interval is None or not self._tables:
             return result
