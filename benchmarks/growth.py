@@ -289,7 +289,7 @@ def limit(kind: str, name: str, against: str) -> float:
 
 def stores_sums(name: str) -> bool:
     """Return whether the accumulator of a metric stores sums only, and no samples."""
-    state = all_metrics()[name].store().empty_state(num_classes=2)
+    state = all_metrics()[name].accumulator().empty_state(num_classes=2)
     return not any(isinstance(part, list) for part in state.values())
 
 

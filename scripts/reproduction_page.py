@@ -10,6 +10,7 @@ from fedlas.experiments.ledger import TEST, Ledger
 from fedlas.experiments.planning import CATALOG, Plan, experiment_named, make_plan
 from fedlas.report.tables import RANKS, Table
 from fedlas.training import protocol_named
+from fedlas.training.recipe import OFFICIAL_SUFFIX
 
 PAPER_PROTOCOLS = ("paper", "official")  # protocols whose numbers can be compared with the paper's
 HEAD = """\
@@ -112,7 +113,9 @@ def _rows(name: str, ledger: Ledger, protocols: Sequence[str]) -> list[str]:
     for protocol, (split, data) in product(protocols, splits.items()):
         choice = Choice(protocol=protocol, split=split, seeds=experiment.seeds)
         if split != TEST and isinstance(experiment, AbstractGrid):
-            official_ood = {ood for ood in known if experiment.uses_official_ood(ood, choice)}
+            official_ood = {
+                ood for ood in known if any(n.endswith(OFFICIAL_SUFFIX) for n in experiment.ood_data(ood, choice))
+            }
             choice = replace(choice, data=tuple(sorted(data | official_ood)))
         try:
             plan = make_plan(experiment, choice, ledger)

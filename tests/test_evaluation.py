@@ -16,7 +16,8 @@ import torch
 import fedlas
 from fedlas import evaluation, metrics, ood, posthoc
 from fedlas.comparison import compare_models
-from fedlas.evaluation import Report, evaluate
+from fedlas.evaluation import evaluate
+from fedlas.evaluation_report import Report
 from fedlas.metrics.result import Result
 from fedlas.predictions import Predictions, TopLabelPredictions
 from fedlas.report.html import report_page

@@ -35,9 +35,10 @@ ALLOWED: dict[str, set[str]] = {
     "losses": {"predictions", "catalog", "ranks", "metrics.bin_sums"},
     "metrics": {"extras", "formatting", "catalog", "predictions", "alignment", "ranks"},
     "posthoc": {"extras", "predictions", "io", "alignment", "catalog", "metrics"},
-    "ood": {"predictions", "metrics"},
+    "ood": {"formatting", "predictions", "metrics"},
     "comparison": {"progress", "formatting", "predictions", "io", "alignment", "metrics"},
-    "evaluation": {"progress", "extras", "predictions", "io", "alignment", "catalog", "metrics", "posthoc", "ood"},
+    "evaluation_report": {"extras", "formatting", "io", "catalog", "metrics", "posthoc", "ood"},
+    "evaluation": {"progress", "predictions", "io", "alignment", "metrics", "posthoc", "ood", "evaluation_report"},
     "data": {"progress", "extras", "catalog", "https"},
     "models": {"extras", "io", "catalog", "https"},
     "training": {
@@ -45,15 +46,16 @@ ALLOWED: dict[str, set[str]] = {
         "posthoc", "ood", "evaluation", "data", "models",
     },
     "report": {
-        "progress", "extras", "formatting", "predictions", "io", "metrics", "comparison", "evaluation", "ood",
+        "progress", "extras", "formatting", "predictions", "io", "metrics", "comparison", "evaluation",
+        "evaluation_report", "ood",
     },
     "experiments": {
         "extras", "formatting", "catalog", "predictions", "io", "alignment", "metrics", "posthoc", "ood", "training",
-        "comparison", "evaluation", "report",
+        "comparison", "evaluation", "evaluation_report", "report",
     },
     "integrations": {
-        "extras", "io", "predictions", "ranks", "losses", "metrics", "posthoc", "models.base", "evaluation", "report",
-        "records",
+        "extras", "io", "predictions", "ranks", "losses", "metrics", "posthoc", "models.base", "evaluation",
+        "evaluation_report", "report", "records",
     },
 }  # fmt: skip
 CATALOGUES = {"losses", "data", "models", "posthoc", "integrations"}

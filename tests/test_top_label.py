@@ -12,7 +12,7 @@ from fedlas import metrics
 from fedlas.io import read_predictions, same_predictions, write_predictions
 from fedlas.ood.scores import score_of
 from fedlas.predictions import Predictions, TopLabelPredictions
-from fedlas.report.evaluation_result import evaluate_files
+from fedlas.report.evaluate_files import evaluate_files
 from fedlas.report.html import report_page
 
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from fedlas.comparison import compare as compare
     from fedlas.data import build_data as build_data
     from fedlas.data import list_data as list_data
-    from fedlas.evaluation import Report as Report
     from fedlas.evaluation import calibrate as calibrate
     from fedlas.evaluation import evaluate as evaluate
+    from fedlas.evaluation_report import Report as Report
     from fedlas.io import read_predictions as read_predictions
     from fedlas.io import write_predictions as write_predictions
     from fedlas.losses import AdaptiveSmoothing as AdaptiveSmoothing
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from fedlas.posthoc import load_calibrator as load_calibrator
     from fedlas.predictions import Predictions as Predictions
     from fedlas.predictions import TopLabelPredictions as TopLabelPredictions
-    from fedlas.report.evaluation_result import evaluate_files as evaluate_files
+    from fedlas.report.evaluate_files import evaluate_files as evaluate_files
     from fedlas.report.figures import save_figures as save_figures
     from fedlas.report.html import save_page as save_page
     from fedlas.report.model import Model as Model
@@ -60,14 +60,15 @@ __getattr__, __dir__, __all__ = lazy_attributes(
     {
         "comparison": ["compare"],
         "data": ["build_data", "list_data"],
-        "evaluation": ["Report", "calibrate", "evaluate"],
+        "evaluation": ["calibrate", "evaluate"],
+        "evaluation_report": ["Report"],
         "io": ["read_predictions", "write_predictions"],
         "losses": ["AdaptiveSmoothing", "GateHistory", "build_loss", "checks", "list_losses", "smoothed_cross_entropy"],
         "models": ["build_model", "list_models"],
         "models.base": ["Output", "WithFeatures", "WithLoss", "parameters"],
         "posthoc": ["build_calibrator", "list_calibrators", "load_calibrator"],
         "predictions": ["Predictions", "TopLabelPredictions"],
-        "report.evaluation_result": ["evaluate_files"],
+        "report.evaluate_files": ["evaluate_files"],
         "report.figures": ["save_figures"],
         "report.html": ["save_page"],
         "report.model": ["Model"],

@@ -20,9 +20,9 @@ from fedlas.alignment import SAMPLE_NAMES, align_samples, check_same_samples
 from fedlas.errors import UserError, UserTypeError
 from fedlas.io import as_predictions
 from fedlas.io.columns import ColumnOptions, check_options
-from fedlas.metrics.base import AbstractMetric, Resampling
+from fedlas.metrics.base import AbstractMetric, EachSample, Resampling
 from fedlas.metrics.calibration_error import ece
-from fedlas.metrics.paired import RESAMPLES, EachSample, check_draws, of_each_sample, paired_bootstrap, paired_method
+from fedlas.metrics.paired import RESAMPLES, check_draws, of_each_sample, paired_bootstrap, paired_method
 from fedlas.metrics.registry import all_metrics, default_comparison_metrics
 from fedlas.metrics.result import Comparison
 from fedlas.metrics.seeds import SeedComparison, holm, over_seeds

@@ -1,4 +1,4 @@
-"""Numbers as text: the only module that rounds results. `report/page/format.js` has the same rules for the HTML page.
+"""Numbers and plain tables as text: the only module that rounds results. `report/page/format.js` has the same rules.
 
 A number with a confidence interval is shown up to the digit at which the half-width of the interval has its second
 significant digit; the ends of the interval get as many decimals. A number without an interval has a fixed number of
@@ -7,13 +7,23 @@ decimals: 2 for percentages, 3 for anything else. Ties are rounded to even.
 The module imports nothing from the package.
 """
 
+import html
 import math
+from collections.abc import Sequence
 from decimal import Decimal
 
 PERCENT_DECIMALS, PLAIN_DECIMALS = 2, 3
 MOST_DECIMALS = 8
 LARGE = 1e6  # larger numbers are written with an exponent
 SMALLEST_P = 0.001
+# After `\\`, TeX parses `[` and `*` as arguments; the OT1 font encoding shows other characters for `<`, `>` and `|`.
+LATEX = str.maketrans(
+    {sign: f"\\{sign}" for sign in "&%$#_{}"}
+    | {sign: f"{{{sign}}}" for sign in "[]*"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", '"': "''"}
+    | {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", "−": "$-$", "±": r"$\pm$", "×": r"$\times$"}
+    | {"α": r"$\alpha$", "β": r"$\beta$", "γ": r"$\gamma$", "θ": r"$\theta$", "λ": r"$\lambda$", "τ": r"$\tau$"}
+)
 
 
 def decimals(low: float | None = None, high: float | None = None, *, percent: bool = True) -> int:
@@ -106,6 +116,36 @@ def p_value_cell(value: float, *, is_bound: bool = False) -> str:
 def level(value: float) -> str:
     """Write a confidence level, such as 95 %."""
     return f"{significant(100 * value, 4)} %"
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format rows of strings as lines with aligned columns."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def html_table(rows: Sequence[Sequence[str]], caption: str = "") -> str:
+    """Format rows of strings as an HTML table; the first row is the header, and all text is escaped."""
+    cells = [[html.escape(cell) for cell in row] for row in rows]
+    head = "".join(f'<th scope="col">{cell}</th>' for cell in cells[0])
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells[1:])
+    title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
+    return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def latex_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a LaTeX tabular; in `rows`, only the first column is escaped, the others must be LaTeX."""
+    body = [[escape_latex(row[0]), *row[1:]] for row in rows]
+    lines = [" & ".join(cells) + r" \\" for cells in [[escape_latex(cell) for cell in head], *body]]
+    columns = "l" + "r" * (len(head) - 1)
+    return "\n".join(
+        [rf"\begin{{tabular}}{{{columns}}}", r"\hline", lines[0], r"\hline", *lines[1:], r"\hline", r"\end{tabular}"]
+    )
+
+
+def escape_latex(text: str) -> str:
+    """Escape text for LaTeX."""
+    return text.translate(LATEX)
 
 
 def _write(value: float, digits: int, percent: bool) -> str:

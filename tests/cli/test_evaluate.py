@@ -23,7 +23,8 @@ from typer.testing import CliRunner
 from fedlas.cli import app, main
 from fedlas.cli.errors import format_warning, one_line_errors
 from fedlas.cli.terminal import progress
-from fedlas.evaluation import Report, evaluate
+from fedlas.evaluation import evaluate
+from fedlas.evaluation_report import Report
 from fedlas.io import read_predictions, write_predictions
 from fedlas.metrics import nll
 from fedlas.metrics.registry import all_metrics

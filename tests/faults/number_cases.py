@@ -456,7 +456,7 @@ def check_metric(name: str, metric: Callable[..., Any], draw: Draw) -> str:
 
 
 def check_stream(name: str, metric: AbstractMetric, draw: Draw) -> str:
-    stream, options = metric.accumulator, _options(metric.store, draw)
+    stream, options = metric.accumulator, _options(metric.accumulator, draw)
     if draw.byte() % 4 == 3:
         return check_logits(name, lambda s, y: stream(**options).update_logits(s, y).compute(), options, draw)
     scores, labels = metric_input(draw)

@@ -305,8 +305,8 @@ def test_single_sample_updates_are_merged():
     stream, probs, labels = metrics.aurc.accumulator(), torch.randn(3000, 3).softmax(1), torch.arange(3000) % 3
     for row in range(3000):
         stream.update(probs[row : row + 1], labels[row : row + 1])
-    assert len(stream.store.confidence) <= 13
-    assert len(stream.store.correct) <= 13
+    assert len(stream.confidence) <= 13
+    assert len(stream.correct) <= 13
     assert stream.compute() == metrics.aurc(probs, labels)
 
 

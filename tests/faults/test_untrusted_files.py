@@ -26,7 +26,7 @@ from fedlas.data.base.fetching import Source, checked_bytes, digest_of, fetch
 from fedlas.data.base.formats import read_idx
 from fedlas.data.base.images import decode
 from fedlas.data.loading import Loader
-from fedlas.evaluation import Report
+from fedlas.evaluation_report import Report
 from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.scheduler import FailedRunsError, train_recipes
 from fedlas.experiments.stored_predictions import StoredPredictions

@@ -550,7 +550,7 @@ def readers() -> dict[str, Callable[[Path], Any]]:
     from fedlas.data.base.fetching import Source, checked_bytes, digest_of, unpack
     from fedlas.data.base.formats import plain_unpickled, read_idx
     from fedlas.data.base.images import Transform, decode
-    from fedlas.evaluation import Report
+    from fedlas.evaluation_report import Report
     from fedlas.experiments.ledger import Ledger
     from fedlas.experiments.stored_predictions import load_stored_predictions
     from fedlas.integrations.export import load_program

@@ -18,7 +18,7 @@ from start_method import START_METHOD
 
 CLASSES = 5
 METRICS = all_metrics()
-NEED_CLASSES = {"classwise_ece", "brier"}
+NEED_CLASSES = {"classwise_ece"}
 
 
 # torchmetrics takes seconds to import, so it is imported where it is used, in functions.

@@ -15,7 +15,7 @@ from fedlas.evaluation import evaluate
 from fedlas.io import READERS, WRITERS, read_predictions, write_predictions
 from fedlas.io.safetensors import FORMAT
 from fedlas.predictions import Predictions, TopLabelPredictions
-from fedlas.report.evaluation_result import evaluate_files
+from fedlas.report.evaluate_files import evaluate_files
 
 NAMES = ("cat", 'd"o,g', "ω\nemu")
 

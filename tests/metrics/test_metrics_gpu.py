@@ -260,7 +260,7 @@ def test_counts_are_right_beyond_two_to_the_24(dtype: torch.dtype) -> None:
     labels = (torch.arange(rows, device="cuda") % 4 == 0).long()
     for stream in (metrics.ece.accumulator(4), metrics.classwise_ece.accumulator(4)):
         stream.update(probs, labels).update(probs, labels)
-        bins = stream.store.histogram().bins
+        bins = stream.histogram().bins
         assert int(bins.counts[..., 2].max()) == 2 * rows
         assert int(bins.counts.sum()) == bins.counts.shape.numel() // 4 * 2 * rows
         assert float(bins.correct_sum[..., 2].max()) == 2 * rows * 0.75

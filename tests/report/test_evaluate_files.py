@@ -15,7 +15,8 @@ from PIL import Image
 
 import fedlas
 from fedlas.cli.evaluation import evaluate_command
-from fedlas.evaluation import FOLDS, Report, evaluate
+from fedlas.evaluation import FOLDS, evaluate
+from fedlas.evaluation_report import Report
 from fedlas.integrations.base import ValidationMetrics
 from fedlas.integrations.sklearn import CalibratedClassifier
 from fedlas.integrations.torchmetrics import calibration_metrics
@@ -23,7 +24,8 @@ from fedlas.io import write_predictions
 from fedlas.metrics import ece
 from fedlas.metrics.paired import paired_bootstrap
 from fedlas.predictions import Predictions
-from fedlas.report.evaluation_result import Condition, evaluate_files
+from fedlas.report.conditions import Condition
+from fedlas.report.evaluate_files import evaluate_files
 from fedlas.report.figures import reliability_data, reliability_figure, save_figures
 from fedlas.report.html import save_page
 from fedlas.report.model import Model

@@ -12,7 +12,8 @@ from matplotlib import colors
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from fedlas.evaluation import Report, evaluate
+from fedlas.evaluation import evaluate
+from fedlas.evaluation_report import Report
 from fedlas.io import read_predictions
 from fedlas.predictions import Predictions
 from fedlas.report import figures

@@ -12,10 +12,11 @@ from importlib import metadata
 import pytest
 import torch
 
-from fedlas.evaluation import Report, evaluate
+from fedlas.evaluation import evaluate
+from fedlas.evaluation_report import Report
 from fedlas.metrics.registry import all_metrics
 from fedlas.predictions import Predictions, TopLabelPredictions
-from fedlas.report import html
+from fedlas.report import html, sample_pictures
 from fedlas.report.html import embedded, report_page, save_page, unbroken
 from fedlas.report.model import Model
 from fedlas.report.page_data import text_data
@@ -285,7 +286,7 @@ def test_thumbnails_come_from_arrays_or_files_and_are_capped(tmp_path, three_mod
     shown_rows = [sample["row"] for kind in ("over", "under") for sample in data["models"][0]["samples"][kind]]
     assert {int(row) for row in data["pictures"]} == {row for row in shown_rows if row < 50}
     assert data["lost"] == sum(row >= 50 for row in shown_rows)
-    monkeypatch.setattr(html, "PICTURE_BYTES", 300)
+    monkeypatch.setattr(sample_pictures, "PICTURE_BYTES", 300)
     assert sum(map(len, data_of(report_page(model, paths=paths))["pictures"].values())) <= 300
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fedlas import formatting
-from fedlas.evaluation import Report, evaluate
+from fedlas.evaluation import evaluate
+from fedlas.evaluation_report import Report
 from fedlas.metrics.result import Interval, Result
 from fedlas.predictions import Predictions, TopLabelPredictions
 from fedlas.report.html import save_page

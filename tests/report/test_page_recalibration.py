@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedlas.evaluation import Report, State, evaluate
+from fedlas.evaluation import evaluate
+from fedlas.evaluation_report import Report, State
 from fedlas.metrics import ece
 from fedlas.posthoc import build_calibrator
 from fedlas.predictions import Predictions

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fedlas import formatting, metrics
-from fedlas.evaluation import Report, State, evaluate
+from fedlas.evaluation import evaluate
+from fedlas.evaluation_report import Report, State
 from fedlas.metrics import bin_statistics, equal_width_edges
 from fedlas.metrics.bin_sums import EdgeRule
 from fedlas.metrics.result import Comparison, Definition, Interval, Result

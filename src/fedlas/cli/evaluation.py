@@ -18,7 +18,6 @@ from fedlas.cli.output_paths import (
     write_text,
 )
 from fedlas.cli.terminal import command_line, progress, show, show_table
-from fedlas.errors import UserError
 from fedlas.progress import Progress
 
 CONDITION_HOLDS = 3  # exit code of `evaluate --fail-if`
@@ -105,7 +104,8 @@ def evaluate_command(
     Several models on the same samples are compared by paired tests.
     """
     with one_line_errors():
-        from fedlas.report.evaluation_result import check_conditions, evaluate_files, named_files
+        from fedlas.report.conditions import check_conditions
+        from fedlas.report.evaluate_files import evaluate_files, named_files
         from fedlas.report.figures.saving import NAMES
 
         calibrators = split_list(posthoc or None) or ()
@@ -177,8 +177,9 @@ def detect_ood(
 
         from fedlas.io import read_predictions
         from fedlas.ood import detect
+        from fedlas.report.evaluate_files import ood_files
 
-        paths_by_name = parse_ood_files(ood)
+        paths_by_name = ood_files(ood)
         check_outputs([json_file(json)], overwrite=overwrite, inputs=[predictions, *paths_by_name.values()])
         with progress() as report:
             in_distribution = read_predictions(predictions, progress=report, **columns)
@@ -222,19 +223,6 @@ def run_model(folder: Path, images: Path | None, progress: Progress) -> Any:
     )
     progress(step, 1.0)
     return model
-
-
-def parse_ood_files(arguments: Sequence[str]) -> dict[str, Path]:
-    """Parse arguments of the form NAME=FILE."""
-    files: dict[str, Path] = {}
-    for text in arguments:
-        name, equals, path = text.partition("=")
-        if not equals or not name or not path:
-            raise UserError(f"OOD data is given as NAME=FILE, not as {text!r}")
-        if name in files:
-            raise UserError(f"two files are called {name!r}")
-        files[name] = Path(path)
-    return files
 
 
 def show_result(result: Any, written: Sequence[Path], *, err: bool) -> None:

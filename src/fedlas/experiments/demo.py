@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedlas.evaluation import Report, State, evaluate
+from fedlas.evaluation import evaluate
+from fedlas.evaluation_report import Report, State
 from fedlas.formatting import count, number
 from fedlas.metrics.result import Result
 from fedlas.report.figures import Reliability, reliability_data, reliability_figure, save_with_data

@@ -104,11 +104,6 @@ class AbstractGrid(AbstractExperiment):
         """Return the OOD data sets of a data set."""
         return tuple(sorted({measured.ood for measured in self.measured(data, choice) if measured.ood is not None}))
 
-    def uses_official_ood(self, data: str, choice: Choice) -> bool:
-        """Return whether to preprocess OOD data as the official code does, where that differs from this package."""
-        del data, choice
-        return False
-
     def models(self, data: str, protocol: str) -> Sequence[str]:
         """Return the models of a data set under a protocol."""
         models = protocol_named(protocol).models(data)

@@ -18,7 +18,7 @@ from fedlas.experiments.planning import CATALOG
 from fedlas.experiments.stored_predictions import load_stored_predictions
 from fedlas.io import read_predictions, require_labels
 from fedlas.io.untrusted import content_errors
-from fedlas.metrics.paired import EachSample
+from fedlas.metrics.base import EachSample
 from fedlas.predictions import AnyPredictions
 from fedlas.training import recipe_for
 from fedlas.training.recipe import Recipe

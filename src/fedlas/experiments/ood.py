@@ -42,9 +42,6 @@ class OutOfDistribution(AbstractGrid):
         names = super().ood_data(data, choice)
         return tuple(sorted({*names, *(name.removesuffix(OFFICIAL_SUFFIX) for name in names)}))
 
-    def uses_official_ood(self, data: str, choice: Choice) -> bool:
-        return any(name.endswith(OFFICIAL_SUFFIX) for name in self.ood_data(data, choice))
-
     def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
         replacements = {
             f"{SUBSTITUTED}{paper.data_name(name)}: {title}."

@@ -40,10 +40,10 @@ from fedlas.errors import UserError
 from fedlas.experiments.ledger import TEMPERATURE, TEST, V2, Ledger, Line, Measure, line_id
 from fedlas.io.npz import check_array
 from fedlas.io.untrusted import file_errors
-from fedlas.metrics.base import Resampling
+from fedlas.metrics.base import EachSample, Resampling
 from fedlas.metrics.calibration_error import aece, ece
 from fedlas.metrics.evaluation_accumulator import EvaluationAccumulator
-from fedlas.metrics.paired import EachSample
+from fedlas.metrics.proper_scores import brier, nll
 from fedlas.metrics.result import Result
 from fedlas.metrics.selective import aurc
 from fedlas.ood.detection import auroc
@@ -196,8 +196,11 @@ class StoredPredictions:
         if "logits" in self.arrays:
             return {}
         accumulator = self._accumulator()
-        results, columns = accumulator.compute(), {"nll": "loss", "brier": "squared_error"}
-        samples = {name: EachSample(results[name], self._tensor(column).double()) for name, column in columns.items()}
+        results = accumulator.compute()
+        samples = {
+            metric.name: EachSample(results[metric.name], self._tensor(metric.column).double())
+            for metric in (nll, brier)
+        }
         return samples | {"aurc": EachSample(results["aurc"], aurc.values_of(accumulator.top))}
 
     def pack(self) -> bytes:

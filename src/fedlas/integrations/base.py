@@ -53,7 +53,7 @@ class ValidationMetrics:
     @property
     def has_samples(self) -> bool:
         """Whether this rank has samples; after `read`, whether any rank has."""
-        return self.accumulators["ece"].store.definition.n > 0
+        return self.accumulators["ece"].definition.n > 0
 
     def read(self) -> dict[str, float]:
         """Return the metrics by name; empty if there are no samples. Call it on all ranks."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedlas.errors import MissingPackageError, UserError, warn_caller
 from fedlas.extras import needed
-from fedlas.metrics.base import Accumulator
+from fedlas.metrics.accumulators import MAXIMA, AbstractAccumulator
 from fedlas.metrics.registry import find_metric, logged_metrics
 from fedlas.predictions.arrays import are_probabilities
 
@@ -36,7 +36,7 @@ class CalibrationMetric(Metric):
     Args:
         name: name of the metric, such as "ece" or "nll".
         inputs: type of the updates, "logits" or "probs".
-        num_classes: number of classes; needed by "classwise_ece" and "brier".
+        num_classes: number of classes; needed by "classwise_ece", and by "brier" with `bins`.
         options: options of the metric, such as `bins` and `ignore_index`, and keywords of `torchmetrics.Metric`.
     """
 
@@ -49,25 +49,25 @@ class CalibrationMetric(Metric):
             raise UserError(f'inputs is {inputs!r}; pass inputs="logits" or inputs="probs", the type of the updates')
         self.metric, self.inputs, self.options = find_metric(name), inputs, options
         self.num_classes, self._was_checked = num_classes, False
-        store = self._accumulator().store
+        accumulator = self._accumulator()
         # A collection groups metrics whose states are equal after the first batch. A hash of the settings is a state
         # too, because settings may have an effect only later. It is stored as bytes, because large numbers are
         # compared with five digits only.
-        rules = repr((inputs, store.settings())).encode()
+        rules = repr((inputs, accumulator.settings())).encode()
         self.add_state("rule_bytes", torch.tensor(list(zlib.crc32(rules).to_bytes(4, "big"))), dist_reduce_fx="max")
-        self.names = list(state := store.empty_state(num_classes))
+        self.names = list(state := accumulator.empty_state(num_classes))
         for key, value in state.items():
             if isinstance(value, list):
                 self.add_state(key, [], dist_reduce_fx="cat")
             else:
-                self.add_state(key, value, dist_reduce_fx="max" if key == "floor" else "sum")
+                self.add_state(key, value, dist_reduce_fx="max" if key in MAXIMA else "sum")
 
     @property
     def higher_is_better(self) -> bool | None:  # type: ignore[override]
         """Whether higher values are better, for torchmetrics."""
         return self.metric.higher_is_better
 
-    def _accumulator(self) -> Accumulator:
+    def _accumulator(self) -> AbstractAccumulator:
         return self.metric.accumulator(**self.options)
 
     def update(self, preds: Tensor, target: Tensor) -> None:
@@ -78,11 +78,11 @@ class CalibrationMetric(Metric):
             if self.inputs == "logits" and are_probabilities(preds):
                 warn_caller('the logits are probabilities, whose softmax says nothing: pass inputs="probs"')
         (batch.update_logits if self.inputs == "logits" else batch.update)(preds, target)
-        for key, value in batch.store.state().items():
+        for key, value in batch.state().items():
             state = getattr(self, key)
             if isinstance(value, list):
                 setattr(self, key, [*_parts(state), *value])
-            elif key == "floor":
+            elif key in MAXIMA:
                 setattr(self, key, torch.maximum(state, value.to(state.device)))
             else:
                 setattr(self, key, state + value.to(state.device))
@@ -91,9 +91,7 @@ class CalibrationMetric(Metric):
         """Return the metric of all samples so far, as float64."""
         accumulator = self._accumulator()
         states = {key: getattr(self, key) for key in self.names}
-        accumulator.store.set_state(
-            {w: _parts(v) if isinstance(self._defaults[w], list) else v for w, v in states.items()}
-        )
+        accumulator.set_state({w: _parts(v) if isinstance(self._defaults[w], list) else v for w, v in states.items()})
         return torch.tensor(float(accumulator.compute()), dtype=torch.float64, device=self.device)
 
 

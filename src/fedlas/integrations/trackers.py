@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedlas.errors import MissingPackageError, UserError, UserTypeError
-from fedlas.evaluation import Report, State
+from fedlas.evaluation_report import Report, State
 from fedlas.extras import optional_module
 from fedlas.metrics.result import Result
 from fedlas.records import Board, Histogram, histograms_in, numbers_in

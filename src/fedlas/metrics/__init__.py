@@ -4,7 +4,8 @@ A metric is an object that is called with probabilities and labels, `ece(probs, 
 batch by batch, and `bootstrap(ece, probs, labels)` adds a confidence interval. `registry.all_metrics()` lists them.
 """
 
-from fedlas.metrics.base import AbstractMetric, Accumulator
+from fedlas.metrics.accumulators import AbstractAccumulator
+from fedlas.metrics.base import AbstractMetric
 from fedlas.metrics.bin_sums import Bins, EdgeRule, bin_statistics, equal_mass_edges, equal_width_edges
 from fedlas.metrics.binning import Histogram, histogram
 from fedlas.metrics.calibration_error import (
@@ -40,8 +41,8 @@ from fedlas.metrics.selective import (
 from fedlas.metrics.smooth import SmoothCurve, kde_ece, smooth_curve, smooth_ece
 
 __all__ = [
+    "AbstractAccumulator",
     "AbstractMetric",
-    "Accumulator",
     "Bins",
     "Comparison",
     "Definition",

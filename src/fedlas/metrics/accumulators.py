@@ -1,16 +1,15 @@
-"""The stores of accumulators, which hold samples, or sums over them.
+"""Accumulators, which take the samples of a metric batch by batch, and hold them, or sums over them.
 
-`BinStore`     sums of equal-width bins; constant memory, exact counts, values agree to 1e-12
-`MeanStore`    sum of a value per sample
-`PairStore`    confidence and correctness, 5 bytes per sample (9 for float64 input); 8 more if `ranked`
-`MassStore`    as `PairStore`; `compute` sorts the samples into equal-mass bins
-`SketchStore`  sums in fine cells, for equal-mass bins in bounded memory (`sketch.py`)
+`BinAccumulator`     sums of equal-width bins; constant memory, exact counts, values agree to 1e-12
+`SumAccumulator`     sums of values per sample, and sums of the equal-width bins of every class if they are needed
+`PairAccumulator`    confidence and correctness, 5 bytes per sample (9 for float64 input); 8 more if `ranked`
+`SketchAccumulator`  sums in fine cells, for equal-mass bins in bounded memory (`sketch.py`)
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,37 +20,96 @@ from fedlas.errors import UserError, UserTypeError
 from fedlas.metrics.bin_sums import SUMS, Bins, EdgeRule, exact
 from fedlas.metrics.binning import EVERY_CLASS, Binning, Histogram, histogram_of
 from fedlas.metrics.inputs import Pairs, Rows, Scope, binary_predictions, pairs, pairs_of_logits, rows, rows_of_logits
-from fedlas.metrics.result import Definition
+from fedlas.metrics.result import Definition, Result
 from fedlas.predictions import AnyPredictions
 from fedlas.predictions.arrays import Array, as_tensor
 
 JOINED = 2**16  # tensors with fewer samples than this are concatenated
-Store = TypeVar("Store", bound="AbstractStore")
+MAXIMA = {"floor"}  # columns and states of which the largest value counts and not the sum
 State: TypeAlias = dict[str, Tensor | list[Tensor]]  # across processes, tensors are added and lists are concatenated
 
 
-class AbstractStore(ABC):
-    """Base class of the stores of accumulators.
+class AbstractAccumulator(ABC):
+    """A metric of data that do not fit into memory, or that are distributed over processes.
 
     Args:
+        metric: the metric.
         scope: which confidences are used: "top-label", "class-wise", "positive" or "multi-label".
         ignore_index: label of samples that are ignored.
     """
 
     ranked = False  # whether the order of samples of equal confidence matters
 
-    def __init__(self, scope: Scope = "top-label", ignore_index: int | None = None) -> None:
+    def __init__(self, metric: Any, scope: Scope = "top-label", ignore_index: int | None = None) -> None:
+        self.metric = metric
         self.scope: Scope = scope
         self.ignore_index = ignore_index
         self.definition = Definition(estimator="")
+
+    def update(self, probs: AnyPredictions | Array, labels: Array | None = None) -> "AbstractAccumulator":
+        """Add samples, given as probabilities; a batch whose labels are all ignored is skipped."""
+        if self._skips(labels):
+            return self
+        if self.scope in EVERY_CLASS:
+            self.take(rows(probs, labels, self.scope, self.ignore_index))
+        else:
+            self.take(pairs(probs, labels, self.scope, self.ignore_index, ranked=self.ranked))
+        return self
+
+    def update_logits(self, logits: Array, labels: Array) -> "AbstractAccumulator":
+        """Add samples, given as logits; a batch whose labels are all ignored is skipped."""
+        if self._skips(labels):
+            return self
+        if self.scope in EVERY_CLASS:
+            self.take(rows_of_logits(logits, labels, self.scope, self.ignore_index))
+        else:
+            self.take(pairs_of_logits(logits, labels, self.scope, self.ignore_index, ranked=self.ranked))
+        return self
+
+    def merge(self, other: "AbstractAccumulator") -> "AbstractAccumulator":
+        """Add the samples of another accumulator of the same metric with the same settings."""
+        if other.metric.name != self.metric.name:
+            raise UserError(f"cannot merge {other.metric.name} into {self.metric.name}")
+        if not isinstance(other, type(self)) or other.settings() != self.settings():
+            raise UserError(f"cannot merge the state of {other.settings()} into {self.settings()}")
+        self.add(other)
+        return self
+
+    def sync(self) -> "AbstractAccumulator":
+        """Add the samples of all processes of a distributed run; call it once, after the last update."""
+        if ranks.count() == 1:
+            return self
+        self.to_host()
+        every: list[Any] = [self] * ranks.count()
+        dist.all_gather_object(every, self)
+        vars(self).update(vars(every[0]))
+        for other in every[1:]:  # in the order of their ranks
+            self.add(other)
+        return self
+
+    def compute(self) -> Result:
+        """Compute the metric of all samples so far."""
+        result: Result = self.metric.compute(self)
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, for a checkpoint."""
+        return {"metric": self.metric.name, "state": self.state(), "definition": asdict(self.definition)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore from the output of `state_dict`."""
+        if state["metric"] != self.metric.name:
+            raise UserError(f"this is the state of {state['metric']}, not of {self.metric.name}")
+        self.set_state(state["state"])
+        self.definition = Definition(**state["definition"])
 
     @abstractmethod
     def take(self, batch: Pairs | Rows) -> None:
         """Add validated samples: `Rows` if the scope needs all classes, else `Pairs`."""
 
     @abstractmethod
-    def merge(self, other: "AbstractStore") -> None:
-        """Add the samples of another store of the same kind."""
+    def add(self, other: Any) -> None:
+        """Add the samples of an accumulator of the same kind and settings."""
 
     @abstractmethod
     def state(self) -> State:
@@ -66,17 +124,6 @@ class AbstractStore(ABC):
         del num_classes
         return self.state()
 
-    def sync(self) -> None:
-        """Add the samples of all processes of a distributed run, in the order of their ranks."""
-        if ranks.count() == 1:
-            return
-        self.to_host()
-        every: list[AbstractStore] = [self] * ranks.count()
-        dist.all_gather_object(every, self)
-        vars(self).update(vars(every[0]))
-        for other in every[1:]:
-            self.merge(other)
-
     def to_host(self) -> None:
         """Move the state to the CPU, so that it can be sent to other processes."""
         for name, value in vars(self).items():
@@ -84,43 +131,23 @@ class AbstractStore(ABC):
                 setattr(self, name, value.cpu())
             elif isinstance(value, list):
                 setattr(self, name, [part.cpu() for part in value])
-            elif isinstance(value, AbstractStore):
+            elif isinstance(value, AbstractAccumulator):
                 value.to_host()
-
-    def add(self, probs: AnyPredictions | Array, labels: Array | None) -> None:
-        """Add samples, given as probabilities."""
-        if self.scope in EVERY_CLASS:
-            self.take(rows(probs, labels, self.scope, self.ignore_index))
-        else:
-            self.take(pairs(probs, labels, self.scope, self.ignore_index, ranked=self.ranked))
-
-    def add_logits(self, logits: Array, labels: Array) -> None:
-        """Add samples, given as logits."""
-        if self.scope in EVERY_CLASS:
-            self.take(rows_of_logits(logits, labels, self.scope, self.ignore_index))
-        else:
-            self.take(pairs_of_logits(logits, labels, self.scope, self.ignore_index, ranked=self.ranked))
-
-    def skips(self, labels: Array | None) -> bool:
-        """Return whether all labels are ignored, so that a batch is skipped."""
-        if labels is None:
-            return False
-        truth = as_tensor(labels, "labels")
-        return not len(truth) or (self.ignore_index is not None and bool((truth == self.ignore_index).all()))
 
     def settings(self) -> tuple[object, ...]:
         """Return the settings that have to be equal for a merge."""
         return (type(self).__name__, self.scope, self.ignore_index)
 
-    def same(self: Store, other: "AbstractStore") -> Store:
-        """Return `other` unchanged; raise if its class or settings differ from those of this store."""
-        if not isinstance(other, type(self)) or other.settings() != self.settings():
-            raise UserError(f"cannot merge the state of {other.settings()} into {self.settings()}")
-        return other
+    def _skips(self, labels: Array | None) -> bool:
+        """Return whether all labels are ignored."""
+        if labels is None:
+            return False
+        truth = as_tensor(labels, "labels")
+        return not len(truth) or (self.ignore_index is not None and bool((truth == self.ignore_index).all()))
 
 
-class AbstractHistogram(AbstractStore):
-    """Base class of stores from which bins are computed."""
+class AbstractHistogram(AbstractAccumulator):
+    """Base class of accumulators from which bins are computed."""
 
     @abstractmethod
     def histogram(self) -> Histogram:
@@ -131,11 +158,11 @@ class AbstractHistogram(AbstractStore):
         return None
 
 
-class BinStore(AbstractHistogram):
+class BinAccumulator(AbstractHistogram):
     """Stores the sums of bins with fixed edges."""
 
-    def __init__(self, binning: Binning, scope: Scope, ignore_index: int | None) -> None:
-        super().__init__(scope, ignore_index)
+    def __init__(self, metric: Any, binning: Binning, scope: Scope, ignore_index: int | None) -> None:
+        super().__init__(metric, scope, ignore_index)
         if binning.compat == "official" and scope == "class-wise":
             raise UserError("the official class-wise ECE needs all labels at once: use the function")
         self.binning = binning
@@ -145,10 +172,9 @@ class BinStore(AbstractHistogram):
         histogram = histogram_of(batch, self.binning)
         self._take(histogram.bins, histogram.definition)
 
-    def merge(self, other: AbstractStore) -> None:
-        same_kind = self.same(other)
-        if same_kind.sums is not None:
-            self._take(same_kind.sums, same_kind.definition)
+    def add(self, other: Any) -> None:
+        if other.sums is not None:
+            self._take(other.sums, other.definition)
 
     def histogram(self) -> Histogram:
         if self.sums is None:
@@ -186,18 +212,28 @@ class BinStore(AbstractHistogram):
         self.definition = merge_definitions(self.definition, definition)
 
 
-class PairStore(AbstractStore):
+class PairAccumulator(AbstractHistogram):
     """Stores the confidence and correctness of each sample, on the device of the samples.
 
     Args:
-        scope: as in every store.
-        ignore_index: as in every store.
+        metric: the metric.
+        scope: as in every accumulator.
+        ignore_index: as in every accumulator.
         ranked: whether to store log(1 - confidence) in float64 too, which ranks samples.
+        binning: equal-mass bins, into which `histogram` sorts the samples.
     """
 
-    def __init__(self, scope: Scope = "top-label", ignore_index: int | None = None, *, ranked: bool = False) -> None:
-        super().__init__(scope, ignore_index)
-        self.ranked = ranked
+    def __init__(
+        self,
+        metric: Any,
+        scope: Scope = "top-label",
+        ignore_index: int | None = None,
+        *,
+        ranked: bool = False,
+        binning: Binning | None = None,
+    ) -> None:
+        super().__init__(metric, scope, ignore_index)
+        self.ranked, self.binning = ranked, binning
         self.confidence: list[Tensor] = []
         self.correct: list[Tensor] = []
         self.uncertainty: list[Tensor] = []
@@ -217,12 +253,11 @@ class PairStore(AbstractStore):
         _append(self.correct, batch.correct.clone())
         self.definition = merge_definitions(self.definition, batch.definition)
 
-    def merge(self, other: AbstractStore) -> None:
-        same_kind = self.same(other)
-        self.confidence += same_kind.confidence
-        self.correct += same_kind.correct
-        self.uncertainty += same_kind.uncertainty
-        self.definition = merge_definitions(self.definition, same_kind.definition)
+    def add(self, other: Any) -> None:
+        self.confidence += other.confidence
+        self.correct += other.correct
+        self.uncertainty += other.uncertainty
+        self.definition = merge_definitions(self.definition, other.definition)
 
     def state(self) -> State:
         state: State = {"confidence": self.confidence, "correct": self.correct}
@@ -246,68 +281,78 @@ class PairStore(AbstractStore):
             uncertainty = torch.where(stored.isnan(), by_confidence, stored)
         return Pairs(confidence, _cat(self.correct), self.definition, uncertainty)
 
-
-class MassStore(AbstractHistogram):
-    """Stores all samples, for equal-mass bins."""
-
-    def __init__(self, binning: Binning, scope: Scope, ignore_index: int | None) -> None:
-        super().__init__(scope, ignore_index)
-        self.binning, self.samples = binning, PairStore(scope, ignore_index)
-
-    def take(self, batch: Pairs | Rows) -> None:
-        self.samples.take(batch)
-
-    def merge(self, other: AbstractStore) -> None:
-        self.samples.merge(self.same(other).samples)
-
-    def state(self) -> State:
-        return self.samples.state()
-
-    def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
-        self.samples.set_state(state)
-
     def histogram(self) -> Histogram:
-        return histogram_of(self.samples.pairs(), self.binning)
+        assert self.binning is not None
+        return histogram_of(self.pairs(), self.binning)
 
     def settings(self) -> tuple[object, ...]:
         return (*super().settings(), self.binning)
 
 
-class MeanStore(AbstractStore):
-    """Stores the sum of a value per sample that depends on the probabilities of all classes.
+class SumAccumulator(AbstractAccumulator):
+    """Stores sums of the columns of a mean, and one histogram per class if it needs bins.
 
     Args:
-        values: returns the values of validated samples.
-        ignore_index: as in every store.
+        metric: the metric, an `AbstractMean`.
+        names: names of its columns.
+        ignore_index: as in every accumulator.
+        binning: bins of the histograms; None for none.
     """
 
-    def __init__(self, values: Callable[[Rows], Tensor], ignore_index: int | None) -> None:
-        super().__init__("class-wise", ignore_index)
-        self.values = values
-        self.total = 0.0
+    def __init__(
+        self, metric: Any, names: Sequence[str], ignore_index: int | None, binning: Binning | None = None
+    ) -> None:
+        super().__init__(metric, "class-wise", ignore_index)
+        self.sums = dict.fromkeys(names, 0.0)
+        self.bins = None if binning is None else BinAccumulator(metric, binning, "class-wise", ignore_index)
 
     def take(self, batch: Pairs | Rows) -> None:
         assert isinstance(batch, Rows)
-        self.total += float(exact(self.values(batch)).sum())
-        self.definition = merge_definitions(self.definition, batch.definition)
+        if self.bins is not None:
+            self.bins.take(batch)
+        self._add(sums_of(self.metric.columns(batch)), batch.definition)
 
-    def merge(self, other: AbstractStore) -> None:
-        same_kind = self.same(other)
-        self.total += same_kind.total
-        self.definition = merge_definitions(self.definition, same_kind.definition)
+    def add(self, other: Any) -> None:
+        if self.bins is not None and other.bins is not None:
+            self.bins.add(other.bins)
+        self._add(other.sums, other.definition)
 
-    def mean(self) -> float:
-        """Return the mean of all samples so far."""
+    @property
+    def class_bins(self) -> Bins | None:
+        """Bins of the probabilities of every class, if the metric needs them."""
+        return None if self.bins is None else self.bins.sums
+
+    def totals(self) -> dict[str, float]:
+        """Return the sum of each column over all samples so far."""
         if self.definition.n == 0:
             raise UserError("no samples yet; call update first")
-        return self.total / self.definition.n
+        return self.sums
 
     def state(self) -> State:
-        return {"total": torch.tensor(self.total, dtype=torch.float64), "samples": _count(self.definition.n)}
+        sums: State = {name: torch.tensor(value, dtype=torch.float64) for name, value in self.sums.items()}
+        return sums | {"samples": _count(self.definition.n)} | ({} if self.bins is None else self.bins.state())
+
+    def empty_state(self, num_classes: int | None = None) -> State:
+        return self.state() | ({} if self.bins is None else self.bins.empty_state(num_classes))
 
     def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
-        self.total = float(_one(state, "total"))
+        self.sums = {name: float(_one(state, name)) for name in self.sums}
         self.definition = replace(self.definition, n=int(_one(state, "samples")))
+        if self.bins is not None:
+            self.bins.set_state(state if self.definition.n else {})
+
+    def settings(self) -> tuple[object, ...]:
+        return (*super().settings(), tuple(self.sums), None if self.bins is None else self.bins.binning)
+
+    def _add(self, sums: Mapping[str, float], definition: Definition) -> None:
+        for name, value in sums.items():
+            self.sums[name] = max(self.sums[name], value) if name in MAXIMA else self.sums[name] + value
+        self.definition = merge_definitions(self.definition, definition)
+
+
+def sums_of(columns: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the sum of each column."""
+    return {name: float(exact(values).sum()) for name, values in columns.items()}
 
 
 def as_pairs(batch: Pairs | Rows) -> Pairs:
@@ -318,7 +363,7 @@ def as_pairs(batch: Pairs | Rows) -> Pairs:
 
 
 def merge_definitions(first: Definition, second: Definition) -> Definition:
-    """Return the definition for the samples of two stores."""
+    """Return the definition for the samples of two accumulators."""
     if first.n == 0 or second.n == 0:
         return second if first.n == 0 else first
     merged = {name: _both(getattr(first, name), getattr(second, name)) for name in ("dtype", "split", "scope")}

@@ -8,23 +8,22 @@ of this folder.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Unpack
 
 import numpy as np
 from jaxtyping import Float64
 from torch import Tensor
 
 from fedlas.errors import UserError
-from fedlas.metrics.accumulators import AbstractHistogram, AbstractStore, MeanStore, PairStore
-from fedlas.metrics.bin_sums import Bins, exact
+from fedlas.metrics.accumulators import AbstractAccumulator, AbstractHistogram, PairAccumulator, SumAccumulator, sums_of
+from fedlas.metrics.bin_sums import Bins
 from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram, samples_of
 from fedlas.metrics.inputs import MetricInput, Pairs, Rows, Scope, Which, binary_predictions, pairs, rows
 from fedlas.metrics.intervals.gaps import gaps_of
 from fedlas.metrics.intervals.resampling import AbstractGaps
 from fedlas.metrics.result import Comparison, Definition, Result, check_level
-from fedlas.metrics.sketch import Memory, histogram_store
-from fedlas.predictions import AnyPredictions, Predictions
+from fedlas.metrics.sketch import Memory, histogram_accumulator
 from fedlas.predictions.arrays import Array
 
 
@@ -68,6 +67,13 @@ class AbstractIntervalMethod(ABC):
         raise UserError(f"no interval with known coverage exists for {result.definition.estimator}")
 
 
+class EachSample(NamedTuple):
+    """A mean over samples, and its value per sample."""
+
+    mean: Result
+    values: Float64[Tensor, " n"]
+
+
 class AbstractPairedMethod(ABC):
     """A method that compares one metric of two models on the same samples."""
 
@@ -86,64 +92,13 @@ class AbstractPairedMethod(ABC):
     def compare_means(
         self,
         metric: "AbstractMetric",
-        first: tuple[Result, Float64[Tensor, " n"]],
-        second: tuple[Result, Float64[Tensor, " n"]],
+        first: EachSample,
+        second: EachSample,
         how: Resampling,
     ) -> Comparison:
         """Compare two models by the metric's values per sample."""
         del first, second, how
         raise UserError(f"{metric.name} is not a mean over samples")
-
-
-class Accumulator:
-    """A metric of data that do not fit into memory, or that are distributed over processes.
-
-    Args:
-        metric: the metric.
-        store: the state between updates.
-    """
-
-    def __init__(self, metric: "AbstractMetric", store: AbstractStore) -> None:
-        self.metric, self.store = metric, store
-
-    def update(self, probs: AnyPredictions | Array, labels: Array | None = None) -> "Accumulator":
-        """Add samples, given as probabilities; a batch whose labels are all ignored is skipped."""
-        if not self.store.skips(labels):
-            self.store.add(probs, labels)
-        return self
-
-    def update_logits(self, logits: Array, labels: Array) -> "Accumulator":
-        """Add samples, given as logits; a batch whose labels are all ignored is skipped."""
-        if not self.store.skips(labels):
-            self.store.add_logits(logits, labels)
-        return self
-
-    def merge(self, other: "Accumulator") -> "Accumulator":
-        """Add the samples of another accumulator of the same metric."""
-        if other.metric.name != self.metric.name:
-            raise UserError(f"cannot merge {other.metric.name} into {self.metric.name}")
-        self.store.merge(other.store)
-        return self
-
-    def sync(self) -> "Accumulator":
-        """Add the samples of all processes of a distributed run; call it once, after the last update."""
-        self.store.sync()
-        return self
-
-    def compute(self) -> Result:
-        """Compute the metric of all samples so far."""
-        return self.metric.compute(self.store)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, for a checkpoint."""
-        return {"metric": self.metric.name, "state": self.store.state(), "definition": asdict(self.store.definition)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore from the output of `state_dict`."""
-        if state["metric"] != self.metric.name:
-            raise UserError(f"this is the state of {state['metric']}, not of {self.metric.name}")
-        self.store.set_state(state["state"])
-        self.store.definition = Definition(**state["definition"])
 
 
 class AbstractMetric(ABC):
@@ -183,7 +138,8 @@ class AbstractMetric(ABC):
 
     if TYPE_CHECKING:
         __call__: Callable[..., Result]
-        store: Callable[..., AbstractStore]  # an empty store of the accumulator; takes the metric's options
+        # Returns an accumulator, which takes samples batch by batch; its arguments are the options of the metric.
+        accumulator: Callable[..., AbstractAccumulator]
 
     @property
     def __name__(self) -> str:
@@ -205,36 +161,48 @@ class AbstractMetric(ABC):
         raise UserError(f"{self.name} is not a mean over samples")
 
     @abstractmethod
-    def compute(self, store: Any) -> Result:
-        """Compute the metric of all samples of a store."""
-
-    def accumulator(self, *args: Any, **options: Any) -> Accumulator:
-        """Return an accumulator, which takes samples batch by batch: `update`, `merge`, `sync`, `compute`."""
-        return Accumulator(self, self.store(*args, **options))
-
-    def columns(self, part: Predictions) -> dict[str, Tensor]:
-        """Return what an evaluation stores: tensors with one value per sample, and scalar tensors that are sums."""
-        del part
-        return {}
-
-    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, definition: Definition) -> Result | None:
-        """Compute the metric from stored columns and the bins of all classes; None if they are not sufficient."""
-        del columns, class_bins, definition
-        return None
-
-    def column(self, columns: Mapping[str, Tensor]) -> Tensor:
-        """Return the stored column with the metric's values per sample."""
-        return columns[self.name]
+    def compute(self, accumulator: Any) -> Result:
+        """Compute the metric of all samples of an accumulator."""
 
 
 class AbstractMean(AbstractMetric):
-    """A mean over samples of values that depend on the probabilities of all classes."""
+    """A mean over samples of values that depend on the probabilities of all classes.
+
+    Its columns are all that an accumulator or an evaluation keeps of the samples: accumulators add them up, evaluations
+    store them for confidence intervals and paired tests.
+
+    Attributes:
+        column_names: names of the columns, the first one for the values; by default the name of the metric alone.
+        fewest_classes: number of classes from which an evaluation includes the metric.
+    """
 
     needs_all_classes = True
+    column_names: ClassVar[tuple[str, ...]] = ()
+    fewest_classes: ClassVar[int] = 0
 
     @abstractmethod
     def values(self, table: Rows) -> Tensor:
         """Return the value of each sample."""
+
+    def columns(self, table: Rows) -> dict[str, Tensor]:
+        """Return the columns: tensors with one value per sample, and scalars that are added up."""
+        return {self.column: self.values(table)}
+
+    def of_sums(self, sums: Mapping[str, float], class_bins: Bins | None, definition: Definition) -> Result:
+        """Compute the metric.
+
+        Args:
+            sums: sum of each column.
+            class_bins: bins of the probabilities of every class, if known.
+            definition: definition of results, without the estimator.
+        """
+        del class_bins
+        return self.result(sums[self.column] / definition.n, definition)
+
+    @property
+    def column(self) -> str:
+        """Name of the column with the value of each sample."""
+        return self.column_names[0] if self.column_names else self.name
 
     def __call__(self, probs: MetricInput, labels: Array | None = None, *, ignore_index: int | None = None) -> Result:
         """Compute the metric.
@@ -245,7 +213,7 @@ class AbstractMean(AbstractMetric):
             ignore_index: label of samples that are ignored.
         """
         table = rows(probs, labels, ignore_index=ignore_index)
-        return self.result(float(exact(self.values(table)).mean()), table.definition)
+        return self.of_sums(sums_of(self.columns(table)), None, table.definition)
 
     def result(self, value: float, definition: Definition) -> Result:
         """Return a value with its definition."""
@@ -254,18 +222,12 @@ class AbstractMean(AbstractMetric):
     def contributions(self, probs: MetricInput, labels: Array | None = None, **options: Any) -> Tensor:
         return self.values(rows(probs, labels, **options))
 
-    def store(self, *, ignore_index: int | None = None) -> MeanStore:
-        return MeanStore(self.values, ignore_index)
+    def accumulator(self, *, ignore_index: int | None = None) -> SumAccumulator:
+        """Return an accumulator, which takes samples batch by batch."""
+        return SumAccumulator(self, self.column_names or (self.name,), ignore_index)
 
-    def compute(self, store: MeanStore) -> Result:
-        return self.result(store.mean(), store.definition)
-
-    def columns(self, part: Predictions) -> dict[str, Tensor]:
-        return {self.name: exact(self.values(rows(part)))}
-
-    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, definition: Definition) -> Result | None:
-        del class_bins
-        return self.result(float(columns[self.name].mean()), definition) if self.name in columns else None
+    def compute(self, accumulator: SumAccumulator) -> Result:
+        return self.of_sums(accumulator.totals(), accumulator.class_bins, accumulator.definition)
 
 
 class AbstractBinned(AbstractMetric):
@@ -301,7 +263,7 @@ class AbstractBinned(AbstractMetric):
         samples = samples_of(probs, labels, scope, ignore_index)
         return gaps_of(samples, Binning(bins, binning or self.binning, compat))
 
-    def store(
+    def accumulator(
         self,
         bins: int = 15,
         *,
@@ -311,11 +273,12 @@ class AbstractBinned(AbstractMetric):
         ignore_index: int | None = None,
         memory: Memory = "exact",
     ) -> AbstractHistogram:
-        return histogram_store(Binning(bins, binning or self.binning, compat), scope, ignore_index, memory)
+        """Return an accumulator, which takes samples batch by batch."""
+        return histogram_accumulator(self, Binning(bins, binning or self.binning, compat), scope, ignore_index, memory)
 
-    def compute(self, store: AbstractHistogram) -> Result:
-        result = self.of_bins(store.histogram())
-        bound = store.error_bound()
+    def compute(self, accumulator: AbstractHistogram) -> Result:
+        result = self.of_bins(accumulator.histogram())
+        bound = accumulator.error_bound()
         return result if bound is None else result.with_details(error_bound=bound)
 
 
@@ -384,8 +347,9 @@ class AbstractTopLabel(AbstractMetric):
     def contributions(self, probs: MetricInput, labels: Array | None = None, **which: Any) -> Tensor:
         return self.values_of(self.read(probs, labels, **which))
 
-    def store(self, *, scope: Scope = "top-label", ignore_index: int | None = None) -> AbstractStore:
-        return PairStore(scope, ignore_index, ranked=self.ranked)
+    def accumulator(self, *, scope: Scope = "top-label", ignore_index: int | None = None) -> AbstractAccumulator:
+        """Return an accumulator, which takes samples batch by batch."""
+        return PairAccumulator(self, scope, ignore_index, ranked=self.ranked)
 
-    def compute(self, store: PairStore) -> Result:
-        return self.of_pairs(store.pairs())
+    def compute(self, accumulator: PairAccumulator) -> Result:
+        return self.of_pairs(accumulator.pairs())

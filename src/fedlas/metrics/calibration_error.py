@@ -16,7 +16,7 @@ Class-wise errors compare the probability of each class with its frequency, and 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -27,13 +27,12 @@ from torch import Tensor
 from fedlas.errors import UserError
 from fedlas.metrics.accumulators import AbstractHistogram
 from fedlas.metrics.base import AbstractBinned, AbstractFreelyBinned
-from fedlas.metrics.bin_sums import Bins
-from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram
+from fedlas.metrics.binning import Compat, Histogram, Kind, histogram
 from fedlas.metrics.inputs import MetricInput, Scope
 from fedlas.metrics.intervals.methods import GapInversion, MeanBootstrap
 from fedlas.metrics.intervals.resampling import AbstractGaps, Bounds
 from fedlas.metrics.paired import PairedGaps
-from fedlas.metrics.result import Definition, Result
+from fedlas.metrics.result import Result
 from fedlas.predictions.arrays import Array, as_tensor
 
 
@@ -125,13 +124,8 @@ class ClasswiseECE(AbstractBinned):
     def gaps(self, probs: MetricInput, labels: Array | None = None, bins: int = 15, **options: Any) -> AbstractGaps:
         return super().gaps(probs, labels, bins, **options, scope="class-wise")
 
-    def store(self, bins: int = 15, **options: Any) -> AbstractHistogram:
-        return super().store(bins, **options, scope="class-wise")
-
-    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, definition: Definition) -> Result:
-        del columns
-        binning = Binning(class_bins.counts.shape[-1])
-        return self.of_bins(Histogram(class_bins, binning.define(definition)))
+    def accumulator(self, bins: int = 15, **options: Any) -> AbstractHistogram:
+        return super().accumulator(bins, **options, scope="class-wise")
 
 
 class AbstractSide(AbstractFreelyBinned):

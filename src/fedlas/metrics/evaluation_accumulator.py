@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedlas.metrics.base import AbstractMetric, Resampling
+from fedlas.metrics.accumulators import MAXIMA, sums_of
+from fedlas.metrics.base import AbstractBinned, AbstractMean, AbstractMetric, EachSample, Resampling
 from fedlas.metrics.bin_sums import SUMS, Bins, exact
-from fedlas.metrics.binning import Binning, histogram_of
-from fedlas.metrics.inputs import Pairs, Rows, pairs
+from fedlas.metrics.binning import Binning, Histogram, histogram_of
+from fedlas.metrics.inputs import Pairs, Rows, pairs, rows
 from fedlas.metrics.intervals.methods import bootstrap
-from fedlas.metrics.paired import EachSample, check_draws, paired_method
+from fedlas.metrics.paired import check_draws, paired_method
 from fedlas.metrics.registry import all_metrics, default_comparison_metrics
 from fedlas.metrics.result import Comparison, Definition, Result
 from fedlas.predictions import AnyPredictions, Predictions
@@ -51,13 +52,13 @@ class EvaluationAccumulator:
             columns["log_uncertainty"] = top.log_uncertainty
         self._definitions.append(top.definition)
         if isinstance(part, Predictions):
-            probs = part.probs
-            self._keep_table(probs, part.labels)
-            class_bins = self.binning.fill_classes(probs, part.labels)
+            table = rows(part)
+            self._keep_table(table.probs, table.labels)
+            class_bins = self.binning.fill_classes(table.probs, table.labels)
             self.class_bins = class_bins if self.class_bins is None else self.class_bins + class_bins
             for metric in self.metrics.values():
-                if metric.needs_all_classes:
-                    columns |= metric.columns(part)
+                if isinstance(metric, AbstractMean) and _is_included(metric, table):
+                    columns |= metric.columns(table)
         self._parts.append(columns)
 
     def _keep_table(self, probs: Tensor, labels: Tensor) -> None:
@@ -107,14 +108,17 @@ class EvaluationAccumulator:
         Args:
             how: how to compute intervals, of metrics for which a method with known coverage exists; None for none.
         """
-        columns = {} if self.class_bins is None else self.columns()
+        columns = self.columns()
+        sums = sums_of(columns)
         results = {}
         for name, metric in self.metrics.items():
-            result = (
-                self._of_columns(metric, columns, how)
-                if metric.needs_all_classes
-                else _of_top_labels(metric, self.top, self.binning.bins, how)
-            )
+            result = None
+            if isinstance(metric, AbstractMean):
+                result = self._of_columns(metric, columns, sums, how)
+            elif not metric.needs_all_classes:
+                result = _of_top_labels(metric, self.top, self.binning.bins, how)
+            elif isinstance(metric, AbstractBinned):
+                result = self._of_class_bins(metric, how)
             if result is not None:
                 results[name] = result
         return results
@@ -158,13 +162,13 @@ class EvaluationAccumulator:
         return comparisons
 
     def _values(self, metric: AbstractMetric, columns: Mapping[str, Tensor]) -> Tensor:
-        return metric.column(columns) if metric.needs_all_classes else metric.contributions(self.top)
+        return columns[metric.column] if isinstance(metric, AbstractMean) else metric.contributions(self.top)
 
     def _column(self, name: str) -> Tensor:
         parts = [part[name] for part in self._parts]
         if parts[0].ndim:
             return torch.cat(parts)
-        return torch.stack(parts).amax() if name == "floor" else torch.stack(parts).sum()
+        return torch.stack(parts).amax() if name in MAXIMA else torch.stack(parts).sum()
 
     @property
     def top(self) -> Pairs:
@@ -176,24 +180,41 @@ class EvaluationAccumulator:
             self._top = Pairs(confidence, correct, definition, uncertainty)
         return self._top
 
+    @property
+    def _class_definition(self) -> Definition:
+        """Definition of results of the probabilities of all classes."""
+        scope = (self._definitions[0].scope or "").replace("top-label", "class-wise")
+        return replace(self._definitions[0], scope=scope, n=len(self.top.confidence))
+
     def _of_columns(
-        self, metric: AbstractMetric, columns: Mapping[str, Tensor], how: Resampling | None
+        self, metric: AbstractMean, columns: Mapping[str, Tensor], sums: Mapping[str, float], how: Resampling | None
     ) -> Result | None:
+        """Compute a mean from its columns, if they were stored."""
+        if metric.column not in columns:
+            return None
+        result = metric.of_sums(sums, self.class_bins, self._class_definition)
+        if how is None or metric.interval is None:
+            return result
+        return metric.interval.of_mean(result, exact(columns[metric.column]), how)
+
+    def _of_class_bins(self, metric: AbstractBinned, how: Resampling | None) -> Result | None:
+        """Compute a binned metric of all classes; its interval needs the probabilities."""
         if self.class_bins is None:
             return None
-        scope = (self._definitions[0].scope or "").replace("top-label", "class-wise")
-        definition = replace(self._definitions[0], scope=scope, n=len(columns["confidence"]))
-        result = metric.of_columns(columns, self.class_bins, definition)
-        if result is None or how is None or metric.interval is None:
-            return result
-        if not metric.is_binned:
-            return metric.interval.of_mean(result, exact(metric.column(columns)), how)
-        if not self._tables:
+        definition = self._class_definition
+        result = metric.of_bins(Histogram(self.class_bins, self.binning.define(definition)))
+        if how is None or metric.interval is None or not self._tables:
             return result
         probs, labels = (torch.cat(parts) for parts in zip(*self._tables, strict=True))
         measured = metric.interval.measure(metric, Rows(probs, labels, definition), None, how, bins=self.binning.bins)
         assert measured.interval is not None
         return result.with_interval(measured.interval, noise_floor=measured.details["noise_floor"])
+
+
+def _is_included(metric: AbstractMean, table: Rows) -> bool:
+    """Return whether a metric is defined for these labels, and says something about this number of classes."""
+    soft = table.labels.ndim == 2
+    return not (metric.needs_hard_labels and soft) and table.scores.shape[1] >= metric.fewest_classes
 
 
 def _of_top_labels(metric: AbstractMetric, samples: Pairs, bins: int, how: Resampling | None) -> Result | None:

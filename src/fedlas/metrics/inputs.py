@@ -87,17 +87,26 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Rows:
-    """Validated probabilities and labels, one row per sample.
+    """Validated scores and labels, one row per sample.
 
     Args:
-        probs: one row of class probabilities per sample.
+        scores: one row of class probabilities, or of logits, per sample.
         labels: class numbers, or rows of class probabilities (soft labels, or several labels at once).
         definition: definition of results, without the estimator.
+        are_logits: whether the scores are logits.
+        decimals: number of decimals that probabilities are rounded to; None if they are not.
     """
 
-    probs: Float[Tensor, "n classes"]
+    scores: Float[Tensor, "n classes"]
     labels: Int64[Tensor, " n"] | Float[Tensor, "n classes"]
     definition: Definition
+    are_logits: bool = False
+    decimals: int | None = None
+
+    @cached_property
+    def probs(self) -> Float[Tensor, "n classes"]:
+        """One row of class probabilities per sample."""
+        return softmax(self.scores) if self.are_logits else self.scores
 
 
 Counted = TypeVar("Counted", Predictions, TopLabelPredictions)
@@ -228,33 +237,21 @@ def rows(
             raise UserError('scope "multi-label" has no single label to ignore; remove the rows before')
         return _label_rows(probs, labels)
     if isinstance(probs, Predictions):
-        probs = _without_ignored(probs, labels, ignore_index)
-        return Rows(probs.probs, probs.labels, _definition(probs.probs, scope, probs.labels.ndim == 2, probs.split))
+        selected, are_logits = _without_ignored(probs, labels, ignore_index), probs.given_probs is None
+        soft = selected.labels.ndim == 2
+        definition = _definition(selected.scores, scope, soft, selected.split, are_logits=are_logits)
+        return Rows(selected.scores, selected.labels, definition, are_logits, selected.decimals)
     checked = _tables(probs, labels, ignore_index)
     check_probs(checked.probs, ignored=checked.ignored)
     return _rows(checked, scope)
 
 
 def rows_of_logits(logits: Array, labels: Array, scope: Scope = "class-wise", ignore_index: int | None = None) -> Rows:
-    """Return the probabilities of validated logits, one row per sample."""
-    probs = probs_of(logits, scope)
+    """Return validated logits, one row per sample; with several labels per sample, their probabilities."""
     if scope == "multi-label":
-        return _label_rows(probs, labels)
-    return _rows(_with_labels(probs, _labels(labels, probs), ignore_index), scope)
-
-
-def logit_rows(logits: Array, labels: Array, ignore_index: int | None = None) -> Rows:
-    """Return validated logits and labels, one row per sample; the rows hold logits, not probabilities."""
+        return _label_rows(probs_of(logits, scope), labels)
     scores = _table_of_logits(_finite(logits))
-    return _rows(_with_labels(scores, _labels(labels, scores), ignore_index), "class-wise")
-
-
-def logit_rows_of(predictions: Predictions, labels: Array | None, ignore_index: int | None) -> Rows:
-    """Return the logits and labels of predictions, one row per sample, without computing probabilities."""
-    selected = _without_ignored(predictions, labels, ignore_index)
-    definition = _definition(selected.logits, "class-wise", selected.labels.ndim == 2, selected.split)
-    dtype = str(torch.promote_types(selected.logits.dtype, torch.float32)).removeprefix("torch.")
-    return Rows(selected.logits, selected.labels, replace(definition, dtype=dtype))
+    return _rows(_with_labels(scores, _labels(labels, scores), ignore_index), scope, are_logits=True)
 
 
 def probs_of(logits: Array, scope: Scope = "top-label") -> Float[Tensor, "..."]:
@@ -318,11 +315,11 @@ def _pairs(checked: Checked, confidence: Tensor, prediction: Tensor, uncertainty
     return Pairs(confidence, select(correct), definition, None if uncertainty is None else select(uncertainty))
 
 
-def _rows(checked: Checked, scope: Scope) -> Rows:
+def _rows(checked: Checked, scope: Scope, *, are_logits: bool = False) -> Rows:
     table, truth = _table(checked.probs), _table(checked.labels) if checked.soft else checked.labels.reshape(-1)
     if checked.used is not None:
         table, truth = table[checked.used.reshape(-1)], truth[checked.used.reshape(-1)]
-    return Rows(table, truth, _definition(table, scope, checked.soft))
+    return Rows(table, truth, _definition(table, scope, checked.soft, are_logits=are_logits), are_logits)
 
 
 def _table(maps: Float[Tensor, "n classes *space"]) -> Float[Tensor, "rows classes"]:
@@ -445,12 +442,15 @@ def _check_range(name: str, values: Tensor) -> None:
     check_rows(name, values, good if good.ndim == 1 else good.all(dim=1), "is not between 0 and 1")
 
 
-def _definition(scores: Tensor, scope: Scope, soft: bool, split: str | None = None) -> Definition:
+def _definition(
+    scores: Tensor, scope: Scope, soft: bool, split: str | None = None, *, are_logits: bool = False
+) -> Definition:
+    dtype = torch.promote_types(scores.dtype, torch.float32) if are_logits else scores.dtype  # of the probabilities
     return Definition(
         estimator="",
         scope=f"{scope}, soft labels" if soft else scope,
         n=len(scores),
-        dtype=str(scores.dtype).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         split=split,
     )
 

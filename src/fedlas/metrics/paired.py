@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedlas.alignment import check_same_samples
 from fedlas.errors import UserError
-from fedlas.metrics.base import AbstractBinned, AbstractMetric, AbstractPairedMethod, Resampling
+from fedlas.metrics.base import AbstractBinned, AbstractMetric, AbstractPairedMethod, EachSample, Resampling
 from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.inputs import MetricInput
 from fedlas.metrics.intervals.inversion import confidence_curve, difference_interval, unbiased_totals
@@ -80,13 +80,6 @@ def paired_method(metric: AbstractMetric) -> AbstractPairedMethod:
     return paired
 
 
-class EachSample(NamedTuple):
-    """A mean over samples, and its value per sample."""
-
-    mean: Result
-    values: Float64[Tensor, " n"]
-
-
 def of_each_sample(
     metric: AbstractMetric, model: MetricInput, labels: Array | None = None, **options: Any
 ) -> EachSample:
@@ -146,8 +139,8 @@ class PairedMeans(AbstractPairedMethod):
     def compare_means(
         self,
         metric: AbstractMetric,
-        first: tuple[Result, Float64[Tensor, " n"]],
-        second: tuple[Result, Float64[Tensor, " n"]],
+        first: EachSample,
+        second: EachSample,
         how: Resampling,
     ) -> Comparison:
         level, resamples, rng = how.level, how.resamples or RESAMPLES, how.rng()

@@ -20,16 +20,16 @@ in bin b, m_bk its mean probability, w_bk the fraction of samples, f_k the overa
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from fedlas.errors import UserError
-from fedlas.metrics.accumulators import AbstractStore, BinStore, State, merge_definitions
-from fedlas.metrics.base import AbstractMean, AbstractMetric, AbstractTopLabel
-from fedlas.metrics.bin_sums import Bins, EdgeRule, class_statistics, equal_width_edges, exact
+from fedlas.metrics.accumulators import BinAccumulator, SumAccumulator, sums_of
+from fedlas.metrics.base import AbstractMean, AbstractTopLabel
+from fedlas.metrics.bin_sums import Bins, exact
 from fedlas.metrics.binning import Binning
 from fedlas.metrics.inputs import (
     MetricInput,
@@ -37,8 +37,6 @@ from fedlas.metrics.inputs import (
     Rows,
     Scope,
     correctness,
-    logit_rows,
-    logit_rows_of,
     rows,
     top_of_logits_by_kernel,
 )
@@ -46,7 +44,6 @@ from fedlas.metrics.intervals.methods import LossBootstrap, MeanBootstrap, Wilso
 from fedlas.metrics.intervals.resampling import Bounds
 from fedlas.metrics.paired import PairedMeans
 from fedlas.metrics.result import Definition, Result
-from fedlas.predictions import AnyPredictions, Predictions
 from fedlas.predictions.arrays import Array
 from fedlas.predictions.probabilities import least_log_prob, least_prob, slices_of
 
@@ -86,83 +83,58 @@ class Accuracy(AbstractTopLabel):
     def values_of(self, samples: Pairs) -> Tensor:
         return correctness(samples)
 
-    def store(self, *, scope: Scope = "top-label", ignore_index: int | None = None) -> BinStore:
+    def accumulator(self, *, scope: Scope = "top-label", ignore_index: int | None = None) -> BinAccumulator:
         if scope != "top-label":
             raise UserError(f'accuracy is accumulated for scope "top-label", not {scope!r}')
-        return BinStore(Binning(1), scope, ignore_index)
+        return BinAccumulator(self, Binning(1), scope, ignore_index)
 
-    def compute(self, store: Any) -> Result:
-        histogram, definition = store.histogram()
+    def compute(self, accumulator: Any) -> Result:
+        histogram, definition = accumulator.histogram()
         definition = replace(definition, estimator=self.title, bins=None, edges=None)
         return Result(float(histogram.correct_sum.sum()) / histogram.n, definition)
 
 
-class NLL(AbstractMetric):
-    """Mean negative log-likelihood of the labels, in nats."""
+class NLL(AbstractMean):
+    """Mean negative log-likelihood of the labels, in nats; that of logits needs no floor of the probabilities."""
 
     name = "nll"
     title = "NLL"
     explanation = "Mean negative log-likelihood of the labels, in nats: accuracy and calibration in one."
     unit = "nats"
-    needs_all_classes = True
     in_summary = True
     is_compared = True
     is_logged = True
     order = 70
     interval = LossBootstrap(NLL_BOUNDS)
     paired = PairedMeans(bounds=NLL_BOUNDS)
+    column_names = ("loss", "floored", "floor")
 
-    def __call__(self, probs: MetricInput, labels: Array | None = None, *, ignore_index: int | None = None) -> Result:
-        """Compute the metric; logits of `Predictions` are used directly and need no floor."""
-        losses, definition = losses_of(probs, labels, ignore_index)
-        return self.result(float(losses.values.mean()), losses.floored, losses.floor, definition)
+    def values(self, table: Rows) -> Tensor:
+        return losses_of(table).values
 
-    def result(self, value: float, floored: int, floor: float, definition: Definition) -> Result:
-        """Return the mean loss, and the floor of probabilities that was used."""
-        definition = replace(definition, estimator=self.title, scope=None, unit=self.unit)
-        return Result(value, definition, None, {"floor": floor, "floored": floored})
+    def columns(self, table: Rows) -> dict[str, Tensor]:
+        losses = losses_of(table)
+        floor = torch.tensor(losses.floor, dtype=torch.float64)
+        return {"loss": losses.values, "floored": torch.tensor(losses.floored), "floor": floor}
 
-    def contributions(self, probs: MetricInput, labels: Array | None = None, **options: Any) -> Tensor:
-        return losses_of(probs, labels, **options)[0].values
-
-    def store(self, *, ignore_index: int | None = None) -> "LossStore":
-        return LossStore(ignore_index)
-
-    def compute(self, store: "LossStore") -> Result:
-        if store.definition.n == 0:
-            raise UserError("no samples yet; call update first")
-        return self.result(store.total / store.definition.n, store.floored, store.floor, store.definition)
-
-    def columns(self, part: Predictions) -> dict[str, Tensor]:
-        probs = part.given_probs
-        losses = (
-            logit_losses(part.logits, part.labels) if probs is None else prob_losses(probs, part.labels, part.decimals)
-        )
-        sums = {"floored": torch.tensor(losses.floored), "floor": torch.tensor(losses.floor, dtype=torch.float64)}
-        return {"loss": losses.values, **sums}
-
-    def column(self, columns: Mapping[str, Tensor]) -> Tensor:
-        return columns["loss"]
-
-    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, definition: Definition) -> Result:
-        del class_bins
-        floored, floor = (float(columns.get(name, torch.zeros(()))) for name in ("floored", "floor"))
-        return self.result(float(columns["loss"].mean()), int(floored), floor, definition)
+    def of_sums(self, sums: Mapping[str, float], class_bins: Bins | None, definition: Definition) -> Result:
+        result = super().of_sums(sums, class_bins, definition)
+        return result.with_details(floor=sums.get("floor", 0.0), floored=int(sums.get("floored", 0)))
 
 
-class Brier(AbstractMetric):
+class Brier(AbstractMean):
     """Mean squared distance between probabilities and labels."""
 
     name = "brier"
     title = "Brier score"
     explanation = "Mean squared difference of the probabilities and the one-hot label, summed over classes."
     unit = ""
-    needs_all_classes = True
     in_summary = True
     is_compared = True
     order = 80
     interval = MeanBootstrap(Bounds(0.0, 0.5, 2.0))
     paired = PairedMeans(largest=2.0)
+    column_names = ("squared_error", "label_square")
 
     def __call__(
         self,
@@ -181,41 +153,28 @@ class Brier(AbstractMetric):
             ignore_index: label of samples that are ignored.
         """
         table = rows(probs, labels, ignore_index=ignore_index)
-        squares = squared_errors(table.probs, table.labels)
-        if bins is None:
-            return self._alone(float(squares.mean()), table.definition)
-        histogram = class_statistics(table.probs, table.labels, equal_width_edges(bins), EdgeRule.RIGHT)
-        return brier_result(float(squares.sum()), float(label_squares(table.labels).sum()), histogram, table.definition)
+        class_bins = None if bins is None else Binning(bins).fill_classes(table.probs, table.labels)
+        return self.of_sums(sums_of(self.columns(table)), class_bins, table.definition)
 
-    def _alone(self, value: float, definition: Definition) -> Result:
-        definition = replace(definition, estimator=self.title, scope=None, unit="", bins=None, edges=None, norm=None)
-        return Result(value, definition)
+    def values(self, table: Rows) -> Tensor:
+        return squared_errors(table.probs, table.labels)
+
+    def columns(self, table: Rows) -> dict[str, Tensor]:
+        return {"squared_error": self.values(table), "label_square": label_squares(table.labels)}
+
+    def of_sums(self, sums: Mapping[str, float], class_bins: Bins | None, definition: Definition) -> Result:
+        result = super().of_sums(sums, class_bins, definition)
+        return result if class_bins is None else decompose(result, sums["label_square"], class_bins)
 
     def contributions(
         self, probs: MetricInput, labels: Array | None = None, bins: int | None = None, **options: Any
     ) -> Tensor:
         del bins  # used by the decomposition only
-        table = rows(probs, labels, **options)
-        return squared_errors(table.probs, table.labels)
+        return super().contributions(probs, labels, **options)
 
-    def store(self, bins: int | None = None, *, ignore_index: int | None = None) -> "BrierStore":
-        return BrierStore(bins, ignore_index)
-
-    def compute(self, store: "BrierStore") -> Result:
-        histogram, definition = store.bins.histogram()
-        decomposed = brier_result(store.squares, store.label_squares, histogram, definition)
-        return decomposed if store.decomposed else self._alone(float(decomposed), definition)
-
-    def columns(self, part: Predictions) -> dict[str, Tensor]:
-        errors = squared_errors(part.probs, part.labels)
-        return {"squared_error": errors, "label_square": label_squares(part.labels)}
-
-    def column(self, columns: Mapping[str, Tensor]) -> Tensor:
-        return columns["squared_error"]
-
-    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, definition: Definition) -> Result:
-        squares, lengths = columns["squared_error"], columns["label_square"]
-        return brier_result(float(squares.sum()), float(lengths.sum()), class_bins, definition)
+    def accumulator(self, bins: int | None = None, *, ignore_index: int | None = None) -> SumAccumulator:
+        binning = None if bins is None else Binning(bins)
+        return SumAccumulator(self, self.column_names, ignore_index, binning)
 
 
 class Top5(AbstractMean):
@@ -227,23 +186,14 @@ class Top5(AbstractMean):
     higher_is_better = True
     needs_hard_labels = True
     order = 220
+    column_names = ("among_first",)
+    fewest_classes = TOP + 1
 
     def values(self, table: Rows) -> Tensor:
         return among_first(table, TOP)
 
     def result(self, value: float, definition: Definition) -> Result:
         return Result(value, replace(definition, estimator=self.title, scope=f"top-{TOP}"))
-
-    def columns(self, part: Predictions) -> dict[str, Tensor]:
-        if part.labels.ndim > 1 or part.probs.shape[1] <= TOP:
-            return {}
-        return {"among_first": self.values(rows(part))}
-
-    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, definition: Definition) -> Result | None:
-        del class_bins
-        if "among_first" not in columns:
-            return None
-        return self.result(float(exact(columns["among_first"]).mean()), definition)
 
 
 accuracy, nll, brier, top_5 = Accuracy(), NLL(), Brier(), Top5()
@@ -313,96 +263,11 @@ def _log_likelihoods(logits: Float[Tensor, "n classes"], labels: Tensor) -> Floa
     return torch.where(labels == 0, 0.0, logs * labels).sum(1)  # define 0 * inf as 0
 
 
-def losses_of(probs: MetricInput, labels: Array | None, ignore_index: int | None = None) -> tuple[Losses, Definition]:
-    """Return the negative log-likelihood of each sample of validated predictions."""
-    if isinstance(probs, Predictions) and probs.given_probs is None:
-        table = logit_rows_of(probs, labels, ignore_index)
-        return logit_losses(table.probs, table.labels), table.definition
-    table = rows(probs, labels, ignore_index=ignore_index)
-    decimals = probs.decimals if isinstance(probs, Predictions) else None
-    return prob_losses(table.probs, table.labels, decimals), table.definition
-
-
-class LossStore(AbstractStore):
-    """Stores the sum of the losses of all samples."""
-
-    def __init__(self, ignore_index: int | None) -> None:
-        super().__init__("class-wise", ignore_index)
-        self.total, self.floored, self.floor = 0.0, 0, 0.0
-
-    def take(self, batch: Pairs | Rows) -> None:
-        assert isinstance(batch, Rows)
-        self._add_losses(prob_losses(batch.probs, batch.labels), batch.definition)
-
-    def add(self, probs: AnyPredictions | Array, labels: Array | None) -> None:
-        self._add_losses(*losses_of(probs, labels, self.ignore_index))
-
-    def add_logits(self, logits: Array, labels: Array) -> None:
-        table = logit_rows(logits, labels, self.ignore_index)
-        self._add_losses(logit_losses(table.probs, table.labels), table.definition)
-
-    def state(self) -> State:
-        values = {"total": self.total, "floored": float(self.floored), "floor": self.floor}
-        state: State = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-        return state | {"samples": torch.tensor(self.definition.n)}
-
-    def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
-        names = ("total", "floored", "floor", "samples")
-        self.total, floored, self.floor, n = (float(cast("Tensor", state[name])) for name in names)
-        self.floored, self.definition = int(floored), replace(self.definition, n=int(n))
-
-    def merge(self, other: AbstractStore) -> None:
-        same_kind = self.same(other)
-        self._add_sums(same_kind.total, same_kind.floored, same_kind.floor, same_kind.definition)
-
-    def _add_losses(self, losses: Losses, definition: Definition) -> None:
-        self._add_sums(float(losses.values.sum()), losses.floored, losses.floor, definition)
-
-    def _add_sums(self, total: float, floored: int, floor: float, definition: Definition) -> None:
-        self.total += total
-        self.floored += floored
-        self.floor = max(self.floor, floor)
-        self.definition = merge_definitions(self.definition, definition)
-
-
-class BrierStore(AbstractStore):
-    """Stores the sum of squared errors, and the bins of the decomposition."""
-
-    def __init__(self, bins: int | None, ignore_index: int | None) -> None:
-        super().__init__("class-wise", ignore_index)
-        self.decomposed = bins is not None
-        self.bins = BinStore(Binning(bins or 1), "class-wise", ignore_index)
-        self.squares, self.label_squares = 0.0, 0.0
-
-    def take(self, batch: Pairs | Rows) -> None:
-        assert isinstance(batch, Rows)
-        self.bins.take(batch)
-        self.squares += float(squared_errors(batch.probs, batch.labels).sum())
-        self.label_squares += float(label_squares(batch.labels).sum())
-
-    def merge(self, other: AbstractStore) -> None:
-        same_kind = self.same(other)
-        self.bins.merge(same_kind.bins)
-        self.squares += same_kind.squares
-        self.label_squares += same_kind.label_squares
-
-    def state(self) -> State:
-        return self.bins.state() | self._sums() if self.bins.sums is not None else {}
-
-    def _sums(self) -> State:
-        values = {"squares": self.squares, "label_squares": self.label_squares}
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-
-    def empty_state(self, num_classes: int | None = None) -> State:
-        return self.bins.empty_state(num_classes) | self._sums()
-
-    def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
-        self.bins.set_state({name: value for name, value in state.items() if "squares" not in name})
-        if state:
-            self.squares, self.label_squares = (float(cast("Tensor", state[n])) for n in ("squares", "label_squares"))
-
-    def settings(self) -> tuple[object, ...]:
-        return (*super().settings(), self.bins.binning)
+def losses_of(table: Rows) -> Losses:
+    """Return the negative log-likelihood of each sample."""
+    if table.are_logits:
+        return logit_losses(table.scores, table.labels)
+    return prob_losses(table.scores, table.labels, table.decimals)
 
 
 def squared_errors(
@@ -436,17 +301,21 @@ def _wide(table: Float[Tensor, "n classes"], other: Tensor | None = None) -> Flo
     return table.to(dtype if other is None else torch.promote_types(dtype, other.dtype))
 
 
-def brier_result(squares: float, label_length: float, histogram: Bins, definition: Definition) -> Result:
-    """Return the Brier score and its decomposition from sums over all samples."""
-    value = squares / histogram.n
+def decompose(brier: Result, label_square: float, histogram: Bins) -> Result:
+    """Return a Brier score with its decomposition.
+
+    Args:
+        brier: the Brier score.
+        label_square: sum of the squared norms of the labels as rows.
+        histogram: bins of the probabilities of every class.
+    """
     frequency = histogram.correct_sum.sum(-1, keepdim=True) / histogram.n
     reliability = float((histogram.fraction * histogram.gap**2).sum())
     resolution = float((histogram.fraction * (histogram.accuracy - frequency) ** 2).sum())
-    uncertainty = label_length / histogram.n - float((frequency**2).sum())
+    uncertainty = label_square / histogram.n - float((frequency**2).sum())
     parts = {"reliability": reliability, "resolution": resolution, "uncertainty": uncertainty}
-    parts["within_bins"] = value - (reliability - resolution + uncertainty)
+    parts["within_bins"] = float(brier) - (reliability - resolution + uncertainty)
     bins = histogram.counts.shape[-1]
-    definition = replace(
-        definition, estimator="Brier score", scope=None, unit="", bins=bins, edges=f"equal-width bins {histogram.rule}"
+    return Result(
+        brier, replace(brier.definition, bins=bins, edges=f"equal-width bins {histogram.rule}"), details=parts
     )
-    return Result(value, definition, None, parts)

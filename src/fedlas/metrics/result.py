@@ -8,7 +8,7 @@ rules of `fedlas.formatting`.
 import html
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -288,35 +288,6 @@ class Comparison:
         """Return the difference and its interval as text; differences of percentages are in points."""
         percent = self.first.definition.unit == "fraction"
         return formatting.difference(self.difference, self.interval.low, self.interval.high, percent=percent)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows of strings as lines with aligned columns."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def html_table(rows: Sequence[Sequence[str]], caption: str = "") -> str:
-    """Format rows of strings as an HTML table; the first row is the header, and all text is escaped."""
-    cells = [[html.escape(cell) for cell in row] for row in rows]
-    head = "".join(f'<th scope="col">{cell}</th>' for cell in cells[0])
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells[1:])
-    title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
-    return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def latex_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a LaTeX tabular; in `rows`, only the first column is escaped, the others must be LaTeX."""
-    body = [[_latex(row[0]), *row[1:]] for row in rows]
-    lines = [" & ".join(cells) + r" \\" for cells in [[_latex(cell) for cell in head], *body]]
-    columns = "l" + "r" * (len(head) - 1)
-    return "\n".join(
-        [rf"\begin{{tabular}}{{{columns}}}", r"\hline", lines[0], r"\hline", *lines[1:], r"\hline", r"\end{tabular}"]
-    )
-
-
-def _latex(text: str) -> str:
-    return "".join(f"\\{sign}" if sign in "&%$#_{}" else sign for sign in text)
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,7 @@ Each of them changes two gaps by at most 1/n, which bounds the error. Cells of t
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float64
@@ -18,9 +18,8 @@ from torch import Tensor
 from fedlas.errors import UserError
 from fedlas.metrics.accumulators import (
     AbstractHistogram,
-    AbstractStore,
-    BinStore,
-    MassStore,
+    BinAccumulator,
+    PairAccumulator,
     State,
     as_pairs,
     merge_definitions,
@@ -35,11 +34,11 @@ CELLS_PER_OCTAVE = 4096
 OCTAVES = 24
 
 
-class SketchStore(AbstractHistogram):
+class SketchAccumulator(AbstractHistogram):
     """Stores sums in fine cells, and the smallest and largest confidence in each."""
 
-    def __init__(self, bins: int, scope: Scope, ignore_index: int | None) -> None:
-        super().__init__(scope, ignore_index)
+    def __init__(self, metric: Any, bins: int, scope: Scope, ignore_index: int | None) -> None:
+        super().__init__(metric, scope, ignore_index)
         self.binning = Binning(bins, "mass")
         self.edges = fine_edges()
         self.cells: Bins | None = None
@@ -54,10 +53,9 @@ class SketchStore(AbstractHistogram):
         high = torch.full_like(cells.confidence_sum, -torch.inf).scatter_reduce(0, index, values, "amax")
         self._take(cells, low, high, batch.definition)
 
-    def merge(self, other: AbstractStore) -> None:
-        same_kind = self.same(other)
-        if same_kind.cells is not None:
-            self._take(same_kind.cells, same_kind.low, same_kind.high, same_kind.definition)
+    def add(self, other: Any) -> None:
+        if other.cells is not None:
+            self._take(other.cells, other.low, other.high, other.definition)
 
     def histogram(self) -> Histogram:
         cells, last, _ = self._ends()
@@ -83,7 +81,11 @@ class SketchStore(AbstractHistogram):
         return (*super().settings(), self.binning)
 
     def state(self) -> State:
-        return {} if self.cells is None else {**BinStore.state_of(self.cells), "low": [self.low], "high": [self.high]}
+        return (
+            {}
+            if self.cells is None
+            else {**BinAccumulator.state_of(self.cells), "low": [self.low], "high": [self.high]}
+        )
 
     def empty_state(self, num_classes: int | None = None) -> State:
         del num_classes
@@ -128,19 +130,19 @@ def fine_edges() -> Float64[Tensor, " edges"]:
     return torch.cat([torch.zeros(1, dtype=torch.float64), 1 - distance.flip(0)])
 
 
-def histogram_store(
-    binning: Binning, scope: Scope, ignore_index: int | None, memory: Memory = "exact"
+def histogram_accumulator(
+    metric: Any, binning: Binning, scope: Scope, ignore_index: int | None, memory: Memory = "exact"
 ) -> AbstractHistogram:
-    """Return a store for bins: sums if the edges are fixed, else all samples or a sketch."""
+    """Return an accumulator of bins: sums if the edges are fixed, else all samples or a sketch."""
     if memory == "bounded":
         if binning.compat is not None:
             raise UserError(f'memory="bounded" cannot follow the rules of {binning.compat}')
         if binning.kind == "width":
             raise UserError('memory="bounded" is for equal-mass bins; those of equal width always have bounded memory')
     elif binning.kind == "width":
-        return BinStore(binning, scope, ignore_index)
+        return BinAccumulator(metric, binning, scope, ignore_index)
     if scope in EVERY_CLASS:
         raise UserError("equal-mass bins of every class need all probabilities at once: use the function")
     if memory == "bounded":
-        return SketchStore(binning.bins, scope, ignore_index)
-    return MassStore(binning, scope, ignore_index)
+        return SketchAccumulator(metric, binning.bins, scope, ignore_index)
+    return PairAccumulator(metric, scope, ignore_index, binning=binning)

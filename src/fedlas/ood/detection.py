@@ -36,8 +36,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlas.errors import UserError, UserTypeError
+from fedlas.formatting import align_columns, html_table
 from fedlas.metrics.bin_sums import exact
-from fedlas.metrics.result import Definition, Interval, Result, aligned, check_level, html_table
+from fedlas.metrics.result import Definition, Interval, Result, check_level
 from fedlas.ood.scores import available_scores, score_of
 from fedlas.predictions import AnyPredictions, Predictions, check_same_classes
 from fedlas.predictions.arrays import Array, are_probabilities, as_tensor, check_rows, float32_or_better
@@ -282,7 +283,7 @@ class Detection:
     def __str__(self) -> str:
         first = next(iter(self.sets.values()))[self.scores[0]]
         level = f"[low, high] at {100 * first.auroc.interval.level:g} %; " if first.auroc.interval else ""
-        return "\n".join([*aligned(self.rows()), f"{level}AUPR: average precision; {_describe_rate(first.fpr)}"])
+        return "\n".join([*align_columns(self.rows()), f"{level}AUPR: average precision; {_describe_rate(first.fpr)}"])
 
 
 def detect(

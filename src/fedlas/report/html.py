@@ -20,22 +20,20 @@ import re
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from fedlas.comparison import compare_models
 from fedlas.errors import UserError, UserTypeError
-from fedlas.evaluation import Report
+from fedlas.evaluation_report import Report
 from fedlas.extras import optional_module
 from fedlas.formatting import count, level
 from fedlas.io.atomic import write_atomic
 from fedlas.metrics.base import Resampling
 from fedlas.metrics.registry import all_metrics, summary_metrics
 from fedlas.metrics.result import Result
-from fedlas.predictions import AnyPredictions
-from fedlas.report.evaluation_result import EvaluationResult
+from fedlas.report.evaluation_result import EvaluationResult, Models, named_models
 from fedlas.report.model import Model
 from fedlas.report.page_data import (
     Plain,
@@ -53,77 +51,14 @@ from fedlas.report.page_data import (
 )
 from fedlas.report.page_script import FOLDER, join_modules
 from fedlas.report.recalibration import recommendations
+from fedlas.report.sample_pictures import Pictures, Samples, samples_by_model
 from fedlas.report.slices import RESAMPLES, SMALL, slices
 from fedlas.report.summary_text import direction, headline, sentences
-from fedlas.report.thumbnails import picture_of
 
 CLASS_DIAGRAMS = 3_000  # largest number of diagrams of classes on a page, over all models
 MOST_SAMPLES = 50
 MOST_SLICES = 50  # largest number of slices on a page, over all models; each model has at least 10
-PICTURE_BYTES = 1_500_000  # total size of all pictures on a page
 LONG = 2_000  # characters of a command, or of a value in a recipe
-
-
-ModelLike = AnyPredictions | Report | Model
-Models = ModelLike | Mapping[str, ModelLike] | EvaluationResult
-
-
-@dataclass(frozen=True)
-class _Samples:
-    """Names, image files and images of the samples of a model.
-
-    Args:
-        key: prefix of the picture keys, which makes them unique on the page.
-        ids: one name per sample.
-        paths: one image file per sample.
-        images: one image per sample.
-        folders: folders that may contain the image files; None if paths are trusted and used unchanged.
-    """
-
-    key: str
-    ids: Sequence[object] | None
-    paths: Sequence[str | Path] | None
-    images: Any
-    folders: Sequence[Path] | None = None
-
-    def identification(self, row: int) -> Plain:
-        """Return the name, path and picture key of a sample."""
-        names = {"id": self.ids, "path": self.paths}
-        identification = {field: text_data(values[row]) for field, values in names.items() if values is not None}
-        return identification | {"picture": f"{self.key}{row}"}
-
-    @property
-    def pictured(self) -> bool:
-        """Whether the samples have images."""
-        return self.images is not None or self.paths is not None
-
-    def outside(self, row: int) -> bool:
-        """Return whether the image file of a sample lies outside of the allowed folders."""
-        return self.images is None and self.paths is not None and self._file(self.paths[row]) is None
-
-    def picture(self, row: int) -> str | None:
-        """Return the thumbnail of a sample as a data URL; None if there is no image or its file cannot be read."""
-        if self.images is not None:
-            return picture_of(self.images[row])
-        file = None if self.paths is None else self._file(self.paths[row])
-        if file is None:
-            return None
-        try:
-            return picture_of(file)
-        except Exception:  # the page reports pictures of missing or damaged files as left out
-            return None
-
-    def _file(self, path: str | Path) -> Path | None:
-        """Resolve the path of an image file; None if it, with links resolved, is outside of the allowed folders."""
-        if self.folders is None:
-            return Path(path)
-        try:
-            roots = [folder.resolve() for folder in self.folders]
-            candidates = [(root / path).resolve() for root in roots]
-            inside = [candidate for candidate in candidates if any(candidate.is_relative_to(root) for root in roots)]
-            return next((candidate for candidate in inside if candidate.is_file()), inside[0] if inside else None)
-        except (OSError, ValueError, RuntimeError):  # an invalid file name, or a loop of symbolic links
-            return None
 
 
 def report_page(
@@ -163,7 +98,7 @@ def report_page(
     if not 0 <= samples <= MOST_SAMPLES:
         raise UserError(f"samples is {samples}; a number from 0 to {MOST_SAMPLES} is needed")
     models_by_name = named_models(models)
-    samples_by_model = _samples(models_by_name, ids, paths, images)
+    samples_of_models = samples_by_model(models_by_name, ids, paths, images)
     if bins is None:
         bins = next((model.report["ece"].definition.bins for model in models_by_name.values() if model.report), None)
     options: Plain = {"bins": bins or 15, "level": level, "resamples": resamples, "seed": seed}
@@ -175,7 +110,7 @@ def report_page(
     data = {
         "title": text_data(title),
         "level": level,
-        **_models_data(models_by_name, reports, samples_by_model, samples, options),
+        **_models_data(models_by_name, reports, samples_of_models, samples, options),
         "comparison": comparison_data(list(models_by_name), comparisons),
     }
     if data["outside"]:
@@ -187,30 +122,6 @@ def report_page(
         )
     environment_entries = _environment() | {str(name): value for name, value in (environment or {}).items()}
     return _filled(data, models_by_name, reports, command, environment_entries)
-
-
-def _samples(
-    models_by_name: Mapping[str, Model], ids: Sequence[object] | None, paths: Sequence[str | Path] | None, images: Any
-) -> dict[str, _Samples]:
-    """Return the ids, paths and images of the samples; arguments take precedence over those of each model."""
-    for argument, values in {"ids": ids, "paths": paths, "images": images}.items():
-        for name, model in models_by_name.items():
-            if values is not None and model.predictions is not None and len(values) != len(model.predictions):
-                raise UserError(f"{argument} has {len(values)} entries, {name} has {len(model.predictions)} samples")
-    samples: dict[str, _Samples] = {}
-    sources: list[object] = []
-    for name, model in models_by_name.items():
-        predictions = model.predictions
-        sample_ids = ids if ids is not None else None if predictions is None else predictions.ids
-        if images is not None or paths is not None or predictions is None or predictions.paths is None:
-            samples[name] = _Samples("", sample_ids, paths, images)
-            continue
-        source = (predictions.paths, model.image_folders)
-        if source not in sources:
-            sources.append(source)
-        # Models with the same image files share their pictures.
-        samples[name] = _Samples(f"{sources.index(source)}-", sample_ids, predictions.paths, None, model.image_folders)
-    return samples
 
 
 def save_page(models: Models, path: str | Path, **options: Any) -> Path:
@@ -236,35 +147,10 @@ def unbroken(text: str) -> str:
     return re.sub(r"(?<=\d) (?=%|points)|(?<=T) = ", lambda match: match[0].replace(" ", "\u00a0"), text)
 
 
-def named_models(models: Models) -> dict[str, Model]:
-    """Return a `Model` for each name."""
-    inputs: Any = models.models if isinstance(models, EvaluationResult) else models
-    if not isinstance(inputs, Mapping):
-        inputs = {"model": inputs}
-    if not inputs:
-        raise UserError("no model is given")
-    models_by_name: dict[str, Model] = {}
-    for name, given in inputs.items():
-        model = given
-        if isinstance(given, AnyPredictions):
-            model = Model(predictions=given)
-        elif isinstance(given, Report):
-            model = Model(report=given)
-        elif not isinstance(given, Model):
-            raise UserTypeError(
-                f"{name} is {type(given).__name__}; Predictions, a Report or a Model is expected, such as "
-                "Predictions.from_probs(probs, labels)"
-            )
-        if model.predictions is None and model.report is None:
-            raise UserError(f"{name} has neither predictions nor a report")
-        models_by_name[str(name)] = model
-    return models_by_name
-
-
 def _models_data(
     models_by_name: Mapping[str, Model],
     reports: Mapping[str, Report],
-    samples_by_model: Mapping[str, _Samples],
+    samples_of_models: Mapping[str, Samples],
     count: int,
     options: Plain,
 ) -> Plain:
@@ -279,15 +165,18 @@ def _models_data(
         if class_names is not None and class_names not in names:
             names.append(class_names)
         page_model["names"] = None if class_names is None else names.index(class_names)
-    pictures: dict[str, str] = {}
-    left_out = outside = 0
-    for page_model, samples in zip(models, samples_by_model.values(), strict=True):
+    pictures = Pictures()
+    for page_model, samples in zip(models, samples_of_models.values(), strict=True):
         for sample in (sample for kind in page_model.get("samples", {}).values() for sample in kind):
             sample.update(samples.identification(sample["row"]))
-            missing = samples.pictured and not _keep_picture(pictures, samples, sample)
-            is_outside = missing and samples.outside(sample["row"])
-            outside, left_out = outside + is_outside, left_out + (missing and not is_outside)
-    return {"names": names, "models": models, "pictures": pictures, "lost": left_out, "outside": outside}
+            pictures.add(samples, sample)
+    return {
+        "names": names,
+        "models": models,
+        "pictures": pictures.by_key,
+        "lost": pictures.left_out,
+        "outside": pictures.outside,
+    }
 
 
 def _model(name: str, model: Model, report: Report, *, models: int, count: int, options: Plain) -> Plain:
@@ -308,17 +197,6 @@ def _model(name: str, model: Model, report: Report, *, models: int, count: int, 
         data["confusions"] = confusion_data(predictions)
         data["samples"] = sample_data(predictions, count=count)
     return data
-
-
-def _keep_picture(pictures: dict[str, str], samples: _Samples, sample: Plain) -> bool:
-    """Add the picture of a sample to the page; return False if there is none or the size limit is reached."""
-    if sample["picture"] in pictures:
-        return True
-    picture = samples.picture(sample["row"])
-    if picture is None or sum(map(len, pictures.values())) + len(picture) > PICTURE_BYTES:
-        return False
-    pictures[sample["picture"]] = picture
-    return True
 
 
 def _filled(

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fedlas.errors import UserTypeError
-from fedlas.evaluation import FOLDS, Report, evaluate
+from fedlas.evaluation import FOLDS, evaluate
+from fedlas.evaluation_report import Report
 from fedlas.predictions import AnyPredictions
 from fedlas.predictions.arrays import Array
 

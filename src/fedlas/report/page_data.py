@@ -15,7 +15,7 @@ from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from fedlas.comparison import PairedTest
-from fedlas.evaluation import Report, State
+from fedlas.evaluation_report import Report, State
 from fedlas.metrics.bin_sums import (
     Bins,
     EdgeRule,

@@ -4,7 +4,7 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from fedlas.evaluation import Report, State
+from fedlas.evaluation_report import Report, State
 from fedlas.formatting import significant
 from fedlas.predictions import AnyPredictions
 from fedlas.report.summary_text import direction, effect

@@ -9,7 +9,7 @@ import math
 from statistics import NormalDist
 from typing import Literal
 
-from fedlas.evaluation import Report, State
+from fedlas.evaluation_report import Report, State
 from fedlas.formatting import count, decimals, fixed, interval, level, number, p_value, percent, significant
 from fedlas.metrics.bin_sums import Bins
 from fedlas.metrics.result import Result

@@ -24,10 +24,9 @@ from statistics import fmean, stdev
 from typing import Literal, NamedTuple
 
 from fedlas.errors import UserError
-from fedlas.formatting import PERCENT_DECIMALS, fixed
+from fedlas.formatting import PERCENT_DECIMALS, align_columns, escape_latex, fixed
 from fedlas.io.atomic import write_atomic
 from fedlas.metrics.mean_rank import mean_ranks
-from fedlas.metrics.result import aligned
 
 Detail = Literal["ours", "both", "full"]
 
@@ -37,14 +36,6 @@ METHOD = "method"
 PARTS = {"ours": ("ours",), "both": ("ours", "paper"), "full": ("ours", "interval", "paper", "difference")}
 FIELDS = ("row", "title", "group", "column", "mean", "spread", "n", "planned", "low", "high")
 COMPARED = ("paper", "difference", "inside_noise")
-# After `\\`, TeX parses `[` and `*` as arguments; the OT1 font encoding shows other characters for `<`, `>` and `|`.
-LATEX = str.maketrans(
-    {sign: f"\\{sign}" for sign in "&%$#_{}"}
-    | {sign: f"{{{sign}}}" for sign in "[]*"}
-    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", '"': "''"}
-    | {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", "−": "$-$", "±": r"$\pm$", "×": r"$\times$"}
-    | {"α": r"$\alpha$", "β": r"$\beta$", "γ": r"$\gamma$", "θ": r"$\theta$", "λ": r"$\lambda$", "τ": r"$\tau$"}
-)
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>%s</title><style>
 body { font: 15px/1.4 system-ui, sans-serif; margin: 2em; color-scheme: light dark }
@@ -186,7 +177,7 @@ def _markdown(text: str) -> str:
 
 
 def _latex(text: str) -> str:
-    return _plain(text).translate(LATEX)
+    return escape_latex(_plain(text))
 
 
 def _html(text: str) -> str:
@@ -269,7 +260,7 @@ class Table:
         head_rows = [[label for head, span in level for label in (head, *[""] * (span - 1))] for level in heads]
         columns = [_align_numbers([line[position] for line in lines]) for position in range(labels, len(head_rows[-1]))]
         body = [[*line[:labels], *(column[number] for column in columns)] for number, line in enumerate(lines)]
-        text_lines = aligned([*head_rows, *body])
+        text_lines = align_columns([*head_rows, *body])
         text_lines.insert(len(head_rows), "-" * max(map(len, text_lines)))
         return "\n".join([*filter(None, [_plain(self.title)]), *text_lines, *notes]) + "\n"
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedlas import formatting
-from fedlas.evaluation import State
+from fedlas.evaluation_report import State
 from fedlas.extras import optional_module
 from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.inputs import MetricInput, pairs

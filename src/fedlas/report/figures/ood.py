@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedlas.errors import UserError
-from fedlas.evaluation import Report
+from fedlas.evaluation_report import Report
 from fedlas.formatting import number
 from fedlas.predictions import AnyPredictions
 from fedlas.predictions.arrays import Array

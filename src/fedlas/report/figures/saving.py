@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from fedlas.errors import UserError
-from fedlas.evaluation import Report, State
+from fedlas.evaluation_report import Report, State
 from fedlas.predictions import Predictions
 from fedlas.report import page_data
+from fedlas.report.evaluation_result import Models, named_models
 from fedlas.report.figures import confidence, gate, indicator, ood, reliability, selective, training
 from fedlas.report.figures.reliability import Reliability
 from fedlas.report.figures.style import save_with_data
-from fedlas.report.html import Models, named_models
 from fedlas.report.model import Model
 
 ROWS = 4  # largest number of rows of diagrams in one figure
