@@ -247,6 +247,7 @@ def test_calibrating_on_copies_of_evaluated_samples_warns(kind):
 
 def test_a_fitted_calibrator_knows_its_samples(tmp_path):
     """Regression: only an equal name of the split was detected."""
+
     def unnamed(seed: int) -> Predictions:
         return with_metadata(make_predictions(200, seed=seed), split=None)
 

@@ -8,7 +8,7 @@ import base64
 import html
 import json
 import math
-from collections.abc import Iterator, KeysView, Mapping
+from collections.abc import Collection, Iterator, KeysView, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -263,10 +263,14 @@ class Report:
 
     @property
     def notes(self) -> list[str]:
-        """Notes about the intervals of the table."""
+        """Notes about values and intervals of the table."""
+        return self.notes_on(summary_metrics())
+
+    def notes_on(self, metrics: Collection[str]) -> list[str]:
+        """Return notes about values and intervals of some metrics."""
         states_of: dict[tuple[str, str], list[str]] = {}
         for state in self.states:
-            for result in (state.results[name] for name in summary_metrics() if name in state.results):
+            for result in (state.results[name] for name in metrics if name in state.results):
                 if result.note:
                     states_of.setdefault((result.definition.estimator, result.note), []).append(state.name)
         return [f"{metric} ({', '.join(states)}): {note}." for (metric, note), states in states_of.items()]

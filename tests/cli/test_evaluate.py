@@ -390,6 +390,12 @@ def test_calibrate_fit_reports_temperature_and_apply_keeps_probabilities(files):
     assert (files / "logits.csv").read_text().startswith("logit_0,")
     result = call("calibrate", "apply", files / "c.safetensors", files / "val.csv", "--out", files / "fitted.csv")
     assert re.search(r"fitted on the samples of .*val\.csv", result.stderr)
+    assert "not written" not in result.stderr
+    table = (files / "probs.csv").read_text().splitlines()
+    lines = [table[0] + ",age", *(f"{line},{number / 7}" for number, line in enumerate(table[1:]))]
+    (files / "more.csv").write_text("\n".join(lines))
+    result = call("calibrate", "apply", files / "c.safetensors", files / "more.csv", "--out", files / "less.csv")
+    assert "not written: age" in result.stderr
 
 
 def test_file_contents_cannot_emit_terminal_escapes(tmp_path):

@@ -123,3 +123,15 @@ def test_two_classes_are_ranked_alike_by_one_logit_or_two():
         stream = metrics.aurc.accumulator(scope="positive", ignore_index=255).update_logits(head_logits, labels)
         stream.update_logits(head_logits[:3], torch.full((3,), 255))
         assert stream.compute() == pytest.approx(aurc(predictions))
+
+
+def test_confidences_rounded_to_one_are_noted():
+    """Regression: the AURC of probabilities whose ranking was lost had no note."""
+    logits = 40 * torch.randn(400, 5, generator=torch.Generator().manual_seed(0))
+    labels = (logits / 20).softmax(1).multinomial(1, generator=torch.Generator().manual_seed(1))[:, 0]
+    rounded = aurc(logits.softmax(1), labels)
+    fraction = float((logits.softmax(1).amax(1) == 1).double().mean())
+    assert rounded.details["saturated"] == pytest.approx(fraction)
+    assert f"{fraction:.0%} of the confidences" in rounded.note
+    assert not aurc(Predictions(logits, labels)).note
+    assert not aurc((logits / 40).softmax(1), labels).note

@@ -57,6 +57,15 @@ def test_merge_adds_into_the_first_and_returns_it(metric, golden):
     assert float(metric.accumulator().merge(second).compute()) == pytest.approx(float(second.compute()), abs=1e-12)
 
 
+def test_probabilities_given_as_logits_warn_in_the_first_batch():
+    """Regression: their softmax was evaluated silently."""
+    probs, labels = cases.saturated(200, 4, 0)
+    accumulator = metrics.ece.accumulator()
+    with pytest.warns(UserWarning, match="use update"):
+        accumulator.update_logits(probs, labels)
+    accumulator.update_logits(probs, labels)  # warnings are errors
+
+
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
 def test_compute_without_samples_raises(metric):
     with pytest.raises(ValueError, match="update"):

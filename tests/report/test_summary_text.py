@@ -137,6 +137,28 @@ def test_miscalibrated_positive_class_is_reported_for_binary_models():
     assert any(classwise_ece in sentence for sentence in sentences(report))
 
 
+def test_probability_and_frequency_of_a_rare_class_are_reported():
+    """Regression: a risk that is too high everywhere was reported as under-confidence alone."""
+    generator = torch.Generator().manual_seed(0)
+    risk = 0.4 * torch.rand(3000, generator=generator, dtype=torch.float64)
+    labels = (torch.rand(3000, generator=generator, dtype=torch.float64) < risk / 8).long()
+    report = evaluate(Predictions.from_probs(torch.stack([1 - risk, risk], 1), labels), resamples=100)
+    mean, rate = (f"{100 * float(values.double().mean()):.3g} %" for values in (risk, labels))
+    assert any(f"second class is {mean}; {rate} of the samples" in line for line in sentences(report))
+    assert re.match("under-confident by .* predicted class", headline(report))
+    assert not any("second class" in line for line in sentences(cached_report(300)))
+
+
+def test_a_calibrator_that_raises_the_nll_is_not_praised_without_saying_so(report):
+    before, after = report.before, report.after["isotonic"]
+    assert "raises the NLL" not in " ".join(sentences(report))
+    results = {**after.results, "nll": Result(2 * float(before["nll"]), before["nll"].definition)}
+    worse = dataclasses.replace(report, after={"isotonic": dataclasses.replace(after, results=results)})
+    assert effect(worse.after["isotonic"]) in {"all", "most"}
+    assert "but raises the NLL" in headline(worse)
+    assert any("but raises the NLL" in line for line in sentences(worse))
+
+
 def test_summary_without_intervals_claims_no_significance():
     report = evaluate(sample_predictions(2_000, scale=2.0), posthoc="temperature", intervals=False)
     assert direction(report.before) == "unknown"

@@ -90,6 +90,8 @@ def calibrate_apply(
             predictions: Any = read_predictions(file, progress=report, **columns)
             # If the input has probabilities, write probabilities.
             write_predictions(loaded.transform(predictions), out, probs=probs or predictions.given_probs is not None)
+        if predictions.columns is not None and predictions.columns.unread:
+            show(f"columns that are not written: {', '.join(predictions.columns.unread)}", err=True)
         if loaded.fitted is not None and loaded.fitted.doubt:
             show(f"warning: the fit of {calibrator} is unreliable: {loaded.fitted.doubt}", err=True)
         if loaded.was_fitted_on(predictions):

@@ -12,11 +12,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from fedlas.errors import MissingPackageError, UserError, warn_caller
+from fedlas.errors import MissingPackageError, UserError
 from fedlas.extras import needed
 from fedlas.metrics.accumulators import MAXIMA, AbstractAccumulator
 from fedlas.metrics.registry import find_metric, logged_metrics
-from fedlas.predictions.arrays import are_probabilities
 
 try:
     from torchmetrics import Metric
@@ -73,10 +72,7 @@ class CalibrationMetric(Metric):
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Add samples: logits or probabilities, depending on `inputs`, and their labels."""
         batch = self._accumulator()
-        if not self._was_checked:
-            self._was_checked = True
-            if self.inputs == "logits" and are_probabilities(preds):
-                warn_caller('the logits are probabilities, whose softmax says nothing: pass inputs="probs"')
+        batch.was_checked, self._was_checked = self._was_checked, True
         (batch.update_logits if self.inputs == "logits" else batch.update)(preds, target)
         for key, value in batch.state().items():
             state = getattr(self, key)

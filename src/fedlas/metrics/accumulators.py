@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedlas import ranks
-from fedlas.errors import UserError, UserTypeError
+from fedlas.errors import UserError, UserTypeError, warn_caller
 from fedlas.metrics.bin_sums import SUMS, Bins, EdgeRule, exact
 from fedlas.metrics.binning import EVERY_CLASS, Binning, Histogram, histogram_of
 from fedlas.metrics.inputs import Pairs, Rows, Scope, binary_predictions, pairs, pairs_of_logits, rows, rows_of_logits
 from fedlas.metrics.result import Definition, Result
 from fedlas.predictions import AnyPredictions
-from fedlas.predictions.arrays import Array, as_tensor
+from fedlas.predictions.arrays import Array, are_probabilities, as_tensor
 
 JOINED = 2**16  # tensors with fewer samples than this are concatenated
 MAXIMA = {"floor"}  # columns and states of which the largest value counts and not the sum
@@ -45,6 +45,7 @@ class AbstractAccumulator(ABC):
         self.scope: Scope = scope
         self.ignore_index = ignore_index
         self.definition = Definition(estimator="")
+        self.was_checked = False
 
     def update(self, probs: AnyPredictions | Array, labels: Array | None = None) -> "AbstractAccumulator":
         """Add samples, given as probabilities; a batch whose labels are all ignored is skipped."""
@@ -60,6 +61,12 @@ class AbstractAccumulator(ABC):
         """Add samples, given as logits; a batch whose labels are all ignored is skipped."""
         if self._skips(labels):
             return self
+        if not self.was_checked and are_probabilities(logits):
+            warn_caller(
+                "the logits are probabilities, whose softmax says nothing: use update in place of update_logits "
+                '(torchmetrics: pass inputs="probs")'
+            )
+        self.was_checked = True  # only the first batch is checked
         if self.scope in EVERY_CLASS:
             self.take(rows_of_logits(logits, labels, self.scope, self.ignore_index))
         else:

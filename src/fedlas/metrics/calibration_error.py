@@ -94,7 +94,10 @@ class AECE(AbstractECE):
 
 
 class ClasswiseECE(AbstractBinned):
-    """Calibration error of the probability of each class, averaged over all classes."""
+    """Calibration error of the probability of each class, averaged over all classes.
+
+    Of two classes, `details` has the mean probability of the second (`mean_prob`) and its frequency (`rate`).
+    """
 
     name = "classwise_ece"
     title = "class-wise ECE"
@@ -119,7 +122,11 @@ class ClasswiseECE(AbstractBinned):
         return self.measure(probs, labels, bins, scope="class-wise", **options)
 
     def of_bins(self, histogram: Histogram) -> Result:
-        return l1_error(histogram, self.title)
+        result, bins = l1_error(histogram, self.title), histogram.bins
+        if len(bins.counts) != 2:
+            return result
+        mean, rate = (float(sums[1].sum()) / bins.n for sums in (bins.confidence_sum, bins.correct_sum))
+        return result.with_details(mean_prob=mean, rate=rate)
 
     def gaps(self, probs: MetricInput, labels: Array | None = None, bins: int = 15, **options: Any) -> AbstractGaps:
         return super().gaps(probs, labels, bins, **options, scope="class-wise")

@@ -34,6 +34,7 @@ from fedlas.predictions.arrays import (
     as_tensor,
     check_finite,
     check_probs,
+    check_row_names,
     check_rows,
     float32_or_better,
     two_columns,
@@ -395,6 +396,7 @@ def _without_ignored(predictions: Counted, labels: Array | None, ignore_index: i
 def _arrays(probs: Array, labels: Array | None) -> tuple[Tensor, Tensor]:
     if labels is None:
         raise UserTypeError("labels are missing; only Predictions carry their own")
+    check_row_names(probs, labels)
     scores = as_floats(probs, "probs")
     return scores, _labels(labels, scores)
 

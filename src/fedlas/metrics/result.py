@@ -148,7 +148,12 @@ class Result(float):
 
     @property
     def note(self) -> str:
-        """Explanation of an unusual interval, such as one that does not contain the value; empty if there is none."""
+        """Explanation of an unusual value or interval, such as one without the value; empty if there is none."""
+        if "saturated" in self.details:
+            return (
+                f"{self.details['saturated']:.0%} of the confidences are rounded to 1 and rank as equal; logits, or "
+                "probabilities with more digits, would rank them"
+            )
         if self.interval is None:
             return ""
         chance = self.details.get("noise_floor")

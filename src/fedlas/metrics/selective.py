@@ -35,6 +35,8 @@ from fedlas.metrics.paired import PairedMeans
 from fedlas.metrics.result import Result
 from fedlas.predictions.arrays import Array
 
+MANY_TIES = 0.05  # fraction of samples that rank as equal, from which a result has a note
+
 
 @dataclass(frozen=True)
 class RiskCoverage:
@@ -83,6 +85,9 @@ class AbstractArea(AbstractTopLabel):
     def result(self, samples: Pairs, value: float, **details: Any) -> Result:
         """Return an area with its definition."""
         definition = replace(samples.definition, estimator=self.title, norm="mean over k = 1..n")
+        saturated = saturated_fraction(samples)
+        if saturated > MANY_TIES:
+            details["saturated"] = saturated
         return Result(value, definition, None, details)
 
     def values_of(self, samples: Pairs) -> Tensor:
@@ -165,6 +170,15 @@ def coverage_at_risk(
     enough = (traced.risk <= risk + 1e-12).nonzero()
     value = float(traced.coverage[enough[-1]]) if len(enough) else 0.0
     return Result(value, replace(samples.definition, estimator=f"coverage at {100 * risk:g} % risk"))
+
+
+def saturated_fraction(samples: Pairs) -> float:
+    """Return the fraction of samples whose confidence is rounded to 1, so that they rank as equal."""
+    order, group = samples.ranking
+    if float(samples.confidence[order[0].to(samples.confidence.device)]) < 1:
+        return 0.0
+    tied = int((group == 0).sum())
+    return tied / len(group) if tied > 1 else 0.0
 
 
 def area_values(samples: Pairs, area: str) -> Float64[Tensor, " n"]:

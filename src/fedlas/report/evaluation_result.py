@@ -94,10 +94,11 @@ class EvaluationResult:
         return paragraphs + html_table([head, *rows]) + notes + "".join(tables)
 
     def footnotes(self) -> list[str]:
-        """Return notes about the intervals of the table."""
-        several = len(self.reports) > 1
+        """Return notes about values and intervals of the table."""
+        if len(self.reports) == 1:
+            return next(iter(self.reports.values())).notes
         return [
-            f"{f'{name}: ' if several else ''}{note}" for name, report in self.reports.items() for note in report.notes
+            f"{name}: {note}" for name, report in self.reports.items() for note in report.notes_on(MULTI_MODEL_METRICS)
         ]
 
     def detections(self) -> dict[str, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fedlas.evaluation_report import Report, State
 from fedlas.formatting import significant
 from fedlas.predictions import AnyPredictions
-from fedlas.report.summary_text import direction, effect
+from fedlas.report.summary_text import direction, effect, raises_nll
 
 VERDICTS = {
     "all": "On these samples this removes all detectable miscalibration.",
@@ -45,11 +45,10 @@ def recommendations(report: Report, predictions: AnyPredictions | None = None) -
         predictions: predictions of the model; they decide whether the code divides logits or log-probabilities.
     """
     of_probs = getattr(predictions, "given_probs", None) is not None
-    is_calibrated = direction(report.before) == "none"
-    return [_recommend(state, is_calibrated, of_probs, report.classes == 2) for state in report.after.values()]
+    return [_recommend(report, state, of_probs) for state in report.after.values()]
 
 
-def _recommend(state: State, is_calibrated: bool, of_probs: bool, binary: bool) -> Recommendation:
+def _recommend(report: Report, state: State, of_probs: bool) -> Recommendation:
     name = re.sub(r" \d+$", "", state.name)  # remove the number of calibrators with equal names
     is_temperature = name == "temperature" and "temperature" in state.parameters and "log_floor" not in state.parameters
     if is_temperature:
@@ -58,7 +57,7 @@ def _recommend(state: State, is_calibrated: bool, of_probs: bool, binary: bool) 
         action = f"Divide the {inputs} by {temperature} (temperature scaling)"
         method = f"temperature scaling (T = {temperature})"
         note = f" T is the mean of {len(state.fits)} cross-fitted temperatures." if len(state.fits) > 1 else ""
-        code = _temperature_code(temperature, of_probs, binary)
+        code = _temperature_code(temperature, of_probs, report.classes == 2)
     else:
         action, method, note = f"Fit and apply the calibrator {state.name}", f"the calibrator {state.name}", ""
         code = _calibrator_code(name, of_probs)
@@ -67,10 +66,11 @@ def _recommend(state: State, is_calibrated: bool, of_probs: bool, binary: bool) 
         return Recommendation(f"Do not use {method}", UNRELIABLE + note, ())
     if change in {"worse", "harm"}:
         return Recommendation(f"Do not use {method}", VERDICTS[change] + note, ())
-    if is_calibrated:
+    if direction(report.before) == "none":
         return Recommendation(f"{_capitalized(method)} is not needed", CALIBRATED + note, ())
     title = f"{_capitalized(method)} is optional" if change == "unchanged" else action
-    return Recommendation(title, VERDICTS[change] + note, code)
+    cost = " It raises the NLL, though not significantly." if raises_nll(report.before, state) else ""
+    return Recommendation(title, VERDICTS[change] + cost + note, code)
 
 
 def _capitalized(text: str) -> str:

@@ -89,9 +89,8 @@ def worst_bin(state: State, level: float = 0.95) -> ReliabilityBin | None:
 def headline(report: Report) -> str:
     """Return one line: direction, accuracy at 0.9 confidence, and the effect of calibration."""
     state, miscalibration = report.before, direction(report.before)
-    two = _hides_classes(report, miscalibration)
-    parts = [_headline(state, miscalibration, " of the predicted class" if two else "")]
-    if two:
+    parts = [_headline(state, miscalibration, " of the predicted class" if report.classes == 2 else "")]
+    if _hides_classes(report, miscalibration):
         parts.append(f"for the probability of one class the ECE is {state['classwise_ece'].text()}")
     example = typical_bin(state.bins["width"], level=_level(state))
     if example is not None and example.is_calibrated and miscalibration not in {"none", "unknown"}:
@@ -101,9 +100,10 @@ def headline(report: Report) -> str:
         parts.append(f"at {_about(example)} confidence the accuracy is {accuracy}")
     done = _headline_calibrator(report)
     if done is not None and miscalibration not in {"none", "unknown"}:
+        cost = " but raises the NLL" if raises_nll(state, done) else ""
         verdict = {
-            "all": "removes all detectable miscalibration",
-            "most": "removes most of it",
+            "all": f"removes all detectable miscalibration{cost}",
+            "most": f"removes most of it{cost}",
             "part": "removes part of it",
             "unchanged": f"{_lowered_nll(done)}does not change the ECE significantly",
             "worse": "makes it significantly worse",
@@ -135,6 +135,7 @@ def sentences(report: Report) -> tuple[str, ...]:
             f"probability of one class the ECE is {state['classwise_ece'].text()}; its reliability diagram "
             "shows where."
         )
+    lines += _second_class(report)
     near = typical_bin(state.bins["width"], level=confidence_level)
     if near is not None:
         agrees = ", which agrees with the confidence" if near.is_calibrated else ""
@@ -154,6 +155,17 @@ def sentences(report: Report) -> tuple[str, ...]:
     lines += [_effect_sentence(state, after, miscalibration) for after in report.after.values()]
     lines += sorted({_fitted(after) for after in report.after.values() if after.fits})
     return tuple(lines)
+
+
+def _second_class(report: Report) -> list[str]:
+    """Return how mean probability and frequency of the second of two classes differ, as of a rare event."""
+    if report.classes != 2 or "classwise_ece" not in report.before.results:
+        return []
+    details = report.before["classwise_ece"].details
+    if "mean_prob" not in details:
+        return []
+    mean, rate = (f"{100 * float(details[name]):.3g} %" for name in ("mean_prob", "rate"))
+    return [f"The mean probability of the second class is {mean}; {rate} of the samples are of that class."]
 
 
 def _direction_sentences(state: State, miscalibration: Direction, samples: str) -> list[str]:
@@ -193,9 +205,10 @@ def _effect_sentence(before: State, after: State, miscalibration: Direction) -> 
     if any(fit.doubt for fit in after.fits):
         return _doubt(after)
     change, costs = effect(after), _costs(after)
+    cost = " but raises the NLL" if raises_nll(before, after) else ""
     verdict = {
-        "all": "removes all detectable miscalibration",
-        "most": "removes most of the miscalibration",
+        "all": f"removes all detectable miscalibration{cost}",
+        "most": f"removes most of the miscalibration{cost}",
         "part": "removes part of the miscalibration",
         "unchanged": f"{_lowered_nll(after)}does not change the ECE significantly",
         "worse": "makes the calibration significantly worse",
@@ -230,6 +243,11 @@ def _changes(before: State, after: State) -> str:
 def _lowered_nll(after: State) -> str:
     test = after.comparisons.get("nll")
     return "lowers the NLL but " if test is not None and test.better == "second" else ""
+
+
+def raises_nll(before: State, after: State) -> bool:
+    """Return whether the NLL after a calibrator is higher, significantly or not."""
+    return "nll" in after.results and float(after["nll"]) > float(before["nll"])
 
 
 def _p_value(after: State, name: str) -> str:
@@ -276,7 +294,7 @@ def _floored(state: State) -> list[str]:
 def _fitted(after: State) -> str:
     if len(after.fits) > 1:
         parts = f"{len(after.fits)} parts"
-        return f"Calibrators were cross-fitted in {parts}: no sample is evaluated by a fit that saw its label."
+        return f"Calibrators were cross-fitted in {parts}: each part is evaluated by a fit to the others."
     fit = after.fits[0]
     of_split = f' of the split "{_name(fit.split)}"' if fit.split else ""
     leaked = ""
@@ -325,7 +343,7 @@ def _subject(state: State, *, brief: bool = False) -> str:
 def _headline(state: State, miscalibration: Direction, of: str = "") -> str:
     signed, total = state["signed_ece"], state["ece"]
     if miscalibration in {"over", "under"}:
-        return f"{miscalibration}-confident by {_points(signed)}"
+        return f"{miscalibration}-confident by {_points(signed)}{of and f' in the confidence{of}'}"
     if miscalibration == "both":
         return f"over-confident in some bins and under-confident in others (ECE {total.text()})"
     if miscalibration == "some":
