@@ -202,6 +202,15 @@ def test_error_about_a_last_class_without_samples_names_the_option(tmp_path):
     assert read_predictions(path, prob_columns="cat, dog,eel").class_names == NAMES
 
 
+def test_a_column_that_is_no_class_is_named_if_the_sums_are_too_large(tmp_path):
+    """Regression: the error advised to normalise, which made a class of it."""
+    path = tmp_path / "p.csv"
+    path.write_text("prob_cat,prob_dog,prob_max,label\n0.7,0.3,0.7,cat\n0.4,0.6,0.6,dog\n")
+    with pytest.raises(ValueError, match=r"p\.csv.*line 2.*read from prob_cat, prob_dog, prob_max;.*--prob-columns"):
+        read_predictions(path)
+    assert read_predictions(path, prob_columns="prob_cat,prob_dog").class_names == ("cat", "dog")
+
+
 def test_error_about_an_unknown_label_column_names_the_option(tmp_path):
     with pytest.raises(ValueError, match=r"p\.csv.*--label-column.*art"):
         read_predictions(write_table(tmp_path / "p.csv", class_columns("") | {"art": NAMED_LABELS}))

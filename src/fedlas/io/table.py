@@ -132,7 +132,7 @@ def build_predictions(table: Table, path: str | Path, options: ReadOptions, spli
             made = TopLabelPredictions(content.scores, labels=content.labels, **fields)
         else:
             fields |= {"normalize": options.get("normalize", False), "limits": table.limits}
-            with _mention_unread(table.columns, roles.unread, content.scores):
+            with _mention_columns(table.columns, roles, content.scores):
                 made = Predictions.from_probs(content.scores, content.labels, **fields)
         if isinstance(made, Predictions):
             _warn_of_other_predictions(table.columns, roles, made, path)
@@ -241,17 +241,23 @@ def no_labels(roles: ColumnRoles | None, path: object, labels: str = "labels") -
 
 
 @contextmanager
-def _mention_unread(columns: Mapping[str, Any], unread: Sequence[str], scores: Any) -> Iterator[None]:
-    """List the numeric columns that were not read if the sum of a row is too small: they may be classes."""
+def _mention_columns(columns: Mapping[str, Any], roles: ColumnRoles, scores: Any) -> Iterator[None]:
+    """List the columns that may wrongly be classes, or be none, if the sum of a row is too large or too small."""
     try:
         yield
     except RowError as error:
-        numbers = [name for name in unread if is_number(columns[name])]
-        total = float(scores[error.row].sum()) if np.ndim(scores) == 2 else 1.0
-        if error.before != "probs: " or not numbers or not total < 1:
+        row = scores[error.row] if np.ndim(scores) == 2 else np.ones(1)
+        total, numbers = float(row.sum()), [name for name in roles.unread if is_number(columns[name])]
+        classes = [column for column, role in roles.names.items() if role.startswith("prob_")]
+        advice = f"name the columns of all classes with {option('prob_columns')}"
+        if error.before == "probs: " and numbers and total < 1:
+            listed = f"columns of numbers were not read: {short_list(numbers)}; if they are classes"
+            after = f" sums to {total:.6g}, and {listed}, {advice}"
+        elif error.before == "probs: " and classes and total > 1 and float(row.max()) <= 1:
+            listed = f"the classes were read from {short_list(classes)}; if one of these is no class"
+            after = f"{error.after}; {listed}, {advice}"
+        else:
             raise
-        advice = f"if they are classes, name the columns of all classes with {option('prob_columns')}"
-        after = f" sums to {total:.6g}, and columns of numbers were not read: {short_list(numbers)}; {advice}"
         raise RowError(error.before, error.row, after) from error
 
 
