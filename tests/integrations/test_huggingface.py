@@ -222,6 +222,31 @@ def test_losses_are_updated_between_epochs(evaluated, tmp_path, monkeypatch):
         assert torch.equal(saved_state[f"calibration_loss.{name}"], value), name
 
 
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_losses_learn_from_the_first_of_several_data_sets(strategy, tmp_path, monkeypatch):
+    """Regression: with "steps" the last data set was used, for example the test set."""
+    loss, sizes = loss_of("adafocal"), []
+    monkeypatch.setattr(type(loss), "end_epoch", lambda _, validation=None: sizes.append(len(validation.labels)))
+    overrides = {"num_train_epochs": 2, "eval_strategy": strategy, "eval_steps": 1}
+    evaluated = {"val": texts(20), "test": texts(30)}
+    trainer = build_trainer(calibrate(sentences(), loss), tmp_path, texts(60), evaluated, **overrides)
+    trainer.evaluate(texts(40))  # not an evaluation of the training
+    trainer.train()
+    assert sizes == [20, 20]
+
+
+def test_a_trainer_without_the_loss_function_warns_once(tmp_path):
+    """Regression: the model was trained with its own cross-entropy, silently."""
+    from transformers import Trainer
+
+    calibration = calibrate(sentences(), loss_of("mbls"))
+    options = arguments(tmp_path, num_train_epochs=2)
+    trainer = Trainer(calibration.model, options, train_dataset=texts(60), callbacks=[calibration])
+    with pytest.warns(UserWarning, match=r"mbls.*compute_loss_func=calibration\.compute_loss") as warning_records:
+        trainer.train()
+    assert sum("mbls" in str(record.message) for record in warning_records) == 1
+
+
 def test_token_metrics_ignore_unlabelled_tokens():
     from transformers import EvalPrediction
 

@@ -2,6 +2,8 @@
 
 import csv
 from collections.abc import Iterator
+from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +289,61 @@ def test_without_validation_epochs_end_too(tmp_path, monkeypatch):
     )
     build_trainer(tmp_path, calibration_callback(), logger=False, max_epochs=2).fit(module, loaders()[0])
     assert end_epoch_inputs == [None, None]
+
+
+VALIDATIONS = {  # options of the Trainer, and the epochs that end with an update; an epoch has 12 steps
+    "max_steps": ({"max_steps": 18}, [0]),
+    "mid-epoch only": ({"max_epochs": 2, "val_check_interval": 0.45}, [0, 1]),
+    "mid-epoch and end": ({"max_epochs": 2, "val_check_interval": 0.5}, [0, 1]),
+    "every second epoch": ({"max_epochs": 3, "check_val_every_n_epoch": 2}, [1]),
+    "every 18 steps": ({"max_epochs": 3, "check_val_every_n_epoch": None, "val_check_interval": 18}, [1, 2]),
+}
+
+
+@pytest.mark.parametrize("case", VALIDATIONS)
+@pytest.mark.parametrize("loss", ["adafocal", "closed_loop"])
+def test_an_epoch_ends_with_its_latest_validation_if_any(loss, case, tmp_path, monkeypatch):
+    """Regression: training crashed at the end of an epoch without a validation at its last batch."""
+    module = module_of()(loss, **({"num_samples": digit_batches.TRAINING} if loss == "closed_loop" else {}))
+    epochs, end_epoch = [], type(module.loss).end_epoch
+
+    def recording_end_epoch(self: Any, validation: Any = None) -> None:
+        epochs.append(module.current_epoch)
+        assert torch.equal(validation.logits, torch.cat([logits for logits, _ in module.outputs]))
+        end_epoch(self, validation)
+
+    monkeypatch.setattr(type(module.loss), "end_epoch", recording_end_epoch)
+    options, expected = VALIDATIONS[case]
+    options = {"logger": False, "enable_checkpointing": False, "max_epochs": None, **options}
+    build_trainer(tmp_path, calibration_callback(), **options).fit(module, *loaders())
+    assert epochs == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"check_val_every_n_epoch": 5}, {"limit_val_batches": 0}])
+def test_a_loss_that_needs_validation_warns_once_if_there_is_none(options, tmp_path):
+    module, (train, validation) = module_of()("adafocal"), loaders()
+    options = {"logger": False, "enable_checkpointing": False, "max_epochs": 2, **options}
+    trainer = build_trainer(tmp_path, calibration_callback(), **options)
+    with pytest.warns(UserWarning, match=r"adafocal.*validation") as warning_records:
+        trainer.fit(module, train, validation if len(options) > 3 else None)
+    assert sum("adafocal" in str(record.message) for record in warning_records) == 1
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_loss_that_learns_between_epochs_warns_once_without_the_callback(package, tmp_path):
+    """Regression: without indices, it took 30 epochs. Calling `end_epoch` in a hook is correct too."""
+    pl = import_module(package)
+    predictions = fedlas.Predictions(torch.randn(40, 10), torch.randint(10, (40,)))
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
+    for calls_end_epoch in (False, True):
+        module = type("Classifier", (Steps, pl.LightningModule), {})("adafocal")
+        if calls_end_epoch:
+            module.on_train_epoch_end = lambda loss=module.loss: loss.end_epoch(predictions)
+        trainer = pl.Trainer(accelerator="cpu", max_epochs=3, log_every_n_steps=1, default_root_dir=tmp_path, **quiet)
+        expected = pytest.warns(UserWarning, match=r"adafocal.*CalibrationCallback")
+        with nullcontext([]) if calls_end_epoch else expected as warning_records:
+            trainer.fit(module, *loaders())
+        assert sum("adafocal" in str(record.message) for record in warning_records) == (not calls_end_epoch)
 
 
 def test_a_step_that_does_not_call_the_loss_warns(tmp_path):

@@ -191,6 +191,19 @@ def test_a_scorer_supports_folds_without_a_class():
     assert pickle.loads(pickle.dumps(ece_scorer)) == ece_scorer
 
 
+def test_a_scorer_takes_the_name_of_a_metric():
+    """Regression: the error came from the call, which cross_val_score turns into NaN."""
+    features, labels = sampled(6)
+    model = LogisticRegression().fit(features, labels)
+    assert Scorer("ece") == ece_scorer
+    scores = cross_val_score(LogisticRegression(), features, labels, scoring=Scorer("ece", options={"bins": 5}), cv=3)
+    assert (scores < 0).all()
+    assert Scorer("accuracy")(model, features, labels) == pytest.approx(model.score(features, labels))
+    assert Scorer("top_5")(model, features, labels) > 0.8
+    with pytest.raises(ValueError, match=r"'classwise_ec'.*'classwise_ece'"):
+        Scorer("classwise_ec")
+
+
 @pytest.mark.filterwarnings("ignore:The least populated class")
 def test_a_training_fold_without_a_class_raises():
     features, labels = sampled()

@@ -518,6 +518,13 @@ def test_a_pointwise_convolution_after_pooling_is_a_linear_layer():
         WithFeatures(Wired(lambda self, x: self.fc(x).mean((2, 3)), fc=nn.Conv2d(3, 5, 1)))(x)
 
 
+def test_one_logit_without_a_class_axis_raises():
+    """Regression: the advice was another head, though the head is correct."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1), nn.Flatten(0))
+    with pytest.raises(ValueError, match=r"\(4,\).*\(4, 1\).*torch\.cat\(\[0 \* z, z\], 1\)$"):
+        WithFeatures(model)(torch.randn(4, 6))
+
+
 def test_unwrap_removes_all_hooks():
     model = Classifier().eval()
     net = WithFeatures(model)

@@ -9,6 +9,7 @@ from torch import distributed, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from fedlas.losses import build_loss
 from fedlas.models.base import Output, WithFeatures, WithLoss
 
 
@@ -62,6 +63,16 @@ def test_a_plain_network_is_wrapped():
     assert {name.split(".")[0] for name in task.state_dict()} == {"net", "loss"}
     with pytest.raises(ValueError, match="Flatten"):
         WithLoss(nn.Flatten(), Gated())
+
+
+def test_a_loss_without_features_raises_in_the_constructor():
+    """Regression: the first step failed with an unexpected keyword argument of CrossEntropyLoss.forward."""
+    with pytest.raises(TypeError, match=r'CrossEntropyLoss.*fedlas\.build_loss\("ce"\)'):
+        WithLoss(Two(), nn.CrossEntropyLoss())
+    x, labels = batch()
+    value, output = WithLoss(Two(), build_loss("ce"))(x, labels)
+    torch.testing.assert_close(value, functional.cross_entropy(output.logits, labels))
+    WithLoss(Two(), torch.compile(build_loss("ce")))
 
 
 @pytest.mark.parametrize("container", [dict, UserDict, tuple, list], ids=lambda kind: kind.__name__)

@@ -17,6 +17,7 @@ divides by the sum of weights.
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,7 +63,10 @@ class Calibration(TrainerCallback):
         self._index: Tensor | None = None
         self._gate = Gate(loss)
         self._samples: int | None = None
-        self._validation: Predictions | None = None
+        self._predictions: Predictions | None = None  # of the latest data set
+        self._validation: Predictions | None = None  # of the first data set of the latest evaluation
+        self._was_evaluated = False  # since the latest step
+        self._loss_was_called = False
         self._epoch_is_over = False
         # Assign the loss after `WithFeatures`, which searches the last linear layer: a gate has linear layers too.
         model.add_module(NAME, loss.to(next(model.parameters()).device))
@@ -73,6 +77,7 @@ class Calibration(TrainerCallback):
         self, outputs: Any, labels: Tensor | None, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Return the loss of the latest outputs of the model: `compute_loss_func` of the Trainer."""
+        self._loss_was_called = True
         if labels is None:
             raise UserError(
                 "a loss needs labels; name their column 'labels', or set TrainingArguments(label_names=...)"
@@ -107,7 +112,7 @@ class Calibration(TrainerCallback):
         # The Trainer has gathered the samples of all processes.
         metrics = ValidationMetrics(self.bins, self.loss.ignore_index, keep=self.loss.needs_validation, shared=False)
         metrics.add(logits, labels)
-        self._validation = metrics.predictions()
+        self._predictions = metrics.predictions()
         return metrics.read() | self._gate.read()
 
     def remove(self) -> nn.Module:
@@ -123,6 +128,18 @@ class Calibration(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:  # noqa: ARG002
         """Record the number of training samples, for the flip rate."""
         self._samples = count_samples(more.get("train_dataloader"))
+        self._validation, self._was_evaluated = None, False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:  # noqa: ARG002
+        """Warn once if the first step did not call the loss."""
+        self._was_evaluated = False
+        if not self._loss_was_called:
+            self._loss_was_called = True
+            warnings.warn(
+                f"the Trainer did not call the loss {self.loss.name!r} in its first step, so the model is trained with "
+                "another loss; pass compute_loss_func=calibration.compute_loss to the Trainer",
+                stacklevel=2,
+            )
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:  # noqa: ARG002
         """End the epoch of the loss, unless an evaluation follows; `on_evaluate` then does so before the checkpoint."""
@@ -131,7 +148,9 @@ class Calibration(TrainerCallback):
             self._end_epoch()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> None:  # noqa: ARG002
-        """End the epoch of the loss after its evaluation."""
+        """Store the predictions, if this is the first data set since the latest step; end the epoch of the loss."""
+        if not self._was_evaluated:
+            self._validation, self._was_evaluated = self._predictions, True
         self._end_epoch()
 
     def _end_epoch(self) -> None:

@@ -8,7 +8,8 @@ outputs {"logits": ..., "labels": ...} of these methods, and logs with `self.log
     train_gate_positive, train_gate_negative, train_alpha, train_flip_rate     of a FeDLaS loss, per epoch
 
 with the suffix `/dataloader_idx_0`, `/dataloader_idx_1` and so on if there are several loaders, as in Lightning. It
-calls `end_epoch` of the loss with the (first) validation set before the checkpoint of the epoch is written.
+calls `end_epoch` of the loss with the latest predictions of the epoch on the (first) validation set, before the
+checkpoint of the epoch is written.
 
 Both package names work: `import lightning.pytorch` and `import pytorch_lightning`.
 """
@@ -76,12 +77,15 @@ class CalibrationCallback(_Callback):
         self._index: Tensor | None = None
         self._called_loss = False
         self._ended_epoch: int | None = None
+        self._validation: Predictions | None = None  # the latest ones since the last `end_epoch`
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Find the loss and register a hook for its calls."""
         self._loss = _find_loss(pl_module, self.loss_name)
         if stage == "fit" or self._gate is None:  # checkpoints are loaded after `setup`
-            self._gate, self._ended_epoch = Gate(self._loss), None
+            self._gate, self._ended_epoch, self._validation = Gate(self._loss), None, None
+        if stage == "fit":
+            self._loss.epoch_check.finish()  # this callback ends the epochs
         self._hook = self._loss.register_forward_hook(self._record, with_kwargs=True)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
@@ -89,6 +93,16 @@ class CalibrationCallback(_Callback):
         if self._hook is not None:
             self._hook.remove()
         self._hook = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Warn if the loss needs a validation set and the Trainer has none."""
+        if not trainer.enable_validation:
+            self._warn_without_validation()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Warn if the loss needs predictions on the validation set and no epoch had any."""
+        if trainer.enable_validation and self._ended_epoch is None:
+            self._warn_without_validation()
 
     def on_train_batch_end(
         self,
@@ -105,20 +119,23 @@ class CalibrationCallback(_Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """End the epoch of the loss, if validation did not."""
-        self._end_epoch(trainer, pl_module, None)
+        self._end_epoch(trainer, pl_module)
 
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Start the metrics."""
         self._start(trainer.num_val_batches)
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log the validation metrics; at the end of an epoch, pass the predictions to the loss."""
+        """Log the validation metrics; in an epoch, store the predictions, and at its end, pass them to the loss."""
         numbers, self._numbers = self._numbers, []
         if not numbers or trainer.sanity_checking:
             return
         self._log_rest(pl_module, "val_", numbers)
-        if trainer.state.fn == "fit" and trainer.is_last_batch:
-            self._end_epoch(trainer, pl_module, numbers[0].predictions())
+        if trainer.state.fn != "fit":
+            return
+        self._validation = numbers[0].predictions() if numbers[0].keep else None
+        if trainer.is_last_batch:
+            self._end_epoch(trainer, pl_module)
 
     def on_validation_batch_start(
         self,
@@ -210,15 +227,26 @@ class CalibrationCallback(_Callback):
             advice = 'call it there, outside of compiled code, or return {"logits": logits, "labels": labels}'
             warnings.warn(f"nothing to log: {step} never called the loss; {advice}", stacklevel=2)
 
-    def _end_epoch(self, trainer: Any, module: Any, validation: Predictions | None) -> None:
-        if self._ended_epoch == trainer.current_epoch:
-            return
-        self._ended_epoch = trainer.current_epoch
+    def _end_epoch(self, trainer: Any, module: Any) -> None:
+        """End the epoch of the loss once; skip it if the loss needs validation predictions and there are none."""
         assert self._loss is not None
         assert self._gate is not None
+        if self._ended_epoch == trainer.current_epoch or (self._loss.needs_validation and self._validation is None):
+            return
+        self._ended_epoch = trainer.current_epoch
+        validation, self._validation = self._validation, None
         self._loss.end_epoch(validation)
         for name, value in self._gate.read().items():
             module.log(f"train_{name}", value, sync_dist=True)
+
+    def _warn_without_validation(self) -> None:
+        assert self._loss is not None
+        if self._loss.needs_validation:
+            warnings.warn(
+                f"the loss {self._loss.name!r} learns from a validation set between epochs, but no epoch has "
+                "predictions on one, so it does not change; pass one to trainer.fit, and validate more often",
+                stacklevel=2,
+            )
 
 
 def _log(module: Any, prefix: str, values: Mapping[str, float], **options: Any) -> None:

@@ -19,7 +19,8 @@ from fedlas.errors import UserError, UserTypeError
 from fedlas.evaluation import FOLDS
 from fedlas.extras import optional_module
 from fedlas.metrics.calibration_error import ece
-from fedlas.metrics.proper_scores import accuracy, top_k
+from fedlas.metrics.proper_scores import accuracy, top_5, top_k
+from fedlas.metrics.registry import find_metric
 from fedlas.posthoc import AbstractCalibrator, build_calibrator
 from fedlas.predictions import Predictions
 
@@ -180,17 +181,22 @@ class Scorer:
     The classes come from the estimator, so a fold may lack samples of a class.
 
     Args:
-        metric: a function of `fedlas.metrics`.
+        metric: a function of `fedlas.metrics`, or the name of a metric, such as "ece".
         higher_is_better: whether the metric is better when it is higher; otherwise the score is minus the metric. By
             default true for accuracy and top-k accuracy, and false for all other metrics.
         options: passed to the metric, such as `{"bins": 10}`.
     """
 
-    metric: Callable[..., float]
+    metric: str | Callable[..., float]
     higher_is_better: bool | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if isinstance(self.metric, str):
+            object.__setattr__(self, "metric", find_metric(self.metric))
+
     def __call__(self, estimator: Any, X: Any, y: Any) -> float:  # noqa: N803
+        assert not isinstance(self.metric, str)
         probs = np.asarray(estimator.predict_proba(X), dtype=np.float64)
         codes = _codes(validation.column_or_1d(y), np.asarray(estimator.classes_))
         value = float(self.metric(Predictions.from_probs(probs, codes), **self.options))
@@ -198,7 +204,7 @@ class Scorer:
         return value if higher else -value
 
 
-HIGHER = {accuracy, top_k}  # of all other metrics, lower values are better
+HIGHER = {accuracy, top_5, top_k}  # of all other metrics, lower values are better
 ece_scorer = Scorer(ece)
 """Minus the expected calibration error over 15 bins."""
 

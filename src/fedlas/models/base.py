@@ -16,6 +16,7 @@ and builds one network.
 
 import difflib
 import importlib.util
+import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
@@ -149,6 +150,11 @@ class WithFeatures(nn.Module):
                 return Output(logits, features.flatten(1))
             if not self._channels_first and logits.shape == (*rows[:1], output.shape[-1], *rows[1:]):
                 return Output(logits, features.movedim(-1, 1))
+        if logits.ndim == 1 and output.shape == (len(logits), 1):
+            raise UserError(
+                f"the logits have shape {tuple(logits.shape)}, one logit z per sample; return them as "
+                f"{tuple(output.shape)}, and make two logits for the loss: torch.cat([0 * z, z], 1)"
+            )
         shapes = f"features {tuple(features.shape)} and output {tuple(output.shape)} of {layer}"
         raise UserError(f"{shapes} do not match the rows of logits {tuple(logits.shape)}; {advice}")
 
@@ -177,6 +183,7 @@ class WithLoss(nn.Module):
 
     def __init__(self, net: nn.Module, loss: nn.Module) -> None:
         super().__init__()
+        _check_call(loss)
         self.net = net if isinstance(net, WithFeatures) else WithFeatures(net)
         self.loss = loss
         # DistributedDataParallel broadcasts all other buffers in every step.
@@ -191,6 +198,16 @@ class WithLoss(nn.Module):
         else:
             output = self.net(inputs)
         return self.loss(output.logits, labels, features=output.features, index=index), output
+
+
+def _check_call(loss: nn.Module) -> None:
+    """Raise if a loss cannot be called with features and index."""
+    taken = inspect.signature(loss.forward).parameters
+    if not {"features", "index"} <= taken.keys() and all(p.kind is not p.VAR_KEYWORD for p in taken.values()):
+        raise UserTypeError(
+            f"{type(loss).__name__} cannot be called as loss(logits, labels, features=..., index=...); for "
+            'cross-entropy pass fedlas.build_loss("ce"); a custom loss needs these arguments in its forward'
+        )
 
 
 def parameters(*modules: nn.Module) -> list[nn.Parameter]:

@@ -131,7 +131,7 @@ class AbstractLoss(AbstractExact):
         self.last_terms: dict[str, Tensor] = {}
         self._logits_check = LogitsCheck()
         self._update_check = UpdateCheck()
-        self._epoch_check = EpochCheck()
+        self.epoch_check = EpochCheck()
 
     @abstractmethod
     def terms(self, batch: Batch) -> dict[str, Tensor]:
@@ -154,7 +154,7 @@ class AbstractLoss(AbstractExact):
             raise UserError(
                 f"{self.name} was built for {self.num_classes} classes; validation has {validation.num_classes}"
             )
-        self._epoch_check.finish()
+        self.epoch_check.finish()
         self._update_check.end_epoch(self.name, self)
         self.learn_from_epoch(validation)
 
@@ -187,7 +187,7 @@ class AbstractLoss(AbstractExact):
     def train(self: Loss, mode: bool = True) -> Loss:
         """Set training or evaluation mode."""
         if not mode and self.learns_between_epochs:
-            self._epoch_check.evaluated(self.name, self._end_epoch_call)
+            self.epoch_check.evaluated(self.name, self._end_epoch_call)
         return super().train(mode)
 
     def forward(
@@ -224,7 +224,7 @@ class AbstractLoss(AbstractExact):
             self._logits_check.before_step(self.name, logits)
             self._update_check.before_step(self.name, self)
             if self.learns_between_epochs:
-                self._epoch_check.before_step(self.name, self._end_epoch_call, len(logits), index)
+                self.epoch_check.before_step(self.name, self._end_epoch_call, len(logits), index)
             reduced = reduce(self.terms(batch), batch, self.weight, reduction)
             self._update_check.after_step(self)
             return reduced
