@@ -235,6 +235,16 @@ def test_losses_learn_from_the_first_of_several_data_sets(strategy, tmp_path, mo
     assert sizes == [20, 20]
 
 
+def test_a_loss_that_needs_an_evaluation_warns_if_there_is_none(tmp_path):
+    """Regression: training raised at the end of an epoch without an evaluation."""
+    loss = loss_of("adafocal")
+    before = {name: value.clone() for name, value in loss.state_dict().items()}
+    trainer = build_trainer(calibrate(sentences(), loss), tmp_path, texts(60), texts(20), num_train_epochs=2)
+    with pytest.warns(UserWarning, match="adafocal.*eval_strategy"):
+        trainer.train()
+    assert all(torch.equal(value, before[name]) for name, value in loss.state_dict().items())
+
+
 def test_a_trainer_without_the_loss_function_warns_once(tmp_path):
     """Regression: the model was trained with its own cross-entropy, silently."""
     from transformers import Trainer

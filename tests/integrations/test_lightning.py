@@ -2,8 +2,6 @@
 
 import csv
 from collections.abc import Iterator
-from contextlib import nullcontext
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -327,23 +325,6 @@ def test_a_loss_that_needs_validation_warns_once_if_there_is_none(options, tmp_p
     with pytest.warns(UserWarning, match=r"adafocal.*validation") as warning_records:
         trainer.fit(module, train, validation if len(options) > 3 else None)
     assert sum("adafocal" in str(record.message) for record in warning_records) == 1
-
-
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_a_loss_that_learns_between_epochs_warns_once_without_the_callback(package, tmp_path):
-    """Regression: without indices, it took 30 epochs. Calling `end_epoch` in a hook is correct too."""
-    pl = import_module(package)
-    predictions = fedlas.Predictions(torch.randn(40, 10), torch.randint(10, (40,)))
-    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
-    for calls_end_epoch in (False, True):
-        module = type("Classifier", (Steps, pl.LightningModule), {})("adafocal")
-        if calls_end_epoch:
-            module.on_train_epoch_end = lambda loss=module.loss: loss.end_epoch(predictions)
-        trainer = pl.Trainer(accelerator="cpu", max_epochs=3, log_every_n_steps=1, default_root_dir=tmp_path, **quiet)
-        expected = pytest.warns(UserWarning, match=r"adafocal.*CalibrationCallback")
-        with nullcontext([]) if calls_end_epoch else expected as warning_records:
-            trainer.fit(module, *loaders())
-        assert sum("adafocal" in str(record.message) for record in warning_records) == (not calls_end_epoch)
 
 
 def test_a_step_that_does_not_call_the_loss_warns(tmp_path):

@@ -129,6 +129,16 @@ class Calibration(TrainerCallback):
         """Record the number of training samples, for the flip rate."""
         self._samples = count_samples(more.get("train_dataloader"))
         self._validation, self._was_evaluated = None, False
+        self.loss.epoch_check.finish()  # this callback ends the epochs
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:  # noqa: ARG002
+        """Warn if the loss needs predictions on the validation set and there were none."""
+        if self.loss.needs_validation and self._validation is None:
+            warnings.warn(
+                f"the loss {self.loss.name!r} learns from a validation set between epochs, but there was no evaluation "
+                'of one, so it did not change; pass eval_dataset and eval_strategy="epoch"',
+                stacklevel=2,
+            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:  # noqa: ARG002
         """Warn once if the first step did not call the loss."""
@@ -154,9 +164,10 @@ class Calibration(TrainerCallback):
         self._end_epoch()
 
     def _end_epoch(self) -> None:
-        if self._epoch_is_over:
-            self._epoch_is_over = False
+        """End the epoch of the loss if it is over; skip it if the loss needs validation predictions and has none."""
+        if self._epoch_is_over and not (self.loss.needs_validation and self._validation is None):
             self.loss.end_epoch(self._validation)
+        self._epoch_is_over = False
 
     def _recording_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a forward method that records features, and indices if the data have a column `index`."""

@@ -5,7 +5,6 @@ a GPU are read in evaluation and at the end of an epoch only, because reading th
 are not observed.
 """
 
-import sys
 from itertools import pairwise
 
 import torch
@@ -19,7 +18,6 @@ STEPS_WITHOUT_UPDATE = 200  # more than the batches over which gradients are usu
 VISITS_WITHOUT_END = 3
 STEPS_OF_AN_EPOCH = 10  # fewer could be the parts of a batch
 EVALUATIONS_WITHOUT_END = 30  # more than the evaluations within one epoch
-CALLS_OF_LIGHTNING = {"lightning.pytorch.trainer.call", "pytorch_lightning.trainer.call"}
 TRACKED = 64  # samples whose visits are counted; when sampling with replacement, some of many are rarely drawn
 
 
@@ -110,7 +108,6 @@ class EpochCheck:
 
     def __init__(self) -> None:
         self.finished = False
-        self.first_epoch: int | None = None  # of a Lightning Trainer
         self.trains = False  # whether the latest call was a training step
         self.evaluations = 0
         self.steps = self.largest = 0
@@ -119,13 +116,8 @@ class EpochCheck:
         self.visits: Tensor | None = None
 
     def before_step(self, name: str, call: str, rows: int, index: Tensor | None) -> None:
-        """Count smaller last batches and the visits of the first batch's samples; warn after several epochs.
-
-        The epochs of a Lightning Trainer are known, so the warning is issued in the second one.
-        """
+        """Count smaller last batches and the visits of the first batch's samples; warn after several epochs."""
         self.trains = True
-        if not self.finished:
-            self._compare_epochs(name, call)
         if not self.finished:
             self._count_last_batches(name, call, rows)
         if self.finished or index is None or index.ndim != 1 or not len(index) or _is_captured(index):
@@ -137,15 +129,6 @@ class EpochCheck:
         self.visits = self.visits + (self.samples[:, None] == index.long()).any(1)
         if index.device.type == "cpu":
             self._warn_if_visited(name, call)
-
-    def _compare_epochs(self, name: str, call: str) -> None:
-        """Warn if this is the second epoch of a Lightning Trainer."""
-        epoch = _lightning_epoch()
-        if self.first_epoch is None:
-            self.first_epoch = epoch
-        elif epoch not in {None, self.first_epoch}:
-            callback = "fedlas.integrations.lightning.CalibrationCallback()"
-            self._warn(name, call, "the first epoch is over", f"pass {callback} to the Trainer as a callback, or ")
 
     def _count_last_batches(self, name: str, call: str, rows: int) -> None:
         """Warn after several batches of one smaller size at equal distances, such as the last one of each epoch."""
@@ -184,21 +167,11 @@ class EpochCheck:
                 f"samples of the same index were seen {least} times (index is the position in the training set)",
             )
 
-    def _warn(self, name: str, call: str, reason: str, advice: str = "") -> None:
+    def _warn(self, name: str, call: str, reason: str) -> None:
         self.finish()
-        problem = f"the loss {name!r} learns between epochs: {reason}, but end_epoch was not called"
-        warn_caller(f"{problem}; {advice}call {call} after each")
-
-
-def _lightning_epoch() -> int | None:
-    """Return the epoch of the Lightning Trainer that runs this step; None in other loops."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        if frame.f_globals.get("__name__") in CALLS_OF_LIGHTNING and "trainer" in frame.f_code.co_varnames:
-            epoch: int = frame.f_locals["trainer"].current_epoch
-            return epoch
-        frame = frame.f_back
-    return None
+        warn_caller(
+            f"the loss {name!r} learns between epochs: {reason}, but end_epoch was not called; call {call} after each"
+        )
 
 
 def _trained(loss: nn.Module) -> list[nn.Parameter]:
