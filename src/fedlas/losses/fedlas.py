@@ -120,8 +120,8 @@ class NCI(AbstractExact):
         self.start = one_of("start", start, get_args(Start))
         if self.theta == 0 and (self.normalise, self.start) == ("ema", "published"):
             raise UserError(
-                "theta=0 keeps the mean and standard deviation at their initial values, 20 and 100; theta is the weight "
-                "of the current batch: use a theta above 0, start='first_batch', or normalise='batch'"
+                "theta=0 keeps the mean and standard deviation at their initial values, 20 and 100; theta is the "
+                "weight of the current batch: use a theta above 0, start='first_batch', or normalise='batch'"
             )
         self.mean: Tensor
         self.std: Tensor

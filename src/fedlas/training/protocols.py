@@ -247,8 +247,8 @@ def _default_model(protocol: Protocol, data: str) -> str:
     models = protocol.models(data)
     if protocol.name == DEFAULT and not any(other.models(data) for other in PROTOCOLS):
         raise UserError(
-            f"the default protocol, {protocol.name!r}, has no network for {data!r}, and no other is made for it; name a "
-            "network (--model NAME, or model=..., see: fedlas list models), and set epochs, lr and, for fine-tuning, "
+            f"the default protocol, {protocol.name!r}, has no network for {data!r}, and no other is made for it; name "
+            "one (--model NAME, or model=..., see: fedlas list models), and set epochs, lr and, for fine-tuning, "
             "model_options.pretrained=true"
         )
     if not models:
