@@ -122,8 +122,14 @@ def test_empty_or_wrongly_typed_or_shaped_predictions_raise():
     with pytest.raises(TypeError, match=r"logits.*<U1"):
         Predictions(np.array([["a", "b"]]), [0])
     for make in (Predictions, Predictions.from_probs):
-        with pytest.raises(ValueError, match=r"\(2, 3, 4\)"):
+        with pytest.raises(ValueError, match=r"\(2, 3, 4\).*\.movedim\(1, -1\)\.flatten\(0, -2\).*labels\.flatten"):
             make(torch.zeros(2, 3, 4), LABELS)
+
+
+def test_the_advice_for_maps_pairs_logits_and_labels():
+    logits, labels = torch.randn(2, 3, 4, 5), torch.randint(3, (2, 4, 5))
+    flattened = Predictions(logits.movedim(1, -1).flatten(0, -2), labels.flatten())
+    assert torch.equal(flattened.logits.argmax(1) == flattened.labels, (logits.argmax(1) == labels).flatten())
 
 
 def test_rows_that_do_not_sum_to_one_raise():

@@ -78,7 +78,10 @@ def test_resuming_a_finished_run_prints_results_without_training(run, monkeypatc
             "'paper'.*'digits'",
         ),
         (["predict", "nowhere", "--data", "digits"], r"nowhere.*recipe\.json"),
-        (["train", "--data", "folder", "--loss", "ce"], "'folder'.*--model"),
+        (
+            ["train", "--data", "folder", "--loss", "ce"],
+            r"default.*'small'.*'folder'.*--model.* epochs, lr .*model_options\.pretrained=true",
+        ),
         (["train", "--data", "folder", "--loss", "ce", "--model", "small_cnn"], "'folder'.*'path'"),
         (
             ["train", "--data", "digits", "--loss", "ce", "--set", "model_options.in_channels=3"],

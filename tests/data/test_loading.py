@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import subprocess
 import time
 
 import numpy as np
@@ -141,6 +142,20 @@ def test_closing_a_loader_ends_its_workers(dataset):
     assert not any(child.is_alive() for child in children)
     loader.close()
     assert len(batches(loader)) == len(loader)  # another epoch starts new workers
+    loader.close()
+
+
+def test_workers_end_on_sigterm_of_their_parent_alone(dataset):
+    loader = Loader(dataset.split("train"), dataset.transform, batch_size=8, train=True, workers=2)
+    iterator = iter(loader)
+    next(iterator)
+    children = list(loader._loader._iterator._workers)
+    subprocess.run(["sh", "-c", f"kill -TERM {' '.join(str(child.pid) for child in children)}"], check=True)
+    assert len(list(iterator)) == len(loader) - 1
+    for child in children:
+        child.terminate()
+        child.join(60)
+        assert child.exitcode == 0
     loader.close()
 
 

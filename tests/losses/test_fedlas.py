@@ -51,7 +51,8 @@ def test_missing_features_raise() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"start": "first_batch"}, {"theta": 0.0}, {"source": "max_prob"}, {"norm": 2.0}]
+    "options",
+    [{}, {"start": "first_batch"}, {"theta": 0.0, "start": "first_batch"}, {"source": "max_prob"}, {"norm": 2.0}],
 )
 @pytest.mark.parametrize("scale", [1.0, 1e7, 0.0, 1e300, math.nan])
 def test_eager_cpu_path_equals_the_general_path(options: Any, scale: float) -> None:
@@ -115,6 +116,7 @@ def test_norms_of_low_precision_features_are_computed_in_float32(dtype: torch.dt
     ("options", "message"),
     [
         ({"theta": -0.1}, "theta"),
+        ({"theta": 0.0}, "theta.*20 and 100.*first_batch"),  # the indicator would never follow the features
         ({"gate_zero": 1}, "gate_zero"),
         ({"gate_positive_index": 2}, "gate_positive_index"),
         ({"alpha": -0.1}, "alpha"),

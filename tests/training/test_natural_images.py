@@ -1,6 +1,7 @@
 """Runs on images that are read from files: reproducible, and without leftover processes or locks."""
 
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -46,6 +47,25 @@ def test_a_stopped_run_resumes_in_the_same_process_bit_for_bit(images, finished,
     assert error.__traceback__ is not None
     assert_equal_runs(run, finished)
     assert run.log[1]["machine"]["continued_at_step"] == 5
+
+
+def test_sigterm_to_the_process_group_stops_a_run_with_a_checkpoint(images, tmp_path):
+    """Regression: `timeout`, scancel and systemd signal the workers too, which ended, and the run with an error."""
+    arguments = ["--data", "folder", "--model", "small_cnn", "--loss", "ce", "--out", str(tmp_path / "run")]
+    options = {"data_options.path": images, "data_options.image_size": 16, "model_options.in_channels": 3}
+    settings = {**options, "epochs": 1000, "batch_size": 8, "workers": 2}
+    arguments += [argument for name, value in settings.items() for argument in ("--set", f"{name}={value}")]
+    command = [sys.executable, "-m", "fedlas", "train", *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        until(lambda: process.poll() is not None or (tmp_path / "run" / "checkpoint.pt").exists())
+        os.killpg(process.pid, signal.SIGTERM)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, stderr
+    assert "--resume" in stderr
+    assert "Traceback" not in stderr
+    assert 0 < len(Run(tmp_path / "run").log) < 1000
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)  # no worker is left
 
 
 @pytest.mark.campaign

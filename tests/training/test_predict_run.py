@@ -11,9 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fedlas
+from fedlas.data import Resident
 from fedlas.io import read_predictions, write_predictions
 from fedlas.io.safetensors import CHECKSUM
-from fedlas.training import Run, RunError, fit
+from fedlas.training import Run, RunError, fit, load_network
 from fedlas.training.predict_run import predict_with
 from fedlas.training.run_folder import locked
 
@@ -28,6 +29,40 @@ def folder_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     base = tmp_path_factory.mktemp("folder")
     natural_images(base / "other", count=4, seed=1)
     return fit(large(natural_images(base / "home"), "ce", epochs=1, workers=0), out=base / "run")
+
+
+@pytest.mark.parametrize("evaluated", ["best", "last"])
+def test_the_network_of_a_run_has_the_evaluated_weights(evaluated, tmp_path):
+    """Regression: weights of a checkpoint were those of the last epoch, while reports evaluate the best one."""
+    options = {"schedule": "constant", "model_options": {"width": 8, "norm": "group"}}
+    recipe = short("ce", epochs=6, evaluated=evaluated, **options)
+    run = fit(recipe, out=tmp_path / "run")
+    assert run.log[-1]["best_epoch"] < recipe.epochs  # so the two states differ
+    data = fedlas.build_data("digits", seed=recipe.seed, **recipe.data_options)
+    images = Resident(data.split("test"), data.transform_for("test"), train=False)
+    batch = images.batch(images.order())
+
+    def logits(network):
+        with torch.no_grad():
+            return network.eval()(batch)
+
+    def stored(state):
+        return run.predictions(f"{state}-test").logits
+
+    assert not torch.allclose(stored("best"), stored("last"), atol=0.1)
+    torch.testing.assert_close(logits(load_network(run.folder)), stored(evaluated), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(load_network(run.folder, "last")), stored("last"), rtol=1e-4, atol=1e-4)
+    from_file = fedlas.build_model("small_cnn", 10, **recipe.model_options, pretrained=run.checkpoint)
+    torch.testing.assert_close(logits(from_file), stored("best"), rtol=1e-4, atol=1e-4)
+
+
+def test_the_network_of_an_unfinished_run_is_an_error(tmp_path):
+    recipe = short("ce", epochs=2)
+    stop_at(10, recipe, tmp_path)
+    with pytest.raises(RunError, match="--resume"):
+        load_network(tmp_path)
+    with pytest.raises(ValueError, match="best, last"):
+        load_network(tmp_path, "first")
 
 
 def test_predictions_do_not_make_an_unfinished_run_look_finished(tmp_path):
@@ -135,6 +170,18 @@ def test_predictions_on_other_images_never_replace_those_of_the_run(folder_run):
     path.write_bytes(folder_run.predictions_file("last-val").read_bytes())
     with pytest.raises(RunError, match=f"{path.name}.*predictions"):
         predict_with(folder_run.folder, "folder", options={"path": other})
+
+
+def test_another_path_of_the_training_images_is_the_same_data(folder_run, monkeypatch):
+    """Regression: a relative path and the absolute path of one folder gave the predictions of different splits."""
+    before = prediction_bytes(folder_run)
+    monkeypatch.chdir(folder_run.folder.parent)
+    for path in ("home", "other/../home", str(folder_run.folder.parent / "home")):
+        assert predict_with(folder_run.folder, "folder", options={"path": path}).stem == "best-test"
+    monkeypatch.chdir(folder_run.folder)
+    root = folder_run.folder.parent  # relative paths are also searched below the root
+    assert predict_with(folder_run.folder, "folder", options={"path": "home"}, data_root=root).stem == "best-test"
+    assert prediction_bytes(folder_run) == before
 
 
 def test_predictions_without_checksums_compare_equal(digits_run, tmp_path):

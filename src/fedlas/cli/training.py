@@ -47,7 +47,8 @@ def predict_run(
     split: Annotated[
         str | None,
         typer.Option(
-            help="Split: train, val, test, or all (image folders only); by default test, or all for your own images."
+            help="Split: train, val, test, or all (image folders only); by default test for the data of the recipe, "
+            "otherwise all, if the data set has it."
         ),
     ] = None,
     state: Annotated[str, typer.Option(help="Weights to use: best (on the validation split) or last.")] = "best",

@@ -6,8 +6,12 @@ so both classes give the same images.
 """
 
 import gc
+import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +103,9 @@ class Loader:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Sample]:
-        for batch in self._loader:
+        with _sigterm_blocked():
+            batches = iter(self._loader)  # starts the workers
+        for batch in batches:
             if isinstance(batch, Exception):
                 raise batch
             tensors = [tensor.to(self.device, non_blocking=True) for tensor in batch]
@@ -194,5 +200,36 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+_CAN_WAIT_FOR_SIGNALS = hasattr(signal, "sigwaitinfo")  # not on macOS and Windows
+
+
+@contextmanager
+def _sigterm_blocked() -> Iterator[None]:
+    """Block SIGTERM in this thread, and in the processes that it starts."""
+    if not _CAN_WAIT_FOR_SIGNALS:
+        yield
+        return
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
 def _begin_worker(_: int) -> None:
     gc.freeze()  # never collect objects of the parent: its threads and devices do not exist here
+    if _CAN_WAIT_FOR_SIGNALS:
+        threading.Thread(target=_obey_sigterm_of_parent, daemon=True).start()
+
+
+def _obey_sigterm_of_parent() -> None:
+    """Exit when the parent sends SIGTERM.
+
+    It is blocked otherwise: `timeout`, scancel and systemd send it to the workers too, but a run needs them until it
+    has handled the signal.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
+        pass
+    os._exit(0)

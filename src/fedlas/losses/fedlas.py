@@ -88,7 +88,8 @@ class NCI(AbstractExact):
     """Norm-based confidence indicator: feature norm, standardised by its running mean and standard deviation.
 
     Args:
-        theta: weight of the current batch in the running statistics.
+        theta: weight of the current batch in the running statistics; above 0 with normalise="ema" and
+            start="published".
         norm: p of the feature norm, at least 1; infinity may be written "inf".
         source: quantity to standardise: feature norm, largest probability, or largest logit.
         normalise: use running statistics, statistics of the batch, or none.
@@ -117,6 +118,11 @@ class NCI(AbstractExact):
         self.normalise = one_of("normalise", normalise, get_args(Normalise))
         self.eps = at_least("eps", eps, 0)
         self.start = one_of("start", start, get_args(Start))
+        if self.theta == 0 and (self.normalise, self.start) == ("ema", "published"):
+            raise UserError(
+                "theta=0 keeps the mean and standard deviation at their initial values, 20 and 100; theta is the "
+                "weight of the current batch: use a theta above 0, start='first_batch', or normalise='batch'"
+            )
         self.mean: Tensor
         self.std: Tensor
         self.started: Tensor

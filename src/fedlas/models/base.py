@@ -239,8 +239,9 @@ class AbstractNetwork(ABC):
     Args:
         num_classes: number of logits.
         in_channels: number of channels of an image: 3 for colour, 1 for greyscale.
-        pretrained: True for the published weights of the network, or the path of a weight file. If the number of
-            classes in the file differs, the last layer is not loaded.
+        pretrained: True for the published weights of the network, or the path of a weight file; of the checkpoint of a
+            run, the weights of its best epoch. If the number of classes in the file differs, the last layer is not
+            loaded.
     """
 
     name: ClassVar[str]

@@ -25,8 +25,9 @@ from fedlas.https import require_https_redirects
 from fedlas.io.torch import read_torch
 from fedlas.io.untrusted import check_file, memory_errors
 
-# Usual keys of the weights in a checkpoint.
+# Usual keys of the weights in a checkpoint, and those of a run of fedlas, whose best epoch is preferred to its last.
 _KEYS = ("state_dict", "model_state_dict", "model")
+_KEYS_OF_RUN = ("best", "model")
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,9 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         raise
     except Exception as error:  # errors differ by format, and none names the file
         raise UserError(f"{path} is damaged, or holds more than tensors: {error}") from error
-    weights = next((content[key] for key in _KEYS if _is_mapping(content, key)), content)
+    is_run = isinstance(content, Mapping) and str(content.get("format")).startswith("fedlas.checkpoint/")
+    keys = _KEYS_OF_RUN if is_run else _KEYS
+    weights = next((content[key] for key in keys if _is_mapping(content, key) and content[key]), content)
     if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise UserError(f"{path} holds no state_dict, neither itself nor under {', '.join(_KEYS)}")
     return dict(weights)

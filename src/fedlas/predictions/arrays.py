@@ -138,7 +138,10 @@ def two_columns(values: Float[Tensor, "..."], name: str) -> Float[Tensor, "n cla
         second = values.reshape(-1)
         return torch.stack([1 - second if name == "probs" else torch.zeros_like(second), second], dim=1)
     if values.ndim != 2:
-        raise UserError(f"{name} have shape {tuple(values.shape)}; one row of classes per sample is expected")
+        raise UserError(
+            f"{name} have shape {tuple(values.shape)}; one row of classes per sample is expected: flatten maps "
+            f"(N, C, ...) by {name}.movedim(1, -1).flatten(0, -2) and labels.flatten(), and drop ignored pixels"
+        )
     if not values.shape[1]:
         raise UserError(f"{name} have shape {tuple(values.shape)}; at least one class is needed")
     return values

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fedlas.training.loop import DivergedError as DivergedError
     from fedlas.training.loop import fit as fit
     from fedlas.training.loop import fit_many as fit_many
+    from fedlas.training.predict_run import load_network as load_network
     from fedlas.training.protocols import list_recipes as list_recipes
     from fedlas.training.protocols import official_preprocessing_differs as official_preprocessing_differs
     from fedlas.training.protocols import paper_models as paper_models
@@ -28,6 +29,7 @@ __getattr__, __dir__, __all__ = lazy_attributes(
         "build": ["check_parts"],
         "callbacks": ["AbstractCallback"],
         "loop": ["DivergedError", "fit", "fit_many"],
+        "predict_run": ["load_network"],
         "protocols": ["list_recipes", "official_preprocessing_differs", "paper_models", "protocol_named", "recipe_for"],
         "recipe": ["Recipe"],
         "run_folder": ["Run", "RunError"],

@@ -1,4 +1,4 @@
-"""Predictions of a trained run on other data: other splits, OOD data sets, or a user's images.
+"""The network of a trained run, and its predictions on other data: other splits, OOD data sets, or a user's images.
 
 Predictions on the data of the recipe are named after the split, such as "best-test". Predictions on other data, or with
 other data options, get another file name. Existing predictions are never overwritten by different ones.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from fedlas.catalog import keywords, one_of
 from fedlas.data import AbstractDataset, MissingFileError, Split, build_data
@@ -27,6 +28,25 @@ from fedlas.training.progress import downloads
 from fedlas.training.recipe import Recipe
 from fedlas.training.recipe_text import Plain
 from fedlas.training.run_folder import ELSEWHERE, RESUME, STATES, WRITE_TO, Run, RunError, locked
+
+# Entries of a checkpoint that hold the weights of each state.
+_ENTRIES = {"best": "best", "last": "model"}
+
+
+def load_network(folder: str | Path, state: str | None = None) -> nn.Module:
+    """Return the network of a finished run, on the CPU and in eval mode.
+
+    Args:
+        folder: the run folder.
+        state: "best" or "last" weights; by default those that are evaluated, `evaluated` of the recipe.
+    """
+    run = Run(Path(folder))
+    recipe = run.recipe
+    state = one_of("state", state or recipe.evaluated, STATES)
+    _require_checkpoint(run)
+    predictions = run.predictions(f"{state}-{recipe.splits[-1]}")  # with the number of classes, without the data set
+    weights = checkpoint.load_for(run, recipe)[_ENTRIES[state]]
+    return _network(recipe, predictions.num_classes, run, weights, torch.device("cpu")).model.eval()
 
 
 def predict_with(
@@ -49,7 +69,8 @@ def predict_with(
     Args:
         folder: the run folder.
         data: name of the data set.
-        split: split of that data set; by default "test", or "all" for an image folder that the run was not trained on.
+        split: split of that data set; by default "test" for the data of the recipe, otherwise "all" if the data set has
+            it (image folders), else "test".
         state: "best" or "last" weights.
         options: options of the data set, added to those of the recipe if it is the recipe's data set.
         out: output file; by default in `predictions` of the run, which then has to be finished. Different predictions
@@ -63,12 +84,9 @@ def predict_with(
     one_of("state", state, STATES)
     if out is not None and (Path(out).suffix != ".safetensors" or Path(out).is_dir()):
         raise RunError(f"predictions are written to a file that ends in .safetensors, not to {out}")
-    if not run.checkpoint.exists():
-        reason = f"is finished, but its checkpoint was removed: train it again, and {ELSEWHERE}" if run.finished else ""
-        raise RunError(f"{run.folder} {reason or 'has no checkpoint; train it first'}")
+    _require_checkpoint(run)
     overrides = recipe.replace(data_options=dict(options or {})).data_options
     data_options = {**recipe.data_options, **overrides} if data == recipe.data else dict(overrides)
-    is_training_data = data == recipe.data and data_options == recipe.data_options
     with nullcontext() if out is not None else locked(run.folder), downloads(progress) as show_download:
         saved = checkpoint.load_for(run, recipe)
         if out is None and saved["epoch"] < recipe.epochs:
@@ -79,6 +97,9 @@ def predict_with(
         common = {"seed": recipe.seed, "progress": show_download, "root": data_root}
         training_data = _training_data(run, recipe, common)
         dataset = build_data(data, **common, **data_options)
+        is_training_data = data == recipe.data and (
+            _with_full_path(data_options, dataset) == _with_full_path(recipe.data_options, training_data)
+        )
         split = split or ("all" if "all" in dataset.splits and not is_training_data else "test")
         name = split if is_training_data else _split_name(data, split, data_options)
         path = run.predictions_file(f"{state}-{name}") if out is None else Path(out)
@@ -96,7 +117,7 @@ def predict_with(
         ):
             raise conflict
         chosen = select_device(device)
-        net = _network(recipe, training_data, run, saved["best" if state == "best" else "model"], chosen)
+        net = _network(recipe, training_data.num_classes, run, saved[_ENTRIES[state]], chosen)
         _warn_about_labels(training_data, dataset)
         transform = training_data.transform_for(split if split in training_data.splits else "test")
         with backend_flags(recipe, chosen):
@@ -108,6 +129,13 @@ def predict_with(
             raise conflict
         write_predictions(predictions, path)
     return path
+
+
+def _require_checkpoint(run: Run) -> None:
+    """Raise if a run has no checkpoint."""
+    if not run.checkpoint.exists():
+        reason = f"is finished, but its checkpoint was removed: train it again, and {ELSEWHERE}" if run.finished else ""
+        raise RunError(f"{run.folder} {reason or 'has no checkpoint; train it first'}")
 
 
 def _training_data(run: Run, recipe: Recipe, common: dict[str, Any]) -> AbstractDataset:
@@ -141,6 +169,12 @@ def _abbreviate(names: tuple[str, ...]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
+def _with_full_path(options: Mapping[str, Plain], dataset: AbstractDataset) -> dict[str, Plain]:
+    """Return data options with the absolute path of the images, if the data set has a path."""
+    path = getattr(dataset, "path", None)
+    return {**options, "path": str(path.resolve())} if isinstance(path, Path) else dict(options)
+
+
 def _split_name(data: str, split: str, options: Mapping[str, Plain]) -> str:
     """Return the name of predictions on other data: data set, split, and a hash of the options, if any."""
     digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:8]
@@ -148,19 +182,17 @@ def _split_name(data: str, split: str, options: Mapping[str, Plain]) -> str:
 
 
 def _network(
-    recipe: Recipe, data: AbstractDataset, run: Run, weights: Mapping[str, Any], device: torch.device
+    recipe: Recipe, num_classes: int, run: Run, weights: Mapping[str, Any], device: torch.device
 ) -> WithFeatures:
     options = {name: value for name, value in recipe.model_options.items() if name != "pretrained"}
-    model = build_model(recipe.model, data.num_classes, **options)
+    model = build_model(recipe.model, num_classes, **options)
     if not weights:
         raise RunError(f"{run.checkpoint} holds no such weights yet")
     try:
         checkpoint.restore_module(model, weights)
     except checkpoint.RESTORE_ERRORS as error:
         first = " ".join(str(error).split("\n")[:2])
-        raise RunError(
-            f"{run.checkpoint} does not fit {recipe.model} for {data.num_classes} classes: {first}"
-        ) from error
+        raise RunError(f"{run.checkpoint} does not fit {recipe.model} for {num_classes} classes: {first}") from error
     return WithFeatures(move_to_device(model, recipe, device), recipe.head)
 
 

@@ -150,6 +150,7 @@ PROTOCOLS = (
     Protocol("small", "15 epochs of a small network, for a CPU", small_models, small_values),
     Protocol("standard", "100 epochs of a ResNet-18, batch 128, steps", standard_models, standard_values),
 )
+DEFAULT = "small"  # for data sets that no protocol is made for
 
 
 def recipe_for(
@@ -239,11 +240,17 @@ def _protocol(data: str, model: str | None, name: str | None) -> Protocol:
     for protocol in PROTOCOLS:
         if model is not None and model in protocol.models(data):
             return protocol
-    return next((protocol for protocol in PROTOCOLS if protocol.models(data)), protocol_named("small"))
+    return next((protocol for protocol in PROTOCOLS if protocol.models(data)), protocol_named(DEFAULT))
 
 
 def _default_model(protocol: Protocol, data: str) -> str:
     models = protocol.models(data)
+    if protocol.name == DEFAULT and not any(other.models(data) for other in PROTOCOLS):
+        raise UserError(
+            f"the default protocol, {protocol.name!r}, has no network for {data!r}, and no other is made for it; name "
+            "one (--model NAME, or model=..., see: fedlas list models), and set epochs, lr and, for fine-tuning, "
+            "model_options.pretrained=true"
+        )
     if not models:
         raise UserError(
             f"the protocol {protocol.name!r} has no network for {data!r}; name one: --model NAME, "
