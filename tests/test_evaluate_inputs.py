@@ -113,7 +113,7 @@ def test_labels_with_another_index_than_the_frame_raise():
     for pair in (Predictions.from_probs, Predictions, metrics.ece, posthoc.Temperature().fit):
         with pytest.raises(ValueError, match=r"labels\.loc\[predictions\.index\]"):
             pair(frame, shuffled)
-    with pytest.raises(ValueError, match=r"second\.loc\[predictions\.index\]"):
+    with pytest.raises(ValueError, match=r"second\.loc\[first\.index\]"):
         compare(frame, frame.loc[shuffled.index], labels.to_numpy())
     assert evaluate(frame, shuffled.loc[frame.index], **QUICK).to_dict() == expected
     assert evaluate(PROBS, shuffled.loc[frame.index], **QUICK).classes == 2  # an array has no index

@@ -198,7 +198,7 @@ def compare(
         own_labels = isinstance(model, AnyPredictions)
         return ModelRuns(name, {None: as_predictions(model, None if own_labels else labels, logits=logits, **columns)})
 
-    check_row_names(first, second, "second")
+    check_row_names(first, second, ("first", "second"))
     first, second = read("first", first), read("second", second)
     tests = compare_runs(first, second, metrics, bins=bins, level=level, resamples=resamples, seed=seed)
     return {test.metric: test.by_seed[None] for test in tests}

@@ -245,6 +245,15 @@ def test_a_loss_that_needs_an_evaluation_warns_if_there_is_none(tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in loss.state_dict().items())
 
 
+def test_an_evaluation_ends_one_epoch_only(tmp_path, monkeypatch):
+    """Regression: later epochs learned from the same predictions again."""
+    loss, sizes = loss_of("adafocal"), []
+    monkeypatch.setattr(type(loss), "end_epoch", lambda _, validation=None: sizes.append(len(validation.labels)))
+    overrides = {"num_train_epochs": 6, "eval_strategy": "steps", "eval_steps": 3}
+    build_trainer(calibrate(sentences(), loss), tmp_path, texts(60), texts(20), **overrides).train()
+    assert sizes == 4 * [20]  # epochs of two steps; none of the first and fourth is followed by an evaluation
+
+
 def test_a_trainer_without_the_loss_function_warns_once(tmp_path):
     """Regression: the model was trained with its own cross-entropy, silently."""
     from transformers import Trainer

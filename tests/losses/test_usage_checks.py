@@ -203,7 +203,7 @@ def test_samples_drawn_with_replacement_are_not_taken_for_epochs():
     for _ in range(10):  # more than an epoch of 200 samples, a few of which are drawn far more often than the others
         index = torch.where(torch.rand(32) < 0.5, torch.randint(3, (32,)), torch.randint(200, (32,)))
         loss(torch.randn(32, CLASSES).requires_grad_(), torch.arange(32) % CLASSES, index=index).backward()
-    assert not loss.epoch_check.finished
+    assert not loss._epoch_check.finished
 
 
 def test_samples_counted_more_often_than_there_were_epochs_warn():

@@ -95,5 +95,5 @@ def calibrate_apply(
         if loaded.fitted is not None and loaded.fitted.doubt:
             show(f"warning: the fit of {calibrator} is unreliable: {loaded.fitted.doubt}", err=True)
         if loaded.was_fitted_on(predictions):
-            show(f"warning: {calibrator} was fitted on the samples of {file}: metrics on {out} are too good", err=True)
+            show(f"warning: {calibrator} was fitted on the samples of {file}: its metrics are optimistic", err=True)
         show(out)

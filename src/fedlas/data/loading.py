@@ -97,7 +97,10 @@ class Loader:
         # torch does this when the iterator is garbage-collected, which may be late, because tracebacks keep references.
         iterator, self._loader._iterator = self._loader._iterator, None
         if iterator is not None and self._loader.num_workers:
+            workers = iterator._workers  # type: ignore[attr-defined]
             iterator._shutdown_workers()  # type: ignore[attr-defined]
+            for worker in workers:
+                worker.kill()  # a worker that hangs does not run the thread that obeys SIGTERM
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -219,6 +222,8 @@ def _sigterm_blocked() -> Iterator[None]:
 def _begin_worker(_: int) -> None:
     gc.freeze()  # never collect objects of the parent: its threads and devices do not exist here
     if _CAN_WAIT_FOR_SIGNALS:
+        # Where workers are spawned, the mask is not inherited.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_obey_sigterm_of_parent, daemon=True).start()
 
 

@@ -129,16 +129,16 @@ class Calibration(TrainerCallback):
         """Record the number of training samples, for the flip rate."""
         self._samples = count_samples(more.get("train_dataloader"))
         self._validation, self._was_evaluated = None, False
-        self.loss.epoch_check.finish()  # this callback ends the epochs
+        self.loss.disable_epoch_check()
+        if self.loss.needs_validation and args.eval_strategy == "no":
+            self._warn_without_validation('set eval_strategy="epoch"')
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:  # noqa: ARG002
-        """Warn if the loss needs predictions on the validation set and there were none."""
-        if self.loss.needs_validation and self._validation is None:
-            warnings.warn(
-                f"the loss {self.loss.name!r} learns from a validation set between epochs, but there was no evaluation "
-                'of one, so it did not change; pass eval_dataset and eval_strategy="epoch"',
-                stacklevel=2,
-            )
+    def _warn_without_validation(self, advice: str) -> None:
+        warnings.warn(
+            f"the loss {self.loss.name!r} learns from validation predictions between epochs, but there are none, "
+            f"so it does not change; {advice}",
+            stacklevel=2,
+        )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:  # noqa: ARG002
         """Warn once if the first step did not call the loss."""
@@ -161,12 +161,15 @@ class Calibration(TrainerCallback):
         """Store the predictions, if this is the first data set since the latest step; end the epoch of the loss."""
         if not self._was_evaluated:
             self._validation, self._was_evaluated = self._predictions, True
+            if self.loss.needs_validation and self._predictions is None:
+                self._warn_without_validation("pass compute_metrics=calibration.compute_metrics to the Trainer")
         self._end_epoch()
 
     def _end_epoch(self) -> None:
         """End the epoch of the loss if it is over; skip it if the loss needs validation predictions and has none."""
         if self._epoch_is_over and not (self.loss.needs_validation and self._validation is None):
-            self.loss.end_epoch(self._validation)
+            validation, self._validation = self._validation, None
+            self.loss.end_epoch(validation)
         self._epoch_is_over = False
 
     def _recording_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:

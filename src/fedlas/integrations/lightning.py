@@ -85,7 +85,7 @@ class CalibrationCallback(_Callback):
         if stage == "fit" or self._gate is None:  # checkpoints are loaded after `setup`
             self._gate, self._ended_epoch, self._validation = Gate(self._loss), None, None
         if stage == "fit":
-            self._loss.epoch_check.finish()  # this callback ends the epochs
+            self._loss.disable_epoch_check()
         self._hook = self._loss.register_forward_hook(self._record, with_kwargs=True)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002

@@ -19,8 +19,9 @@ from fedlas.errors import UserError, UserTypeError
 from fedlas.evaluation import FOLDS
 from fedlas.extras import optional_module
 from fedlas.metrics.calibration_error import ece
-from fedlas.metrics.proper_scores import accuracy, top_5, top_k
+from fedlas.metrics.proper_scores import top_k
 from fedlas.metrics.registry import find_metric
+from fedlas.metrics.selective import coverage_at_risk
 from fedlas.posthoc import AbstractCalibrator, build_calibrator
 from fedlas.predictions import Predictions
 
@@ -183,7 +184,7 @@ class Scorer:
     Args:
         metric: a function of `fedlas.metrics`, or the name of a metric, such as "ece".
         higher_is_better: whether the metric is better when it is higher; otherwise the score is minus the metric. By
-            default true for accuracy and top-k accuracy, and false for all other metrics.
+            default that of the metric; false for custom functions.
         options: passed to the metric, such as `{"bins": 10}`.
     """
 
@@ -194,17 +195,21 @@ class Scorer:
     def __post_init__(self) -> None:
         if isinstance(self.metric, str):
             object.__setattr__(self, "metric", find_metric(self.metric))
+        if self.higher_is_better is None:
+            higher = getattr(self.metric, "higher_is_better", self.metric in HIGHER)
+            if higher is None:
+                raise UserError(f"{self.metric!r} has no better direction; pass higher_is_better")
+            object.__setattr__(self, "higher_is_better", higher)
 
     def __call__(self, estimator: Any, X: Any, y: Any) -> float:  # noqa: N803
         assert not isinstance(self.metric, str)
         probs = np.asarray(estimator.predict_proba(X), dtype=np.float64)
         codes = _codes(validation.column_or_1d(y), np.asarray(estimator.classes_))
         value = float(self.metric(Predictions.from_probs(probs, codes), **self.options))
-        higher = self.metric in HIGHER if self.higher_is_better is None else self.higher_is_better
-        return value if higher else -value
+        return value if self.higher_is_better else -value
 
 
-HIGHER = {accuracy, top_5, top_k}  # of all other metrics, lower values are better
+HIGHER = (top_k, coverage_at_risk)  # functions of `fedlas.metrics` that are no metric objects
 ece_scorer = Scorer(ece)
 """Minus the expected calibration error over 15 bins."""
 

@@ -72,8 +72,9 @@ class CalibrationMetric(Metric):
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Add samples: logits or probabilities, depending on `inputs`, and their labels."""
         batch = self._accumulator()
-        batch.was_checked, self._was_checked = self._was_checked, True
+        batch.was_checked = self._was_checked
         (batch.update_logits if self.inputs == "logits" else batch.update)(preds, target)
+        self._was_checked = batch.was_checked
         for key, value in batch.state().items():
             state = getattr(self, key)
             if isinstance(value, list):

@@ -22,10 +22,10 @@ from fedlas.metrics.binning import EVERY_CLASS, Binning, Histogram, histogram_of
 from fedlas.metrics.inputs import Pairs, Rows, Scope, binary_predictions, pairs, pairs_of_logits, rows, rows_of_logits
 from fedlas.metrics.result import Definition, Result
 from fedlas.predictions import AnyPredictions
-from fedlas.predictions.arrays import Array, are_probabilities, as_tensor
+from fedlas.predictions.arrays import ENOUGH, Array, are_probabilities, as_tensor
 
 JOINED = 2**16  # tensors with fewer samples than this are concatenated
-MAXIMA = {"floor"}  # columns and states of which the largest value counts and not the sum
+MAXIMA = {"nll_floor"}  # columns and states of which the largest value counts and not the sum
 State: TypeAlias = dict[str, Tensor | list[Tensor]]  # across processes, tensors are added and lists are concatenated
 
 
@@ -63,10 +63,10 @@ class AbstractAccumulator(ABC):
             return self
         if not self.was_checked and are_probabilities(logits):
             warn_caller(
-                "the logits are probabilities, whose softmax says nothing: use update in place of update_logits "
+                "the logits are probabilities, whose softmax is meaningless: use update in place of update_logits "
                 '(torchmetrics: pass inputs="probs")'
             )
-        self.was_checked = True  # only the first batch is checked
+        self.was_checked |= len(logits) >= ENOUGH
         if self.scope in EVERY_CLASS:
             self.take(rows_of_logits(logits, labels, self.scope, self.ignore_index))
         else:

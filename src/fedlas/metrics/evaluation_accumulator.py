@@ -212,7 +212,7 @@ class EvaluationAccumulator:
 
 
 def _is_included(metric: AbstractMean, table: Rows) -> bool:
-    """Return whether a metric is defined for these labels, and says something about this number of classes."""
+    """Return whether a metric is defined for these labels, and is informative for this number of classes."""
     soft = table.labels.ndim == 2
     return not (metric.needs_hard_labels and soft) and table.scores.shape[1] >= metric.fewest_classes
 

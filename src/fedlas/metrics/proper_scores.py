@@ -107,7 +107,7 @@ class NLL(AbstractMean):
     order = 70
     interval = LossBootstrap(NLL_BOUNDS)
     paired = PairedMeans(bounds=NLL_BOUNDS)
-    column_names = ("loss", "floored", "floor")
+    column_names = ("loss", "nll_floored", "nll_floor")
 
     def values(self, table: Rows) -> Tensor:
         return losses_of(table).values
@@ -115,11 +115,11 @@ class NLL(AbstractMean):
     def columns(self, table: Rows) -> dict[str, Tensor]:
         losses = losses_of(table)
         floor = torch.tensor(losses.floor, dtype=torch.float64)
-        return {"loss": losses.values, "floored": torch.tensor(losses.floored), "floor": floor}
+        return {"loss": losses.values, "nll_floored": torch.tensor(losses.floored), "nll_floor": floor}
 
     def of_sums(self, sums: Mapping[str, float], class_bins: Bins | None, definition: Definition) -> Result:
         result = super().of_sums(sums, class_bins, definition)
-        return result.with_details(floor=sums.get("floor", 0.0), floored=int(sums.get("floored", 0)))
+        return result.with_details(floor=sums.get("nll_floor", 0.0), floored=int(sums.get("nll_floored", 0)))
 
 
 class Brier(AbstractMean):

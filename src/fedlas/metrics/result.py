@@ -149,11 +149,18 @@ class Result(float):
     @property
     def note(self) -> str:
         """Explanation of an unusual value or interval, such as one without the value; empty if there is none."""
-        if "saturated" in self.details:
-            return (
-                f"{self.details['saturated']:.0%} of the confidences are rounded to 1 and rank as equal; logits, or "
-                "probabilities with more digits, would rank them"
-            )
+        notes = [self._ties, self._interval_note]
+        return "; ".join(note for note in notes if note)
+
+    @property
+    def _ties(self) -> str:
+        fraction = self.details.get("saturated")
+        if fraction is None:
+            return ""
+        return f"{fraction:.0%} of the confidences are 1 and rank as equal; if they were rounded, give logits"
+
+    @property
+    def _interval_note(self) -> str:
         if self.interval is None:
             return ""
         chance = self.details.get("noise_floor")

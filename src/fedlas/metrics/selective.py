@@ -173,7 +173,7 @@ def coverage_at_risk(
 
 
 def saturated_fraction(samples: Pairs) -> float:
-    """Return the fraction of samples whose confidence is rounded to 1, so that they rank as equal."""
+    """Return the fraction of samples whose confidence is 1, so that they rank as equal."""
     order, group = samples.ranking
     if float(samples.confidence[order[0].to(samples.confidence.device)]) < 1:
         return 0.0

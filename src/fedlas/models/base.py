@@ -204,8 +204,9 @@ def _check_call(loss: nn.Module) -> None:
     """Raise if a loss cannot be called with features and index."""
     taken = inspect.signature(loss.forward).parameters
     if not {"features", "index"} <= taken.keys() and all(p.kind is not p.VAR_KEYWORD for p in taken.values()):
+        name = getattr(loss, "original_name", type(loss).__name__)  # of a scripted module
         raise UserTypeError(
-            f"{type(loss).__name__} cannot be called as loss(logits, labels, features=..., index=...); for "
+            f"{name} cannot be called as loss(logits, labels, features=..., index=...); for "
             'cross-entropy pass fedlas.build_loss("ce"); a custom loss needs these arguments in its forward'
         )
 

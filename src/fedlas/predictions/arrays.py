@@ -68,20 +68,21 @@ def check_correctness(flags: Tensor, n: int) -> Bool[Tensor, " n"]:
     return flags.bool()
 
 
-def check_row_names(scores: object, other: object, name: str = "labels") -> None:
+def check_row_names(scores: object, other: object, names: tuple[str, str] = ("predictions", "labels")) -> None:
     """Raise if two objects of pandas have different row names: their rows would be paired by position.
 
     Args:
         scores: predictions.
         other: labels, or predictions of another model.
-        name: name of the second object in the message.
+        names: names of both in the message.
     """
     indexes: list[Any] = [getattr(values, "index", None) for values in (scores, other)]
     if not all(hasattr(index, "equals") for index in indexes) or indexes[0].equals(indexes[1]):
         return  # a list has a method `index`
     if not all(type(index).__name__ == "RangeIndex" and (index.start, index.step) == (0, 1) for index in indexes):
+        first, second = names
         raise UserError(
-            f"the index of {name} differs from that of the predictions; use {name}.loc[predictions.index], or, if the "
+            f"the index of {second} differs from that of {first}; use {second}.loc[{first}.index], or, if the "
             "rows already belong together, reset_index(drop=True) on both"
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fedlas.evaluation_report import Report, State
 from fedlas.formatting import significant
 from fedlas.predictions import AnyPredictions
-from fedlas.report.summary_text import direction, effect, raises_nll
+from fedlas.report.summary_text import direction, effect
 
 VERDICTS = {
     "all": "On these samples this removes all detectable miscalibration.",
@@ -69,7 +69,8 @@ def _recommend(report: Report, state: State, of_probs: bool) -> Recommendation:
     if direction(report.before) == "none":
         return Recommendation(f"{_capitalized(method)} is not needed", CALIBRATED + note, ())
     title = f"{_capitalized(method)} is optional" if change == "unchanged" else action
-    cost = " It raises the NLL, though not significantly." if raises_nll(report.before, state) else ""
+    tested = "nll" in state.comparisons and float(state["nll"]) > float(report.before["nll"])
+    cost = " It raises the NLL, though not significantly." if tested else ""
     return Recommendation(title, VERDICTS[change] + cost + note, code)
 
 

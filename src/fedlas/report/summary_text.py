@@ -100,10 +100,9 @@ def headline(report: Report) -> str:
         parts.append(f"at {_about(example)} confidence the accuracy is {accuracy}")
     done = _headline_calibrator(report)
     if done is not None and miscalibration not in {"none", "unknown"}:
-        cost = " but raises the NLL" if raises_nll(state, done) else ""
         verdict = {
-            "all": f"removes all detectable miscalibration{cost}",
-            "most": f"removes most of it{cost}",
+            "all": "removes all detectable miscalibration",
+            "most": "removes most of it",
             "part": "removes part of it",
             "unchanged": f"{_lowered_nll(done)}does not change the ECE significantly",
             "worse": "makes it significantly worse",
@@ -135,7 +134,7 @@ def sentences(report: Report) -> tuple[str, ...]:
             f"probability of one class the ECE is {state['classwise_ece'].text()}; its reliability diagram "
             "shows where."
         )
-    lines += _second_class(report)
+    lines += _rarer_class(report)
     near = typical_bin(state.bins["width"], level=confidence_level)
     if near is not None:
         agrees = ", which agrees with the confidence" if near.is_calibrated else ""
@@ -157,15 +156,18 @@ def sentences(report: Report) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _second_class(report: Report) -> list[str]:
-    """Return how mean probability and frequency of the second of two classes differ, as of a rare event."""
-    if report.classes != 2 or "classwise_ece" not in report.before.results:
-        return []
-    details = report.before["classwise_ece"].details
+def _rarer_class(report: Report) -> list[str]:
+    """Return how the mean probability of the rarer of two classes differs from its frequency."""
+    details = report.before["classwise_ece"].details if "classwise_ece" in report.before.results else {}
     if "mean_prob" not in details:
         return []
-    mean, rate = (f"{100 * float(details[name]):.3g} %" for name in ("mean_prob", "rate"))
-    return [f"The mean probability of the second class is {mean}; {rate} of the samples are of that class."]
+    mean, rate, which = float(details["mean_prob"]), float(details["rate"]), "second"
+    if rate > 1 / 2:
+        mean, rate, which = 1 - mean, 1 - rate, "first"
+    return [
+        f"The mean probability of the {which} class is {significant(100 * mean)} %; {significant(100 * rate)} % of the "
+        "samples are of that class."
+    ]
 
 
 def _direction_sentences(state: State, miscalibration: Direction, samples: str) -> list[str]:
@@ -205,10 +207,9 @@ def _effect_sentence(before: State, after: State, miscalibration: Direction) -> 
     if any(fit.doubt for fit in after.fits):
         return _doubt(after)
     change, costs = effect(after), _costs(after)
-    cost = " but raises the NLL" if raises_nll(before, after) else ""
     verdict = {
-        "all": f"removes all detectable miscalibration{cost}",
-        "most": f"removes most of the miscalibration{cost}",
+        "all": "removes all detectable miscalibration",
+        "most": "removes most of the miscalibration",
         "part": "removes part of the miscalibration",
         "unchanged": f"{_lowered_nll(after)}does not change the ECE significantly",
         "worse": "makes the calibration significantly worse",
@@ -243,11 +244,6 @@ def _changes(before: State, after: State) -> str:
 def _lowered_nll(after: State) -> str:
     test = after.comparisons.get("nll")
     return "lowers the NLL but " if test is not None and test.better == "second" else ""
-
-
-def raises_nll(before: State, after: State) -> bool:
-    """Return whether the NLL after a calibrator is higher, significantly or not."""
-    return "nll" in after.results and float(after["nll"]) > float(before["nll"])
 
 
 def _p_value(after: State, name: str) -> str:

@@ -131,7 +131,7 @@ class AbstractLoss(AbstractExact):
         self.last_terms: dict[str, Tensor] = {}
         self._logits_check = LogitsCheck()
         self._update_check = UpdateCheck()
-        self.epoch_check = EpochCheck()
+        self._epoch_check = EpochCheck()
 
     @abstractmethod
     def terms(self, batch: Batch) -> dict[str, Tensor]:
@@ -154,9 +154,13 @@ class AbstractLoss(AbstractExact):
             raise UserError(
                 f"{self.name} was built for {self.num_classes} classes; validation has {validation.num_classes}"
             )
-        self.epoch_check.finish()
+        self._epoch_check.finish()
         self._update_check.end_epoch(self.name, self)
         self.learn_from_epoch(validation)
+
+    def disable_epoch_check(self) -> None:
+        """Disable the warning about a missing `end_epoch`, for callbacks that call it."""
+        self._epoch_check.finish()
 
     def gate_state(self) -> GateState | None:
         """Return the state of the gate in the latest batch, for losses with `has_gate`."""
@@ -187,7 +191,7 @@ class AbstractLoss(AbstractExact):
     def train(self: Loss, mode: bool = True) -> Loss:
         """Set training or evaluation mode."""
         if not mode and self.learns_between_epochs:
-            self.epoch_check.evaluated(self.name, self._end_epoch_call)
+            self._epoch_check.evaluated(self.name, self._end_epoch_call)
         return super().train(mode)
 
     def forward(
@@ -224,7 +228,7 @@ class AbstractLoss(AbstractExact):
             self._logits_check.before_step(self.name, logits)
             self._update_check.before_step(self.name, self)
             if self.learns_between_epochs:
-                self.epoch_check.before_step(self.name, self._end_epoch_call, len(logits), index)
+                self._epoch_check.before_step(self.name, self._end_epoch_call, len(logits), index)
             reduced = reduce(self.terms(batch), batch, self.weight, reduction)
             self._update_check.after_step(self)
             return reduced
