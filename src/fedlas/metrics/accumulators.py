@@ -61,16 +61,17 @@ class AbstractAccumulator(ABC):
         """Add samples, given as logits; a batch whose labels are all ignored is skipped."""
         if self._skips(labels):
             return self
-        if not self.was_checked and are_probabilities(logits):
-            warn_caller(
-                "the logits are probabilities, whose softmax is meaningless: use update in place of update_logits "
-                '(torchmetrics: pass inputs="probs")'
-            )
-        self.was_checked |= len(logits) >= ENOUGH
         if self.scope in EVERY_CLASS:
             self.take(rows_of_logits(logits, labels, self.scope, self.ignore_index))
         else:
             self.take(pairs_of_logits(logits, labels, self.scope, self.ignore_index, ranked=self.ranked))
+        if not self.was_checked and len(logits) >= ENOUGH:
+            self.was_checked = True
+            if are_probabilities(logits):
+                warn_caller(
+                    "the logits are probabilities, whose softmax is meaningless: use update in place of update_logits "
+                    '(torchmetrics: pass inputs="probs")'
+                )
         return self
 
     def merge(self, other: "AbstractAccumulator") -> "AbstractAccumulator":
