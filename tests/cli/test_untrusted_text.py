@@ -61,9 +61,7 @@ def test_atomic_write_accepts_file_names_of_255_bytes(tmp_path):
 
 
 def test_too_long_output_name_fails_before_files_are_read(file, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "fedlas.report.evaluate_files.evaluate_files", lambda *_, **__: pytest.fail("files were read")
-    )
+    monkeypatch.setattr("fedlas.report.evaluate_files.evaluate_files", lambda *_, **__: pytest.fail("files were read"))
     assert_error_names(("evaluate", file, "--json", tmp_path / ("n" * 300)), "n" * 300)
 
 
