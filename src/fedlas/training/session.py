@@ -224,7 +224,13 @@ class Session:
             "model": self.net.model.state_dict(),
             "loss": self.loss.state_dict(),
             "optimizer": optimizer_state(self.step.optimizer),
-            "step": self.step.state_dict(),
+            "step": {
+                "count": self.step.count,
+                "scale": self.step.scaler.value,
+                "good_steps": self.step.scaler.good_steps,
+                "metrics": self.step.metrics.state_dict(),
+                "gate": self.step.gate.state_dict(),
+            },
             "random": gather_objects(random_state(self.device)),
             "best": self.best,
             "best_epoch": self.best_epoch,
@@ -239,7 +245,7 @@ class Session:
             restore_module(self.net.model, state["model"])
             restore_module(self.loss, state["loss"])
             load_optimizer_state(self.step.optimizer, state["optimizer"])
-            self.step.load_state_dict(state["step"])
+            self._load_step(state["step"])
         except RESTORE_ERRORS as error:
             if ran_out_of_memory(error):
                 raise
@@ -253,3 +259,12 @@ class Session:
                 restore_random_state(state["random"][ranks.rank()], self.device)
         except RESTORE_ERRORS as error:
             raise invalid_checkpoint(name, f"its random state: {error}") from error
+
+    def _load_step(self, state: dict[str, Any]) -> None:
+        """Restore the state of the step in place; a saved step is never bad."""
+        self.step.count.copy_(state["count"])
+        self.step.scaler.value.copy_(state["scale"])
+        self.step.scaler.good_steps.copy_(state["good_steps"])
+        self.step.metrics.load_state_dict(state["metrics"])
+        self.step.gate.load_state_dict(state["gate"])
+        self.step.first_bad.fill_(-1)

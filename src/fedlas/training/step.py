@@ -19,7 +19,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -125,22 +124,3 @@ class TrainStep:
         """Wait for the device and return the first step whose loss or gradient was bad."""
         step = int(self.first_bad)
         return None if step < 0 else step
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return step counter, loss scale, metrics and gate statistics; all ranks have to call it."""
-        return {
-            "count": self.count,
-            "scale": self.scaler.value,
-            "good_steps": self.scaler.good_steps,
-            "metrics": self.metrics.state_dict(),
-            "gate": self.gate.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state in place; the checkpoint of a run has no bad step."""
-        self.count.copy_(state["count"])
-        self.scaler.value.copy_(state["scale"])
-        self.scaler.good_steps.copy_(state["good_steps"])
-        self.metrics.load_state_dict(state["metrics"])
-        self.gate.load_state_dict(state["gate"])
-        self.first_bad.fill_(-1)
