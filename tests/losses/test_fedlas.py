@@ -426,7 +426,7 @@ def test_extreme_features_give_no_nan(name: str, options: dict[str, Any]) -> Non
             assert_healthy(loss)
 
 
-@pytest.mark.parametrize("start", ["published", "first_batch"])
+@pytest.mark.parametrize("start", ["paper", "first_batch"])
 def test_nonfinite_norm_is_excluded_from_the_statistics(start: str) -> None:
     """That sample gets gamma 0 and alpha_i = alpha; the others get what they would have got without it."""
     for kind, features in UNUSABLE.items():

@@ -60,7 +60,7 @@ from fedlas.losses.base import (
 Norm = float | Literal["inf"]
 Source = Literal["features", "max_prob", "max_logit"]
 Normalise = Literal["ema", "batch", "none"]
-Start = Literal["published", "first_batch"]
+Start = Literal["paper", "first_batch"]
 Gate = Literal["learned", "positive", "negative", "soft", "shuffled"]
 Preset = Literal["default", "official", "paper"]
 
@@ -89,7 +89,7 @@ class NCI(AbstractExact):
 
     Args:
         theta: weight of the current batch in the running statistics; above 0 with normalise="ema" and
-            start="published".
+            start="paper".
         norm: p of the feature norm, at least 1; infinity may be written "inf".
         source: quantity to standardise: feature norm, largest probability, or largest logit.
         normalise: use running statistics, statistics of the batch, or none.
@@ -105,7 +105,7 @@ class NCI(AbstractExact):
         norm: Norm = 1.0,
         source: Source = "features",
         normalise: Normalise = "ema",
-        start: Start = "published",
+        start: Start = "paper",
         eps: float = 1e-3,
     ) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class NCI(AbstractExact):
         self.normalise = one_of("normalise", normalise, get_args(Normalise))
         self.eps = at_least("eps", eps, 0)
         self.start = one_of("start", start, get_args(Start))
-        if self.theta == 0 and (self.normalise, self.start) == ("ema", "published"):
+        if self.theta == 0 and (self.normalise, self.start) == ("ema", "paper"):
             raise UserError(
                 "theta=0 keeps the mean and standard deviation at their initial values, 20 and 100; theta is the "
                 "weight of the current batch: use a theta above 0, start='first_batch', or normalise='batch'"
@@ -128,7 +128,7 @@ class NCI(AbstractExact):
         self.started: Tensor
         self.register_buffer("mean", torch.tensor(20.0, dtype=torch.float64))
         self.register_buffer("std", torch.tensor(100.0, dtype=torch.float64))
-        self.register_buffer("started", torch.tensor(self.start == "published"))
+        self.register_buffer("started", torch.tensor(self.start == "paper"))
 
     def forward(
         self,
@@ -366,7 +366,7 @@ class AdaptiveSmoothing(AbstractPart):
         norm: Norm = 1.0,
         source: Source = "features",
         normalise: Normalise = "ema",
-        start: Start = "published",
+        start: Start = "paper",
         eps: float | None = None,
         shuffle_indicator: bool = False,
         gate: Gate = "learned",
