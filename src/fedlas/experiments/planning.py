@@ -7,14 +7,14 @@ from statistics import median
 from typing import Any
 
 from fedlas.catalog import Catalog, summary
-from fedlas.errors import UserError
+from fedlas.errors import UserError, short_list
 from fedlas.experiments.base import AbstractExperiment, Choice, PlannedRun
 from fedlas.experiments.ledger import TEMPERATURE, Ledger
 from fedlas.training import check_parts
 from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import run_in
 
-NAMED = 3  # number of folders listed in an error message
+NAMED = 4  # number of folders listed in an error message
 HEAD = ("data", "model", "row", "evaluated", "seed", "epochs", "folder")  # of `Plan.rows`
 
 CATALOG = Catalog("fedlas.experiments", AbstractExperiment, "experiment")  # type: ignore[type-abstract]
@@ -109,8 +109,7 @@ def make_plan(
         )
     selected = tuple(planned for name, planned in by_name.items() if only is None or only in name)
     if only is not None and not selected:
-        more = f" and {len(by_name) - NAMED} more" if len(by_name) > NAMED else ""
-        known = f"there are {', '.join(list(by_name)[:NAMED])}{more}" if by_name else "none is planned"
+        known = f"there are {short_list(by_name, NAMED)}" if by_name else "none is planned"
         raise UserError(f"no planned run has a folder whose name contains {only!r}; {known}")
     in_ledger = [planned for planned in selected if not planned.missing(ledger)]
     again = []

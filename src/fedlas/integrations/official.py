@@ -29,13 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedlas.errors import UserError
+from fedlas.errors import UserError, short_list
 from fedlas.io.torch import read_torch
 from fedlas.io.untrusted import file_errors
 from fedlas.models.base import WithFeatures
 
 KEY = "state_dict"
-SHOWN = 4
+SHOWN = 5
 DEEPEST = 8
 
 
@@ -67,7 +67,7 @@ def read_official(path: str | Path) -> OfficialCheckpoint:
         if depth > DEEPEST:  # a pickle can contain a dictionary that contains itself
             raise UserError(f"{path} has more than {DEEPEST} nested dictionaries {KEY!r}")
     if not isinstance(weights, Mapping) or not weights or not all(isinstance(v, Tensor) for v in weights.values()):
-        keys = f"; it holds {_some(list(map(str, outer)))}" if outer else ""
+        keys = f"; it holds {short_list(map(str, outer), SHOWN)}" if outer else ""
         raise UserError(f"{path} holds no weights, neither itself nor under {KEY!r}{keys}")
     epoch, accuracy = outer.get("epoch"), outer.get("val_score")
     return OfficialCheckpoint(
@@ -96,7 +96,9 @@ def load_official(path: str | Path, net: nn.Module) -> OfficialCheckpoint:
     ]
     differences = {"not in the file": missing, "not in the network": unknown, "of another shape": reshaped}
     if any(differences.values()):
-        listed = "; ".join(f"{difference}: {_some(names)}" for difference, names in differences.items() if names)
+        listed = "; ".join(
+            f"{difference}: {short_list(names, SHOWN)}" for difference, names in differences.items() if names
+        )
         raise UserError(f"{path} does not fit {type(model).__name__}: {listed}. {_advice(checkpoint.weights)}")
     model.load_state_dict(checkpoint.weights)
     return checkpoint
@@ -132,11 +134,6 @@ def _advice(weights: Mapping[str, Tensor]) -> str:
     depth = 2 + (3 if deep else 2) * sum(blocks)
     kind = "" if stem.shape[-1] == 7 else "_tiny" if head.shape[1] > 512 * (4 if deep else 1) else "_cifar"
     return f'It looks like build_model("resnet{depth}{kind}", {len(head)}).'
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 class _Kind:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedlas.errors import UserError, UserTypeError
+from fedlas.errors import UserError, UserTypeError, short_list
 from fedlas.evaluation import FOLDS
 from fedlas.extras import optional_module
 from fedlas.metrics.calibration_error import ece
@@ -224,5 +224,4 @@ def _codes(labels: NDArray[Any], classes: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def _shown(classes: Sequence[Any] | NDArray[Any]) -> str:
-    names = [repr(label) for label in np.asarray(classes).tolist()]
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    return short_list(map(repr, np.asarray(classes).tolist()), 7)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedlas.errors import UserError
+from fedlas.errors import UserError, short_list
 from fedlas.extras import optional_module
 from fedlas.https import require_https_redirects
 from fedlas.io.torch import read_torch
@@ -156,7 +156,7 @@ def mismatch(model: nn.Module, weights: Mapping[str, Tensor], head: str) -> str:
         if n in weights and n not in skipped and weights[n].shape != model_state[n].shape
     ]
     problems = {"missing": missing, "unknown": unknown, "of another shape": reshaped}
-    return "; ".join(f"{problem}: {_some(names)}" for problem, names in problems.items() if names)
+    return "; ".join(f"{problem}: {short_list(names, 5)}" for problem, names in problems.items() if names)
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], head: str) -> None:
@@ -176,7 +176,3 @@ def _left_out(model: nn.Module, weights: Mapping[str, Tensor], head: str) -> set
 
 def _is_mapping(content: Any, key: str) -> bool:
     return isinstance(content, Mapping) and isinstance(content.get(key), Mapping)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

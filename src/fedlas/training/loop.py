@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fedlas import ranks
-from fedlas.errors import UserError, UserTypeError
+from fedlas.errors import UserError, UserTypeError, short_list
 from fedlas.io import write_predictions
 from fedlas.predictions import Predictions
 from fedlas.training import checkpoint
@@ -361,11 +361,10 @@ class _Training:
         decide_on_rank_zero(lambda: self.run.append_log({"epoch": epoch + 1, "diverged": details}))
         location = f"step {step + 1} (epoch {epoch + 1}, batch {position + 1})"
         cause = f"the loss or its gradient is not finite, or too large, in {location}"
-        samples = ", ".join(map(str, index[:8])) + (f" and {len(index) - 8} more" if len(index) > 8 else "")
         last_checkpoint = f"the last good checkpoint is {saved}" if saved else "there is no earlier checkpoint"
         raise DivergedError(
-            f"{cause}; samples of that batch: {samples} (all in {self.run.log_file}); {last_checkpoint}; "
-            "a smaller lr may help, or clip",
+            f"{cause}; samples of that batch: {short_list(map(str, index), 8)} (all in {self.run.log_file}); "
+            f"{last_checkpoint}; a smaller lr may help, or clip",
             step + 1,
             index,
         )

@@ -17,6 +17,7 @@ from torch import nn
 
 from fedlas.catalog import keywords, one_of
 from fedlas.data import AbstractDataset, MissingFileError, Split, build_data
+from fedlas.errors import short_list
 from fedlas.io import read_existing, read_predictions, same_predictions, write_predictions
 from fedlas.models import WithFeatures, build_model
 from fedlas.predictions import AnyPredictions
@@ -159,14 +160,10 @@ def _warn_about_labels(training_data: AbstractDataset, dataset: AbstractDataset)
     trained, present = training_data.class_names, dataset.class_names
     if "all" in dataset.splits and len(present) > 1 and trained != present:
         warnings.warn(
-            f"labels are ignored: the classes of the data ({_abbreviate(present)}) are not those of the network "
-            f"({_abbreviate(trained)}); pass class_names=[...] with the classes of the network, in its order",
+            f"labels are ignored: the classes of the data ({short_list(present, 5)}) are not those of the network "
+            f"({short_list(trained, 5)}); pass class_names=[...] with the classes of the network, in its order",
             stacklevel=3,
         )
-
-
-def _abbreviate(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _with_full_path(options: Mapping[str, Plain], dataset: AbstractDataset) -> dict[str, Plain]:
