@@ -20,6 +20,7 @@ from fedlas.training import AbstractCallback, DivergedError, Run, RunError, fit,
 from fedlas.training import backend_flags as flags_module
 from fedlas.training.build import select_device
 from fedlas.training.checkpoint import Writer
+from fedlas.training.loop import _Training
 from fedlas.training.progress import downloads
 from fedlas.training.run_folder import locked
 from fedlas.training.session import Session
@@ -154,6 +155,21 @@ def test_training_samples_can_replace_v1_as_feedback(tmp_path, feedback):
     assert feedback[0].index.tolist() == feedback[-1].index.tolist()
 
 
+def test_losses_without_feedback_need_no_predictions_of_training_samples(tmp_path, monkeypatch):
+    """Regression: they were made after each epoch, and ignored."""
+    splits = []
+    predict = _Training._predict
+
+    def record_split(training, source, split, **more):
+        splits.append(split)
+        return predict(training, source, split, **more)
+
+    monkeypatch.setattr(_Training, "_predict", record_split)
+    fit(short("ce", epochs=1, halve_validation=True, feedback="train"), out=tmp_path / "run")
+    assert "val" in splits
+    assert "train" not in splits
+
+
 def test_equal_recipes_give_equal_bytes(finished, tmp_path):
     assert_equal_runs(fit(short(), out=tmp_path / "again"), finished)
     other = fit(short(seed=2), out=tmp_path / "other")
@@ -181,10 +197,19 @@ def test_a_recipe_without_training_is_replaced(tmp_path):
     """Regression: a wrong option blocked its run folder forever."""
     with pytest.raises(RunError, match=r"small_cnn.*\b1\b.*\b8\b.*\b8\b"):
         fit(short("ls", epochs=1, model_options={"in_channels": 3}), out=tmp_path / "run")
-    assert (tmp_path / "run" / "recipe.json").exists()
+    Run(tmp_path / "run").begin(short("ls", epochs=1), torch.device("cpu"), 1)  # killed before the first step
     run = fit(short("ls", epochs=1, loss_options={"alpha": 0.1}), out=tmp_path / "run")
     assert run.finished
     assert run.recipe.loss_options == {"alpha": 0.1}
+
+
+def test_a_finished_run_stays_finished_if_further_predictions_fail(tmp_path):
+    """Regression: the recipe with the further split was already written, so the run counted as unfinished."""
+    run = fit(short("ce", epochs=1), out=tmp_path)
+    with pytest.raises(RunError, match="published"):
+        fit(short("ce", epochs=1, splits=("val", "test", "test-published")), out=tmp_path)
+    assert run.finished
+    assert run.recipe.splits == ("val", "test")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"data": "digits"}', '{"epohs": 3}', b"\xff\xfe"])

@@ -50,6 +50,17 @@ def test_a_network_for_other_images_raises_before_training(model, options, messa
         Session(Recipe(data="digits", model=model, loss="ce", model_options=options), CPU)
 
 
+def test_an_internal_error_of_a_network_is_not_called_a_wrong_image_size(monkeypatch):
+    """Regression: every error of the trial image was reported as a wrong number of channels."""
+
+    def fail(*_: Any) -> None:
+        raise KeyError("internal")
+
+    monkeypatch.setattr(torch.nn.BatchNorm2d, "forward", fail)
+    with pytest.raises(KeyError, match="internal"):
+        Session(quick("ce"), CPU)
+
+
 def test_duplicate_class_names_raise_before_training(monkeypatch):
     """Regression: predictions with such names raised an error only after the first epoch."""
     data_class = type(fedlas.build_data("digits"))
@@ -169,6 +180,19 @@ def test_a_misnamed_hook_raises(tmp_path):
         fit(short("ce"), out=tmp_path, callbacks=[Misnamed()])
     assert HOOKS == ("on_train_start", "on_step_dispatched", "on_step_end", "on_epoch_end", "on_train_end")
     check_callbacks([WithOtherMembers()])
+
+
+class WithoutFlag(AbstractCallback):
+    """Handles steps without `sees_steps`."""
+
+    def on_step_end(self, session: Any, step: int) -> None:
+        """Never called."""
+
+
+def test_a_hook_of_steps_without_its_flag_raises():
+    """Regression: it was never called."""
+    with pytest.raises(TypeError, match=r"WithoutFlag\.on_step_end.*sees_steps = True"):
+        check_callbacks([WithoutFlag()])
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_gradient_slots_are_contiguous_with_the_strides_of_the_parameters():
     net = nn.Sequential(nn.Conv2d(5, 7, 3), nn.Linear(100, 90, bias=False))
     net.to(memory_format=torch.channels_last)
     fused_step = build_fused_step(net, nn.Linear(3, 1))
-    assert fused_step.net == 4 * TILE  # the second layer has two of its own
+    assert fused_step.net_end == 4 * TILE  # the second layer has two of its own
     assert len(fused_step.flat) == 6 * TILE
     coverage = torch.zeros(len(fused_step.flat))
     for parameter, slot in fused_step.slots.items():
@@ -160,7 +160,7 @@ def with_unaligned_storage(net: nn.Linear) -> nn.Module:
     ],
 )
 def test_unsupported_optimizers_use_torch(change, changes, expected, monkeypatch):
-    monkeypatch.setattr(optimizer_step, "failure", lambda _: None)
+    monkeypatch.setattr(optimizer_step, "run_trial", lambda _: None)
     recipe = Recipe(data="digits", model="small_cnn", loss="ce", **changes)
     optimizer, _ = build_optimizer(recipe, change(nn.Linear(30, 20)), nn.Identity(), torch.ones(3), CPU)
     assert optimizer_step.fits(recipe, optimizer, CPU) == expected

@@ -52,6 +52,7 @@ def test_the_network_of_a_run_has_the_evaluated_weights(evaluated, tmp_path):
     assert not torch.allclose(stored("best"), stored("last"), atol=0.1)
     torch.testing.assert_close(logits(load_network(run.folder)), stored(evaluated), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logits(load_network(run.folder, "last")), stored("last"), rtol=1e-4, atol=1e-4)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in load_network(run.folder).modules())
     from_file = fedlas.build_model("small_cnn", 10, **recipe.model_options, pretrained=run.checkpoint)
     torch.testing.assert_close(logits(from_file), stored("best"), rtol=1e-4, atol=1e-4)
 

@@ -87,7 +87,7 @@ def test_a_lack_of_memory_raises(message):
         raise RuntimeError(message)
 
     with pytest.raises(RuntimeError, match=message.split()[-1]):
-        trial.failure(work)
+        trial.run_trial(work)
 
 
 class PretendedGPU:
@@ -100,7 +100,7 @@ class PretendedGPU:
         monkeypatch.setattr(build, "CompiledCall", lambda module, **_: self.compiled.append(module) or module)
         monkeypatch.setattr(kernels, "batch_norm_failure", lambda _: self.failure)
         monkeypatch.setattr(kernels, "resnet_support", lambda *_: Support())
-        monkeypatch.setattr(optimizer_step, "failure", lambda _: None)
+        monkeypatch.setattr(optimizer_step, "run_trial", lambda _: None)
 
     def start(self, **changes):
         self.compiled.clear()

@@ -44,7 +44,7 @@ def backend_flags(recipe: Recipe, device: torch.device) -> Iterator[None]:
 
 @cache
 def _training_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the same stream for all runs: memory that one of them has freed serves the next."""
+    """Return one stream for all runs, so that the allocator can reuse memory that an earlier run freed on it."""
     return torch.cuda.Stream(device)
 
 

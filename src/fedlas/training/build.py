@@ -179,7 +179,7 @@ def check_image_size(model: nn.Module, recipe: Recipe, data: AbstractDataset) ->
         wrapped = WithFeatures(model, recipe.head)
         wrapped.eval()(torch.zeros(1, *shape))
         wrapped.unwrap()
-    except Exception as error:
+    except (RuntimeError, ValueError, AssertionError) as error:  # of torch, fedlas and timm, for a wrong shape
         reason = first_line(error)
         if "head=" in reason:
             raise RunError(f"{recipe.model}: {reason}; in a recipe, head=PATH does that") from error
@@ -193,18 +193,18 @@ def check_image_size(model: nn.Module, recipe: Recipe, data: AbstractDataset) ->
     model.train(was_training)
 
 
-def check_batch_size(recipe: Recipe, samples: int, world: int) -> None:
+def check_batch_size(recipe: Recipe, samples: int, world_size: int) -> None:
     """Raise if ranks would get different numbers of samples in a step; some losses and statistics need equal ones."""
     if samples < recipe.batch_size and recipe.drop_last:
         raise RunError(f"{samples} training samples do not fill one batch of {recipe.batch_size}; lower batch_size")
-    parts = f"{world} processes" + (f" with {recipe.accumulate} parts each" if recipe.accumulate > 1 else "")
-    shares = world * recipe.accumulate
+    parts = f"{world_size} processes" + (f" with {recipe.accumulate} parts each" if recipe.accumulate > 1 else "")
+    shares = world_size * recipe.accumulate
     if recipe.batch_size % shares:
         raise RunError(
             f"{parts} cannot share a batch of {recipe.batch_size} evenly; change batch_size to a multiple of {shares}"
         )
     last = 0 if recipe.drop_last else samples % recipe.batch_size
-    if last % world:
+    if last % world_size:
         raise RunError(f"{parts} cannot share the last batch of an epoch, {last} samples, evenly; set drop_last=true")
 
 

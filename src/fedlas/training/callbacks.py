@@ -60,4 +60,8 @@ def check_callbacks(callbacks: Sequence[AbstractCallback]) -> tuple[AbstractCall
             if not name.startswith("_") and name not in HOOKS and inspect.isroutine(getattr(kind, name)):
                 hint = nearest(name, list(HOOKS))
                 raise UserTypeError(f"{kind.__name__}.{name} would never be called; {hint} Begin other names with _.")
+        if not callback.sees_steps and kind.on_step_end is not AbstractCallback.on_step_end:
+            raise UserTypeError(
+                f"{kind.__name__}.on_step_end would never be called; set sees_steps = True in the class"
+            )
     return checked

@@ -66,7 +66,7 @@ class StepRunner:
             if ran_out_of_memory(error):
                 raise
             self.capture = False
-            warnings.warn(f"not captured: {first_line(error)}", UserWarning, stacklevel=3)
+            warnings.warn(f"not captured, so training is slow: {first_line(error)}", UserWarning, stacklevel=3)
         else:
             self.graphs[kind] = graph, static_inputs
 

@@ -114,7 +114,7 @@ def _checksum_comment(body: bytes | memoryview) -> bytes:
 
 
 def is_intact(content: bytes) -> bool:
-    """Return whether the checksum of a checkpoint is right, or that of each zip member if it has none."""
+    """Return whether the checksum of a checkpoint matches; without one, check those of the zip members."""
     end = len(content) - len(_checksum_comment(b""))
     if CHECKSUM_PREFIX in content[max(0, end) :]:
         view = memoryview(content)[:end]  # no copy: the checkpoint may be large

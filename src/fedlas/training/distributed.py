@@ -51,9 +51,9 @@ def process_group(device: torch.device) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
             yield
     finally:
-        # Threads of gloo need the GIL to release a tensor; a thread that requests it while Python exits aborts the
-        # process. So they end here, with the group, unless a traceback refers to the network that holds the group.
-        # With torch 2.6 this thread holds the GIL while it waits for them, so they first get time to release tensors.
+        # Threads of gloo release tensors under the GIL; one that asks for it while Python exits aborts the process.
+        # So they end here, with the group, unless a traceback refers to the network that holds the group. torch 2.6
+        # waits for them without releasing the GIL, so they first get time to release tensors.
         gc.collect()
         time.sleep(SHUTDOWN_PAUSE)
         dist.destroy_process_group()

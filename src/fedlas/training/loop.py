@@ -10,6 +10,7 @@ predictions of the last and of the best weights
 
 import logging
 import resource
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -96,8 +97,7 @@ def fit(
             return run
         check_parts(recipe)  # before a folder is created; every rank raises alike
         decide_on_rank_zero(lambda: stack.enter_context(locked(run.folder)))
-        prepare = partial(run.prepare, recipe, resume=resume, device=chosen.type, processes=ranks.count())
-        if not decide_on_rank_zero(prepare):  # another process has finished it
+        if not decide_on_rank_zero(partial(run.check, recipe, resume=resume)):  # another process has finished it
             return run
         if is_rank_zero():
             _warn_about_recipe(recipe, chosen)
@@ -111,6 +111,7 @@ def fit(
             session = Session(recipe, chosen, data_root, capture=capture, progress=show_download)
             stack.callback(session.close)
             session.check()
+        decide_on_rank_zero(partial(run.begin, recipe, chosen, ranks.count()))
         if session.data.resident and chosen.type == "cuda":
             enable_cudnn_benchmark()
         callbacks = [*callbacks, *(default_callbacks(recipe.tensorboard, progress) if is_rank_zero() else [])]
@@ -266,7 +267,7 @@ class _Training:
         """Return the predictions that the loss learns from; never those of the test split."""
         if self.session.validates_on_test:
             return None
-        if self.recipe.feedback == "validation":
+        if self.recipe.feedback == "validation" or not self.session.loss.needs_validation:
             return validation
         return self._predict(self.feedback_source, "train")
 
@@ -411,4 +412,5 @@ def _memory(device: torch.device) -> float:
     """Return the peak memory in MiB: of the GPU during this run, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

@@ -64,7 +64,7 @@ def _initial_state(recipe: Recipe, parameter: Tensor) -> dict[str, Tensor]:
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
     if recipe.optimizer == "sgd":
-        # Zeros give the same first step as torch's own start, which would be another path through the kernel.
+        # Zeros give the same first step as torch's buffer created in that step, without another path in the kernel.
         return {"momentum_buffer": zeros()} if recipe.momentum else {}
     step = torch.zeros((), dtype=torch.float32, device=parameter.device)
     return {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}

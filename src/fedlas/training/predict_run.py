@@ -47,7 +47,7 @@ def load_network(folder: str | Path, state: str | None = None) -> nn.Module:
     _require_checkpoint(run)
     predictions = run.predictions(f"{state}-{recipe.splits[-1]}")  # with the number of classes, without the data set
     weights = checkpoint.load_for(run, recipe)[_ENTRIES[state]]
-    return _network(recipe, predictions.num_classes, run, weights, torch.device("cpu")).model.eval()
+    return _network(recipe, predictions.num_classes, run, weights, torch.device("cpu")).unwrap().eval()
 
 
 def predict_with(

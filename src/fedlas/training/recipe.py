@@ -318,7 +318,7 @@ class Recipe:
 
 
 def differences(stored: Recipe, requested: Recipe) -> list[str]:
-    """Describe the fields that differ between two recipes and affect the results; the first is that of a folder."""
+    """List the fields that affect results and differ between the stored recipe of a folder and a requested one."""
     return [
         f"{name}: {getattr(stored, name)!r} in the folder, {getattr(requested, name)!r} requested"
         for name in _result_names()

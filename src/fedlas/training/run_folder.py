@@ -164,13 +164,13 @@ class Run:
 
     @property
     def started(self) -> bool:
-        """Whether any epoch was trained; otherwise another recipe may replace the one in the folder."""
+        """Whether it holds a checkpoint, an epoch record or predictions; otherwise its recipe may be replaced."""
         predictions = self.predictions_file("any").parent
         trained = self.checkpoint.exists() or any("diverged" not in record for record in self.log)
         return trained or (predictions.exists() and any(predictions.iterdir()))
 
-    def prepare(self, recipe: Recipe, *, resume: bool, device: str, processes: int) -> bool:
-        """Write the recipe and the environment; return whether anything is left to do.
+    def check(self, recipe: Recipe, *, resume: bool) -> bool:
+        """Return whether anything is left to do; nothing is written yet.
 
         Raise if the folder holds another recipe, or an unfinished run and `resume` is False.
         """
@@ -190,11 +190,14 @@ class Run:
                 raise RunError(f"{self.folder} is finished and has no checkpoint for further predictions; {ELSEWHERE}")
         else:
             _ = self.recipe  # raises if the file is not a recipe, so that it is not overwritten
+        return True
+
+    def begin(self, recipe: Recipe, device: torch.device, processes: int) -> None:
+        """Write the recipe and the environment, when all else is ready: a finished run stays finished until then."""
         for folder in (self.folder, self.predictions_file("any").parent):
             remove_partial_files(folder)
         _write_json(self.recipe_file, recipe.to_dict())
         self._record_environment(environment(device, processes))
-        return True
 
     def update_environment(self, details: Mapping[str, Any]) -> None:
         """Add entries to the environment file."""
@@ -294,18 +297,19 @@ def locked(folder: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-def environment(device: str, processes: int) -> dict[str, Any]:
+def environment(device: torch.device, processes: int) -> dict[str, Any]:
     """Return versions, commit, system and device of this process."""
     versions = {name: _version(name) for name in ("fedlas", "torch", "torchvision", "timm", "numpy")}
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine()
     return {
         "commit": commit(),
         "versions": {package: version for package, version in versions.items() if version},
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "device": device,
+        "device": device.type,
         "device_name": name,
-        "cuda": torch.version.cuda if device == "cuda" else None,
+        "cuda": torch.version.cuda if on_gpu else None,
         "processes": processes,
         "threads": torch.get_num_threads(),
     }

@@ -16,9 +16,9 @@ class StopSignals:
     Handles SIGINT, SIGTERM, and SIGHUP (closed terminal) unless it is ignored, as under `nohup`.
 
     Args:
-        ignore_repeats: ignore all signals after the first. With several processes, each may get its own signal and
-            those of the others, and a process that dies of the second one loses the checkpoint. Otherwise a repeated
-            signal has its usual effect after some seconds.
+        ignore_repeats: ignore all signals after the first: of several processes, each may receive the signals of all,
+            and dying from the second one would lose the checkpoint. If False, a signal repeated after three seconds
+            has its usual effect.
     """
 
     def __init__(self, *, ignore_repeats: bool = False) -> None:

@@ -19,7 +19,8 @@ class Accelerator(Protocol):
     """Custom kernels for a device.
 
     Attributes:
-        epoch_sums: sums of an epoch; they need the fused optimizer step, which has tried the kernels.
+        epoch_sums: kernels that add a batch to the metrics; used only with the fused optimizer step, whose trial runs
+            them too.
     """
 
     epoch_sums: EpochSums

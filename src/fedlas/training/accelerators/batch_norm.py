@@ -481,7 +481,7 @@ def activation(
 
 
 class StridedGradient(NamedTuple):
-    """Gradient of images from a use with a stride: only every `every`-th pixel of every `every`-th row has one."""
+    """Gradient of images that a strided convolution reads; zero except at every `every`-th row and column."""
 
     gradient: Tensor
     every: int
@@ -596,7 +596,7 @@ def gradients(
     return of_y, apply_gradient(sums, other, other_statistics, sums.other_slope, sums.other_offset)
 
 
-def spread(gradient: Tensor, height: int, width: int) -> Tensor:
+def spread_mean_gradient(gradient: Tensor, height: int, width: int) -> Tensor:
     """Return the gradient of the input of a global mean."""
     result = new_images(gradient, gradient.shape[1], height, width)
     rows, channels = shape_of(result)

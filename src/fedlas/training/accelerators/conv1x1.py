@@ -154,7 +154,7 @@ def fits(images: Tensor, weight: Tensor) -> bool:
 
 
 def fits_back(images: Tensor, weight: Tensor) -> bool:
-    """Return the same for the input gradient and the sums of the batch norm before."""
+    """Return whether the kernel of the input gradient supports the convolution and is faster than cuDNN."""
     outputs, inputs = weight.shape[:2]
     is_faster = images.numel() // inputs >= MIN_ROWS_BACKWARD and outputs in (64, 128, 256) and outputs <= inputs
     return is_faster and _has_supported_layout(images, weight)

@@ -24,7 +24,7 @@ from fedlas.training.accelerators import metric_sums
 from fedlas.training.accelerators.batch_norm import is_last_program
 from fedlas.training.accelerators.parameter_blocks import ALIGNED, BLOCK, TILE, Layout, block_table, is_plain, lay_out
 from fedlas.training.accelerators.resnet import FusedResNet
-from fedlas.training.accelerators.trial import failure
+from fedlas.training.accelerators.trial import run_trial
 from fedlas.training.epoch_metrics import EpochMetrics
 from fedlas.training.optimizer import SKIP, build_optimizer, parameters_of
 from fedlas.training.recipe import Recipe
@@ -50,12 +50,12 @@ def _add_partial_sums(partial, net, tiles, SUMS: tl.constexpr):
 @triton.jit
 @no_type_check
 def norm_kernel(
-    flat, partial, counter, finite_flag, table, factors, rates, scales, count, first_bad, skip, steps,
+    flat, partial, counter, valid_flag, table, factors, rates, scales, count, first_bad, skip, steps,
     norm_sum, net, rows, groups, clipped, clip,
     CLIPS: tl.constexpr, CLIP_TOGETHER: tl.constexpr, GROUPS: tl.constexpr, SUMS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient norm; the last program decides whether to skip the step, and counts it."""
-    step, bad_before, loss_is_finite = tl.load(count), tl.load(first_bad), tl.load(finite_flag) != 0
+    step, bad_before, loss_is_valid = tl.load(count), tl.load(first_bad), tl.load(valid_flag) != 0
     rate = tl.load(table + tl.minimum(step, rows - 1))
     tile, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
     value = tl.load(flat + tile * TILE + offsets)  # the padding of a slot is zero
@@ -67,7 +67,7 @@ def norm_kernel(
         norm = tl.sqrt_rn(of_net)
         finite = (norm < float("inf")) & (of_loss < float("inf"))  # NaN compares as false
         overflow = finite == 0
-        bad = overflow | (loss_is_finite == 0)
+        bad = overflow | (loss_is_valid == 0)
         bad_now = tl.where((bad_before < 0) & bad, step, bad_before)
         skipped = (bad_now >= 0) | overflow
         tl.store(first_bad, bad_now)
@@ -136,7 +136,7 @@ def fits(recipe: Recipe, optimizer: torch.optim.Optimizer, device: torch.device)
         pair = parameter, optimizer.state[parameter].get("momentum_buffer", parameter)
         if pair[0].stride() != pair[1].stride() or not all(is_plain(tensor) for tensor in pair):
             return False
-    reason = failure(lambda: _try_step(recipe, device))
+    reason = run_trial(lambda: _try_step(recipe, device))
     if reason is not None:
         warnings.warn(
             f"the fused optimizer step cannot be used, torch's optimizer is used instead: {reason}", stacklevel=2
@@ -185,7 +185,7 @@ class FusedOptimizerStep:
         self.parameters = list(parameters_of(optimizer))
         self.optimizer = optimizer
         self.addresses = self._addresses()
-        self.net, layout = _gradient_layout(groups, self.groups_of_net)
+        self.net_end, layout = _gradient_layout(groups, self.groups_of_net)
         self.flat = torch.zeros(layout.end, device=self.device)
         self.slots = dict(zip(self.parameters, layout.views(self.flat, self.parameters), strict=True))
         self.blocks = _parameter_table(self.parameters, self._momentum_buffers(), groups, layout).to(self.device)
@@ -222,7 +222,7 @@ class FusedOptimizerStep:
         groups = len(self.scales)
         norm_kernel[(len(self.partial),)](
             self.flat, self.partial, self.counter, loss_is_valid, table, self.rates.factors, self.rates.now,
-            self.scales, count, first_bad, self.skip, steps, norm_sum, self.net // TILE, len(table), groups,
+            self.scales, count, first_bad, self.skip, steps, norm_sum, self.net_end // TILE, len(table), groups,
             groups if recipe.clip_loss else self.groups_of_net, float(recipe.clip or 0),
             CLIPS=recipe.clip is not None, CLIP_TOGETHER=recipe.clip_loss, GROUPS=triton.next_power_of_2(groups),
             SUMS=SUMS, TILE=TILE, num_warps=8,

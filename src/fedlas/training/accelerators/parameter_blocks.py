@@ -21,7 +21,7 @@ from fedlas.training.accelerators import batch_norm
 BLOCK = 2048  # elements of one tensor that a program updates
 TILE = 4 * BLOCK  # elements that a program of the norm reads
 ALIGNED = 16  # bytes of a vectorised load
-EVEN = 4  # float32 elements of a vectorised load
+VECTOR = 4  # float32 elements of a vectorised load
 COLUMNS = 3  # of the table: address, remaining elements of the tensor, index of the tensor
 
 
@@ -65,12 +65,12 @@ def is_plain(tensor: Tensor) -> bool:
 
 @triton.jit
 @no_type_check
-def cast_kernel(blocks, flat, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr):
+def cast_kernel(blocks, flat, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, VECTOR: tl.constexpr):
     """Cast a block to the type of the flat tensor, with vectorised loads up to the end of the tensor."""
     block = tl.program_id(0).to(tl.int64)
     entry, offsets = blocks + block * COLUMNS, tl.arange(0, BLOCK)
     source = tl.multiple_of(tl.load(entry).to(tl.pointer_type(tl.float32)), ALIGNED)
-    mask = offsets < tl.load(entry + 1) // EVEN * EVEN
+    mask = offsets < tl.load(entry + 1) // VECTOR * VECTOR
     tl.store(flat + block * BLOCK + offsets, tl.load(source + offsets, mask=mask).to(flat.dtype.element_ty), mask=mask)
 
 
@@ -84,7 +84,7 @@ class WeightCast:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.addresses = _addresses(tensors)
         usable = tensors[0].is_cuda or batch_norm.INTERPRETED
-        self.fits = usable and all(is_plain(tensor) and tensor.numel() % EVEN == 0 for tensor in tensors)
+        self.fits = usable and all(is_plain(tensor) and tensor.numel() % VECTOR == 0 for tensor in tensors)
         self.layout = lay_out(tensors)
         self.blocks = block_table(tensors, self.layout).to(tensors[0].device)
 
@@ -100,7 +100,7 @@ class WeightCast:
             return copies
         flat = torch.empty(self.layout.end, dtype=dtype, device=self.blocks.device)
         cast_kernel[(len(self.blocks),)](
-            self.blocks, flat, BLOCK=BLOCK, COLUMNS=COLUMNS, ALIGNED=ALIGNED, EVEN=EVEN, num_warps=4,
+            self.blocks, flat, BLOCK=BLOCK, COLUMNS=COLUMNS, ALIGNED=ALIGNED, VECTOR=VECTOR, num_warps=4,
         )  # fmt: skip
         return self.layout.views(flat, tensors)
 

@@ -486,7 +486,7 @@ class _Mean(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         height, width = ctx.size
-        return batch_norm.spread(gradient, height, width)
+        return batch_norm.spread_mean_gradient(gradient, height, width)
 
 
 class _Stem(torch.autograd.Function):

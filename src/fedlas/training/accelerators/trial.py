@@ -17,7 +17,7 @@ from fedlas.training.accelerators.resnet import FusedResNet, Support
 from fedlas.training.compilation import first_line, ran_out_of_memory
 
 
-def failure(trial: Callable[[], object]) -> str | None:
+def run_trial(trial: Callable[[], object]) -> str | None:
     """Run a trial, and return the reason if it fails; a lack of memory says nothing about the kernels and raises."""
     try:
         trial()
@@ -36,7 +36,7 @@ def batch_norm_failure(device: torch.device) -> str | None:
         y = _zeros(device, 2, CHANNEL_MULTIPLE, 1, 1, dtype=torch.float32)
         batch_norm.statistics(y, *_norm(device))
 
-    return failure(trial)
+    return run_trial(trial)
 
 
 def resnet_support(model: FusedResNet, device: torch.device) -> Support:
@@ -51,7 +51,7 @@ def resnet_support(model: FusedResNet, device: torch.device) -> Support:
 
 @cache
 def _runs(layers: str, trial: Callable[[torch.device], None], device: torch.device) -> bool:
-    reason = failure(lambda: trial(device))
+    reason = run_trial(lambda: trial(device))
     if reason is not None:
         warnings.warn(f"{layers} computed by cuDNN, custom kernels cannot be used: {reason}", stacklevel=3)
     return reason is None
