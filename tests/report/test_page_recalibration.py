@@ -102,7 +102,7 @@ def test_recalibration_that_does_not_help_is_not_recommended():
 
 def test_recalibration_without_significant_effect_is_optional(monkeypatch):
     predictions = pages.sample_predictions(600)
-    monkeypatch.setattr("fedlas.report.recalibration.effect", lambda _: "unchanged")
+    monkeypatch.setattr("fedlas.report.recalibration.effect", lambda *_: "unchanged")
     [action] = recommendations(calibrated_report(predictions), predictions)
     assert action.title.startswith("Temperature scaling (T = ")
     assert action.title.endswith(") is optional")

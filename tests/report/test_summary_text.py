@@ -15,6 +15,7 @@ from fedlas.metrics.bin_sums import EdgeRule
 from fedlas.metrics.result import Comparison, Definition, Interval, Result
 from fedlas.posthoc import build_calibrator
 from fedlas.predictions import Predictions
+from fedlas.report.recalibration import recommendations
 from fedlas.report.summary_text import direction, effect, headline, sentences, typical_bin, worst_bin
 
 
@@ -157,7 +158,7 @@ def test_summary_without_intervals_claims_no_significance():
     text = summary(report)
     assert "over-confident" not in text
     assert text.count("interval") == 2
-    assert effect(report.after["temperature"]) == "untested"
+    assert effect(report.before, report.after["temperature"]) == "untested"
 
 
 def test_accuracy_at_a_confidence_is_taken_from_its_bin(report):
@@ -189,7 +190,7 @@ def test_worst_bin_is_reported_if_its_gap_is_significant(report):
 
 def test_summary_names_the_temperature_that_removes_miscalibration(report):
     temperature = report.after["temperature"].parameters["temperature"]
-    assert effect(report.after["temperature"]) in {"all", "most"}
+    assert effect(report.before, report.after["temperature"]) in {"all", "most"}
     assert f"T = {temperature:.3g} " in headline(report)
     lines = sentences(report)
     assert any(f"T = {temperature:.3g} (" in line for line in lines)
@@ -216,16 +217,19 @@ def test_summary_names_the_split_a_calibrator_was_fitted_on():
     assert re.search('2,000 samples.*"held-out"', lines[-1])
 
 
-def state(ece: float, low: float, high: float, noise_floor: float = 0.0, **parameters: float) -> State:
+def state(ece: float, low: float, high: float, noise_floor: float = 0.0, *, by_class: float = 0.0) -> State:
     definition = Definition("ECE", n=100)
     result = Result(ece, definition, Interval(low, high), {"noise_floor": noise_floor})
+    classwise = Result(by_class + 0.01, definition, Interval(by_class, by_class + 0.02))
     bins = bin_statistics(torch.rand(9), torch.ones(9), equal_width_edges(3), EdgeRule.RIGHT)
-    return State("temperature", {"ece": result}, {"width": bins}, parameters=parameters)
+    return State("temperature", {"ece": result, "classwise_ece": classwise}, {"width": bins})
 
 
-def calibrated_state(after: tuple[float, float, float], tests: dict[str, str | None]) -> State:
+def calibrated_state(
+    after: tuple[float, float, float], tests: dict[str, str | None], *, by_class: float = 0.0
+) -> State:
     """Return a state after calibration whose paired tests, against an ECE of 10 %, have the given outcomes."""
-    before, calibrated = state(0.1, 0.08, 0.12, 0.01), state(*after, 0.002)
+    before, calibrated = state(0.1, 0.08, 0.12, 0.01), state(*after, 0.002, by_class=by_class)
     interval = Interval(-1, 1)
     comparisons = {
         name: Comparison(before["ece"], calibrated["ece"], interval, 0.5, better) for name, better in tests.items()
@@ -248,7 +252,47 @@ def calibrated_state(after: tuple[float, float, float], tests: dict[str, str | N
     ],
 )
 def test_effect_of_a_calibrator_follows_the_paired_tests(after, tests, expected):
-    assert effect(calibrated_state(after, tests)) == expected
+    assert effect(state(0.1, 0.08, 0.12), calibrated_state(after, tests)) == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "better", "expected"),
+    [(0.0, 0.03, "second", "predicted"), (0.03, 0.0, None, "classes"), (0.03, 0.02, None, "unchanged")],
+)
+def test_effect_on_single_classes_follows_the_classwise_ece(before, after, better, expected):
+    calibrated = calibrated_state((0.002, 0.0, 0.01), {"ece": better}, by_class=after)
+    assert effect(state(0.1, 0.08, 0.12, by_class=before), calibrated) == expected
+
+
+def test_miscalibration_of_single_classes_after_calibration_is_reported():
+    """Regression: a temperature was said to remove all miscalibration of a model with a wrong class prior."""
+    generator = torch.Generator().manual_seed(2)
+    prior = torch.tensor([0.9, 0.08, 0.02], dtype=torch.float64).log()
+    logits = torch.randn(3000, 3, generator=generator, dtype=torch.float64) * 1.3 + prior
+    labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+    report = evaluate(Predictions(logits - 0.35 * prior, labels), posthoc=("temperature", "vector_scaling"))
+    by_temperature, by_vector = report.after.values()
+    assert effect(report.before, by_temperature) == "predicted"
+    assert effect(report.before, by_vector) == "all"
+    assert "not that of single classes" in headline(report)
+    of_temperature, of_vector = (line for line in sentences(report) if "class-wise ECE goes" in line)
+    assert f"to {percent(by_temperature['classwise_ece'])} (" in of_temperature
+    assert "vector_scaling" in of_temperature
+    assert f"to {percent(by_vector['classwise_ece'])} (not significantly above 0)" in of_vector
+
+
+def test_a_calibrator_of_single_classes_is_recommended_though_the_ece_is_low():
+    """Regression: recalibration was "not needed" for a positive class with an ECE of 26 %."""
+    generator = torch.Generator().manual_seed(0)
+    positive = 0.1 + 0.8 * torch.rand(3000, generator=generator, dtype=torch.float64)
+    labels = (torch.rand(3000, generator=generator, dtype=torch.float64) < positive + 0.06).long()
+    report = evaluate(Predictions(torch.stack([1 - positive, positive], 1).log(), labels), posthoc="vector_scaling")
+    assert direction(report.before) == "none"
+    assert effect(report.before, report.after["vector_scaling"]) == "classes"
+    (recommendation,) = recommendations(report)
+    assert recommendation.code
+    assert "not needed" not in recommendation.title
+    assert "single classes" in recommendation.verdict
 
 
 @pytest.mark.parametrize(("scale", "n", "seed"), [(1.15, 1_000, 0), (1.0, 1_000, 1), (0.8, 400, 2)])
@@ -272,8 +316,8 @@ def test_calibrator_comparison_equals_a_comparison_of_two_models(scale, n, seed)
 def test_paired_tests_of_calibrators_are_saved(report, tmp_path):
     report.save(tmp_path / "report.json")
     loaded = Report.load(tmp_path / "report.json")
-    assert {name: effect(after) for name, after in loaded.after.items()} == {
-        name: effect(after) for name, after in report.after.items()
+    assert {name: effect(loaded.before, after) for name, after in loaded.after.items()} == {
+        name: effect(report.before, after) for name, after in report.after.items()
     }
     assert sentences(loaded) == sentences(report)
 
@@ -329,7 +373,7 @@ def test_a_calibrator_that_costs_accuracy_or_likelihood_is_harmful(report):
         results[name] = Result(value, calibrated[name].definition)
         tests[name] = dataclasses.replace(tests[name], second=results[name], better="first")
     harmful = dataclasses.replace(calibrated, results=results, comparisons=tests)
-    assert effect(harmful) == "harm"
+    assert effect(report.before, harmful) == "harm"
     text = " ".join(sentences(dataclasses.replace(report, after={kind: harmful})))
     loss = report["nll"]
     nll = formatting.number(loss, loss.interval.low, loss.interval.high, percent=False)

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from fedlas.evaluation_report import Report, State
 from fedlas.formatting import significant
 from fedlas.predictions import AnyPredictions
-from fedlas.report.summary_text import direction, effect
+from fedlas.report.summary_text import class_error, direction, effect
 
 VERDICTS = {
     "all": "On these samples this removes all detectable miscalibration.",
+    "predicted": "On these samples this removes all detectable miscalibration of the predicted class, not that of "
+    "single classes.",
+    "classes": "On these samples this removes the detectable miscalibration of single classes.",
     "most": "On these samples this removes most of the miscalibration.",
     "part": "On these samples this removes part of the miscalibration.",
     "unchanged": "On these samples this does not change the ECE significantly.",
@@ -61,12 +64,12 @@ def _recommend(report: Report, state: State, of_probs: bool) -> Recommendation:
     else:
         action, method, note = f"Fit and apply the calibrator {state.name}", f"the calibrator {state.name}", ""
         code = _calibrator_code(name, of_probs)
-    change = effect(state)
+    change = effect(report.before, state)
     if any(fit.doubt for fit in state.fits):
         return Recommendation(f"Do not use {method}", UNRELIABLE + note, ())
     if change in {"worse", "harm"}:
         return Recommendation(f"Do not use {method}", VERDICTS[change] + note, ())
-    if direction(report.before) == "none":
+    if direction(report.before) == "none" and class_error(report.before) is None:
         return Recommendation(f"{_capitalized(method)} is not needed", CALIBRATED + note, ())
     title = f"{_capitalized(method)} is optional" if change == "unchanged" else action
     tested = "nll" in state.comparisons and float(state["nll"]) > float(report.before["nll"])

@@ -16,7 +16,7 @@ from fedlas.metrics.result import Result
 from fedlas.report.reliability_bins import ReliabilityBin, non_empty_bins
 
 Direction = Literal["over", "under", "both", "some", "none", "unknown"]
-Effect = Literal["all", "most", "part", "unchanged", "worse", "harm", "untested"]
+Effect = Literal["all", "predicted", "classes", "most", "part", "unchanged", "worse", "harm", "untested"]
 
 TYPICAL_CONFIDENCE = 0.9  # confidence whose accuracy the summary states
 MIN_SAMPLES = 10  # smallest number of samples of a bin in the text
@@ -42,25 +42,34 @@ def direction(state: State) -> Direction:
     return "none"
 
 
-def effect(after: State) -> Effect:
+def class_error(state: State) -> Result | None:
+    """Return the class-wise ECE if its interval excludes zero: probabilities of some classes are miscalibrated."""
+    result = state.results.get("classwise_ece")
+    return result if result is not None and result.interval is not None and result.interval.low > 0 else None
+
+
+def effect(before: State, after: State) -> Effect:
     """Return the effect of a calibrator on the calibration error, by paired tests on the same samples.
 
-    "all": the ECE is significantly lower, and no miscalibration is detectable any more; "most", "part": the ECE is
-    significantly lower, by more or less than half of its excess over the noise floor; "unchanged": no significant
-    difference; "worse": the ECE is significantly higher; "harm": accuracy or NLL is significantly worse, regardless of
-    the ECE; "untested": there is no paired test, for example without intervals.
+    "all": the ECE is significantly lower, and no miscalibration is detectable any more; "predicted": the same, except
+    that the class-wise ECE is above zero; "most", "part": the ECE is significantly lower, by more or less than half of
+    its excess over the noise floor; "unchanged": no significant difference; "classes": the same, but the class-wise
+    ECE was above zero and is not any more; "worse": the ECE is significantly higher; "harm": accuracy or NLL is
+    significantly worse, regardless of the ECE; "untested": there is no paired test, for example without intervals.
     """
     if "ece" not in after.comparisons:
         return "untested"
     if _costs(after):
         return "harm"
-    test = after.comparisons["ece"]
-    if test.better != "second":
-        return "unchanged" if test.better is None else "worse"
+    test, remains = after.comparisons["ece"], class_error(after)
+    if test.better == "first":
+        return "worse"
+    if test.better is None:
+        return "classes" if class_error(before) is not None and remains is None else "unchanged"
     start, end = _excess(test.first), max(_excess(test.second), 0.0)
-    remains = after["ece"].interval
-    if remains is None or remains.low <= 0:
-        return "all"
+    total = after["ece"].interval
+    if total is None or total.low <= 0:
+        return "all" if remains is None else "predicted"
     return "most" if end < start / 2 else "part"
 
 
@@ -89,9 +98,9 @@ def worst_bin(state: State, level: float = 0.95) -> ReliabilityBin | None:
 def headline(report: Report) -> str:
     """Return one line: direction, accuracy at 0.9 confidence, and the effect of calibration."""
     state, miscalibration = report.before, direction(report.before)
-    parts = [_headline(state, miscalibration, " of the predicted class" if report.classes == 2 else "")]
-    if _hides_classes(report, miscalibration):
-        parts.append(f"for the probability of one class the ECE is {state['classwise_ece'].text()}")
+    hidden = _hidden_error(report, miscalibration)
+    parts = [_headline(state, miscalibration, " of the predicted class" if report.classes == 2 or hidden else "")]
+    parts += [hidden] if hidden else []
     example = typical_bin(state.bins["width"], level=_level(state))
     if example is not None and example.is_calibrated and miscalibration not in {"none", "unknown"}:
         example = worst_bin(state, _level(state))  # an example of the error
@@ -102,6 +111,8 @@ def headline(report: Report) -> str:
     if done is not None and miscalibration not in {"none", "unknown"}:
         verdict = {
             "all": "removes all detectable miscalibration",
+            "predicted": "removes all detectable miscalibration of the predicted class, not that of single classes",
+            "classes": "removes the detectable miscalibration of single classes",
             "most": "removes most of it",
             "part": "removes part of it",
             "unchanged": f"{_lowered_nll(done)}does not change the ECE significantly",
@@ -110,13 +121,18 @@ def headline(report: Report) -> str:
             "untested": "was not tested for significance",
         }
         doubted = any(fit.doubt for fit in done.fits)
-        parts.append(f"{_called(done)} {'cannot be relied on' if doubted else verdict[effect(done)]}")
+        parts.append(f"{_called(done)} {'cannot be relied on' if doubted else verdict[effect(state, done)]}")
     return "; ".join(parts)
 
 
-def _hides_classes(report: Report, miscalibration: Direction) -> bool:
-    """Return whether readers may mistake a statement on the predicted class for one on the positive class."""
-    return report.classes == 2 and miscalibration == "none" and "classwise_ece" in report.before.results
+def _hidden_error(report: Report, miscalibration: Direction) -> str:
+    """Describe the class-wise ECE where readers may mistake a statement on the predicted class for one on a class."""
+    if miscalibration != "none" or "classwise_ece" not in report.before.results:
+        return ""
+    error = report.before["classwise_ece"].text()
+    if report.classes == 2:
+        return f"for the probability of one class the ECE is {error}"
+    return "" if class_error(report.before) is None else f"the class-wise ECE is {error}"
 
 
 def sentences(report: Report) -> tuple[str, ...]:
@@ -128,11 +144,11 @@ def sentences(report: Report) -> tuple[str, ...]:
     classes = f" in {count(report.classes)} classes" if report.classes else ""
     lines = [f"Accuracy is {_fraction(state['accuracy'])} on {samples}{where}{classes}."]
     lines += _direction_sentences(state, miscalibration, samples)
-    if _hides_classes(report, miscalibration):
+    hidden = _hidden_error(report, miscalibration)
+    if hidden:
         lines.append(
-            "That is about the confidence in the predicted class, where errors of both classes can cancel. For the "
-            f"probability of one class the ECE is {state['classwise_ece'].text()}; its reliability diagram "
-            "shows where."
+            "That is about the confidence in the predicted class, where errors of classes can cancel; "
+            f"{hidden}. Reliability diagrams of single classes show where."
         )
     lines += _rarer_class(report)
     near = typical_bin(state.bins["width"], level=confidence_level)
@@ -206,9 +222,11 @@ def _direction_sentences(state: State, miscalibration: Direction, samples: str) 
 def _effect_sentence(before: State, after: State, miscalibration: Direction) -> str:
     if any(fit.doubt for fit in after.fits):
         return _doubt(after)
-    change, costs = effect(after), _costs(after)
+    change, costs = effect(before, after), _costs(after)
     verdict = {
         "all": "removes all detectable miscalibration",
+        "predicted": "removes all detectable miscalibration of the predicted class, not that of single classes",
+        "classes": "removes the detectable miscalibration of single classes",
         "most": "removes most of the miscalibration",
         "part": "removes part of the miscalibration",
         "unchanged": f"{_lowered_nll(after)}does not change the ECE significantly",
@@ -219,10 +237,15 @@ def _effect_sentence(before: State, after: State, miscalibration: Direction) -> 
     if miscalibration == "none":
         verdict = {
             "all": "lowers the ECE, though no miscalibration was detectable",
-            "unchanged": f"{_lowered_nll(after)}has no detectable miscalibration to remove",
+            "predicted": "lowers the ECE of the predicted class, but leaves miscalibration of single classes",
+            "unchanged": f"{_lowered_nll(after)}has no detectable miscalibration to remove"
+            if class_error(before) is None
+            else f"{_lowered_nll(after)}does not remove the miscalibration of single classes",
         }.get(change, verdict)
     zeros = " Probabilities of zero may be the reason: give logits, or probabilities with more digits."
     explanation = zeros if _zeros(before) and change in {"worse", "harm"} else ""
+    if class_error(after) is not None and _temperature(after) is not None:
+        explanation += " A calibrator with parameters for each class, such as vector_scaling, may lower it."
     return f"{_subject(after, brief=miscalibration == 'none')} {verdict}: {_changes(before, after)}.{explanation}"
 
 
@@ -231,6 +254,10 @@ def _changes(before: State, after: State) -> str:
     total = after["ece"]
     start = before["ece"].text()
     parts = [f"the ECE goes from {start} to {_fraction(total)}{_p_value(after, 'ece')}{_chance(total)}"]
+    if any(class_error(state) is not None for state in (before, after)):
+        by_class = after["classwise_ece"]
+        end = f"{by_class.text()} (not significantly above 0)" if class_error(after) is None else _fraction(by_class)
+        parts.append(f"the class-wise ECE goes from {before['classwise_ece'].text()} to {end}")
     if "nll" in after.results:
         start, end = (state["nll"].text() for state in (before, after))
         least = "at least " if _is_lower_bound(before) else ""
