@@ -307,8 +307,11 @@ def test_ood_arrays_are_normalized_with_the_predictions():
 def test_ood_predictions_with_other_classes_raise():
     """Regression: their order was not checked."""
     test = Predictions.from_probs(PROBS, TRUTH, class_names=["cat", "dog"])
-    for names in (["dog", "cat"], ["cat", "eel"]):
-        with pytest.raises(ValueError, match="svhn names other classes, or in another order"):
+    for names, difference in (
+        (["dog", "cat"], "same classes in another order: class 0"),
+        (["cat", "eel"], "other.* 1"),
+    ):
+        with pytest.raises(ValueError, match=f"{difference} is .* in svhn"):
             evaluate(test, ood={"svhn": Predictions.from_probs(PROBS, class_names=names)}, **QUICK)
 
 

@@ -275,6 +275,26 @@ class TestFeatureClipping:
             unchecked(object.__new__(FeatureClipping), weight, objective="brier")
 
 
+def test_a_single_sample_without_its_dimension_raises_or_warns():
+    """Regression: a row of two logits was silently read as two samples with one logit each."""
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(200, 3, generator=generator), torch.randint(3, (200,), generator=generator)
+    with pytest.raises(ValueError, match=r"3 classes.*logits\[None\]"):
+        Temperature().fit(logits, labels).transform(logits[0])
+    binary = Temperature().fit(logits[:, :2], labels % 2)
+    with pytest.warns(UserWarning, match=r"two samples.*logits\[None\]"):
+        binary.transform(logits[0, :2])
+
+
+def test_a_file_of_a_calibrator_of_another_package_says_how_to_read_it(tmp_path):
+    """Regression: the file was called damaged."""
+    calibrator = Temperature().fit(torch.randn(50, 3), torch.arange(50) % 3)
+    calibrator.name = "shift"
+    calibrator.save(tmp_path / "shift.safetensors")
+    with pytest.raises(ValueError, match=r"'shift'.*Class\.load"):
+        load_calibrator(tmp_path / "shift.safetensors")
+
+
 @pytest.mark.parametrize("offset", [1, 2, 8])
 def test_a_flipped_bit_in_the_tensors_of_a_file_raises(tmp_path, offset):
     """Regression: a flipped bit made a temperature negative without an error."""

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlas.catalog import Catalog, CatalogRecord
+from fedlas.errors import UserError
 from fedlas.io.untrusted import file_errors
 from fedlas.posthoc.base import AbstractCalibrator, Fit, read
 from fedlas.posthoc.feature_clipping import FeatureClipping
@@ -38,6 +39,11 @@ def list_calibrators() -> list[CatalogRecord[AbstractCalibrator]]:
 def load_calibrator(path: str | Path) -> AbstractCalibrator:
     """Read a calibrator of any class from its file."""
     metadata, tensors = read(path)
+    name = metadata.get("name")
+    if isinstance(name, str) and name not in CATALOG.entries:
+        raise UserError(
+            f"{path} holds {name!r}, which is no calibrator of fedlas; read it with its own class: Class.load"
+        )
     with file_errors(path):
         return CATALOG.find(metadata["name"]).restore(metadata, tensors)
 

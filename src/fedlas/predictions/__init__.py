@@ -581,5 +581,14 @@ def check_same_classes(first: AnyPredictions, first_name: str, second: AnyPredic
             raise UserError(f"{name}: only the top confidence of each sample is known; {needed}")
     if first.num_classes != second.num_classes:
         raise UserError(f"{first_name} has {first.num_classes} classes, {second_name} have {second.num_classes}")
-    if None not in (first.class_names, second.class_names) and first.class_names != second.class_names:
-        raise UserError(f"{first_name} names other classes, or in another order, than {second_name}")
+    names, others = first.class_names, second.class_names
+    if names is not None and others is not None and names != others:
+        difference = describe_class_difference(names, others, (first_name, second_name))
+        raise UserError(f"{difference}; both need the same classes in the same order")
+
+
+def describe_class_difference(first: Sequence[str], second: Sequence[str], names: tuple[str, str]) -> str:
+    """Describe how the names of equally many classes differ."""
+    order = "the same classes in another order" if sorted(first) == sorted(second) else "other classes"
+    number, one, other = next((n, a, b) for n, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
+    return f"{order}: class {number} is {one!r} in {names[0]} and {other!r} in {names[1]}"

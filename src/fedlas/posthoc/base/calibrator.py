@@ -29,11 +29,17 @@ from torch import Tensor
 
 from fedlas.alignment import row_hashes
 from fedlas.catalog import keywords
-from fedlas.errors import UserError, UserTypeError
+from fedlas.errors import UserError, UserTypeError, warn_caller
 from fedlas.io.atomic import write_atomic
 from fedlas.io.safetensors import read_safetensors, to_safetensors
 from fedlas.io.untrusted import check_file, file_errors
-from fedlas.predictions import AnyPredictions, OptionalFields, Predictions, with_every_class
+from fedlas.predictions import (
+    AnyPredictions,
+    OptionalFields,
+    Predictions,
+    describe_class_difference,
+    with_every_class,
+)
 from fedlas.predictions.arrays import (
     Array,
     as_floats,
@@ -267,6 +273,15 @@ class AbstractCalibrator(ABC):
         table = _table(scores)
         if self.fitted is None:
             raise RuntimeError(f"{self.name} is not fitted yet; call fit(logits, labels) first, or load it from a file")
+        if scores.ndim == 1 and self.fitted.classes > 2:
+            raise UserError(
+                f"{self.name} was fitted on {self.fitted.classes} classes and takes one row per sample; for a single "
+                "sample pass logits[None]"
+            )
+        if scores.ndim == 1 and len(scores) == 2:
+            warn_caller(
+                "two numbers are read as two samples of one logit; for one sample of two classes pass logits[None]"
+            )
         if table.shape[1] != self.fitted.classes:
             raise UserError(f"logits have {table.shape[1]} classes; {self.name} was fitted on {self.fitted.classes}")
         check_rows("logits", table, torch.isfinite(table).all(1), "holds NaN or infinity")
@@ -288,11 +303,10 @@ class AbstractCalibrator(ABC):
             return
         if len(expected) != len(names):
             raise UserError(f"there are {len(names)} classes; {self.name} was fitted on {len(expected)}")
-        index = next(k for k, (fitted, name) in enumerate(zip(expected, names, strict=True)) if fitted != name)
-        order = "the same classes in another order" if sorted(expected) == sorted(names) else "other classes"
+        difference = describe_class_difference(expected, names, ("the fit", "these predictions"))
         raise UserError(
-            f"{self.name} was fitted on {order}: class {index} was {expected[index]!r} and is {names[index]!r} here. "
-            "Its map differs between classes; put the columns in the order of the fit, or fit it again."
+            f"{self.name} was fitted on {difference}. Its map differs between classes; put the columns in the order of "
+            "the fit, or fit it again."
         )
 
     def save(self, path: str | Path) -> None:
