@@ -91,9 +91,9 @@ class NCI(AbstractExact):
         theta: weight of the current batch in the running statistics; above 0 with normalise="ema" and
             start="paper".
         norm: p of the feature norm, at least 1; infinity may be written "inf".
-        source: quantity to standardise: feature norm, largest probability, or largest logit.
-        normalise: use running statistics, statistics of the batch, or none.
-        start: initialise the running statistics with 20 and 100 as in the paper, or with the first batch.
+        source: quantity to standardise: `features` (their norm), `max_prob` or `max_logit`.
+        normalise: by running statistics (`ema`), by those of the batch (`batch`), or not (`none`).
+        start: initialise the running statistics with 20 and 100 (`paper`), or with the first batch (`first_batch`).
         eps: added to the standard deviation.
 
     """
@@ -232,8 +232,7 @@ class BCG(AbstractPart):
 
     Args:
         num_classes: number of classes C; the gate is an MLP C -> width -> 2.
-        kind: `learned`; for ablation `soft` (no sign), `shuffled` (learned, then shuffled across the batch),
-            or a fixed `positive` or `negative`, which has no parameters.
+        kind: see `gate` of `AdaptiveSmoothing`.
         width: hidden units, C // 2 by default and at least 1; the gate has width * (C + 3) + 2 parameters.
         zero: psi where both outputs are equal.
         positive_index: index of the output for psi = +1.
@@ -347,10 +346,14 @@ class AdaptiveSmoothing(AbstractPart):
         beta: sensitivity to the indicator; 0 means alpha_i = alpha.
         alpha_min: lower limit of alpha_i.
         alpha_max: upper limit of alpha_i.
-        preset: `default`, `official` or `paper`, see the docstring of the module.
+        preset: `default`, `official` or `paper`: values of four keywords, in the table of this module's docstring.
         theta, norm, source, normalise, start, eps: see `NCI`.
         shuffle_indicator: shuffle the indicator across the batch, for ablation.
-        gate, gate_width, gate_zero, gate_positive_index: see `BCG`.
+        gate: `learned`; for ablation `soft` (no sign), `shuffled` (learned, then shuffled across the batch), or a fixed
+            `positive` or `negative`, which has no parameters.
+        gate_width: hidden units of the gate, C // 2 by default.
+        gate_zero: psi where both outputs of the gate are equal, -1 or 0; by default from the preset.
+        gate_positive_index: index of the output of the gate for psi = +1; by default from the preset.
 
     """
 

@@ -261,7 +261,8 @@ def _changes(before: State, after: State) -> str:
     if "nll" in after.results:
         start, end = (state["nll"].text() for state in (before, after))
         least = "at least " if _is_lower_bound(before) else ""
-        parts.append(f"the NLL goes from {least}{start} to {end}{_p_value(after, 'nll')}")
+        undecided = least and after.comparisons["nll"].better is None if "nll" in after.comparisons else False
+        parts.append(f"the NLL goes from {least}{start} to {end}{'' if undecided else _p_value(after, 'nll')}")
     if "accuracy" in after.comparisons and after.comparisons["accuracy"].better is not None:
         start, end = (state["accuracy"].text() for state in (before, after))
         parts.append(f"accuracy goes from {start} to {end}{_p_value(after, 'accuracy')}")
