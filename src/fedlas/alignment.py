@@ -153,6 +153,7 @@ def _check_labels(first: AnyPredictions, second: AnyPredictions) -> None:
     raise UserError(
         f"labels: row {row}{sample} is {shown[0]} in the first model and {shown[1]} in the second; {count:,} of "
         f"{len(same):,} differ, so these are other samples, or in another order"
+        + ("" if first.ids is not None else "; samples are matched by ids, in a file a column `id`")
     )
 
 
