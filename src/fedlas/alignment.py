@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from fedlas.errors import UserError, short_list
-from fedlas.predictions import AnyPredictions, Predictions
+from fedlas.predictions import AnyPredictions, Predictions, describe_class_difference
 from fedlas.predictions.arrays import Array, as_tensor
 from fedlas.predictions.probabilities import slices_of
 
@@ -110,7 +110,8 @@ def _check_classes(first: AnyPredictions, second: AnyPredictions) -> None:
         and first_names != second_names
         and sorted(first_names) == sorted(second_names)
     ):
-        raise UserError("both models have the same classes in another order; give both the same order")
+        difference = describe_class_difference(first_names, second_names, ("the first model", "the second"))
+        raise UserError(f"{difference}; give both the same order")
     first_names, second_names = _proper_class_names(first), _proper_class_names(second)
     if first_names is not None and second_names is not None and first_names != second_names:
         extra = {

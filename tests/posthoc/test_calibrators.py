@@ -291,7 +291,7 @@ def test_a_file_of_a_calibrator_of_another_package_says_how_to_read_it(tmp_path)
     calibrator = Temperature().fit(torch.randn(50, 3), torch.arange(50) % 3)
     calibrator.name = "shift"
     calibrator.save(tmp_path / "shift.safetensors")
-    with pytest.raises(ValueError, match=r"'shift'.*Class\.load"):
+    with pytest.raises(ValueError, match=r"'shift'.*`load` of the class"):
         load_calibrator(tmp_path / "shift.safetensors")
 
 

@@ -42,7 +42,7 @@ def load_calibrator(path: str | Path) -> AbstractCalibrator:
     name = metadata.get("name")
     if isinstance(name, str) and name not in CATALOG.entries:
         raise UserError(
-            f"{path} holds {name!r}, which is no calibrator of fedlas; read it with its own class: Class.load"
+            f"{path} holds {name!r}, which is no calibrator of fedlas; read it with `load` of the class that wrote it"
         )
     with file_errors(path):
         return CATALOG.find(metadata["name"]).restore(metadata, tensors)

@@ -7,16 +7,9 @@ from dataclasses import dataclass
 from fedlas.evaluation_report import Report, State
 from fedlas.formatting import significant
 from fedlas.predictions import AnyPredictions
-from fedlas.report.summary_text import class_error, direction, effect
+from fedlas.report.summary_text import EFFECTS, class_error, direction, effect
 
-VERDICTS = {
-    "all": "On these samples this removes all detectable miscalibration.",
-    "predicted": "On these samples this removes all detectable miscalibration of the predicted class, not that of "
-    "single classes.",
-    "classes": "On these samples this removes the detectable miscalibration of single classes.",
-    "most": "On these samples this removes most of the miscalibration.",
-    "part": "On these samples this removes part of the miscalibration.",
-    "unchanged": "On these samples this does not change the ECE significantly.",
+VERDICTS = {change: f"On these samples this {words}." for change, words in EFFECTS.items()} | {
     "worse": "It makes the ECE significantly worse.",
     "harm": "It makes accuracy or NLL significantly worse.",
     "untested": "Its effect was not tested for significance.",

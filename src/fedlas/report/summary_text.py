@@ -18,6 +18,17 @@ from fedlas.report.reliability_bins import ReliabilityBin, non_empty_bins
 Direction = Literal["over", "under", "both", "some", "none", "unknown"]
 Effect = Literal["all", "predicted", "classes", "most", "part", "unchanged", "worse", "harm", "untested"]
 
+EFFECTS: dict[Effect, str] = {
+    "all": "removes all detectable miscalibration",
+    "predicted": "removes all detectable miscalibration of the predicted class, not that of single classes",
+    "classes": "removes the detectable miscalibration of single classes",
+    "most": "removes most of the miscalibration",
+    "part": "removes part of the miscalibration",
+    "unchanged": "does not change the ECE significantly",
+    "worse": "makes the calibration significantly worse",
+    "harm": "does harm",
+    "untested": "was not tested for significance",
+}
 TYPICAL_CONFIDENCE = 0.9  # confidence whose accuracy the summary states
 MIN_SAMPLES = 10  # smallest number of samples of a bin in the text
 LONGEST = 60  # largest number of characters of an untrusted name
@@ -109,19 +120,9 @@ def headline(report: Report) -> str:
         parts.append(f"at {_about(example)} confidence the accuracy is {accuracy}")
     done = _headline_calibrator(report)
     if done is not None and miscalibration not in {"none", "unknown"}:
-        verdict = {
-            "all": "removes all detectable miscalibration",
-            "predicted": "removes all detectable miscalibration of the predicted class, not that of single classes",
-            "classes": "removes the detectable miscalibration of single classes",
-            "most": "removes most of it",
-            "part": "removes part of it",
-            "unchanged": f"{_lowered_nll(done)}does not change the ECE significantly",
-            "worse": "makes it significantly worse",
-            "harm": "does harm",
-            "untested": "was not tested for significance",
-        }
-        doubted = any(fit.doubt for fit in done.fits)
-        parts.append(f"{_called(done)} {'cannot be relied on' if doubted else verdict[effect(state, done)]}")
+        doubted, change = any(fit.doubt for fit in done.fits), effect(state, done)
+        nll = _lowered_nll(done) if change == "unchanged" else ""
+        parts.append(f"{_called(done)} {'cannot be relied on' if doubted else nll + EFFECTS[change]}")
     return "; ".join(parts)
 
 
@@ -222,26 +223,21 @@ def _direction_sentences(state: State, miscalibration: Direction, samples: str) 
 def _effect_sentence(before: State, after: State, miscalibration: Direction) -> str:
     if any(fit.doubt for fit in after.fits):
         return _doubt(after)
-    change, costs = effect(before, after), _costs(after)
-    verdict = {
-        "all": "removes all detectable miscalibration",
-        "predicted": "removes all detectable miscalibration of the predicted class, not that of single classes",
-        "classes": "removes the detectable miscalibration of single classes",
-        "most": "removes most of the miscalibration",
-        "part": "removes part of the miscalibration",
-        "unchanged": f"{_lowered_nll(after)}does not change the ECE significantly",
-        "worse": "makes the calibration significantly worse",
-        "harm": f"does harm ({' and '.join(costs)})",
-        "untested": "was not tested for significance",
-    }[change]
+    change = effect(before, after)
+    verdict = EFFECTS[change]
+    if change == "harm":
+        verdict += f" ({' and '.join(_costs(after))})"
     if miscalibration == "none":
+        unchanged = "has no detectable miscalibration to remove"
+        if class_error(before) is not None:
+            unchanged = "does not remove the miscalibration of single classes"
         verdict = {
             "all": "lowers the ECE, though no miscalibration was detectable",
             "predicted": "lowers the ECE of the predicted class, but leaves miscalibration of single classes",
-            "unchanged": f"{_lowered_nll(after)}has no detectable miscalibration to remove"
-            if class_error(before) is None
-            else f"{_lowered_nll(after)}does not remove the miscalibration of single classes",
+            "unchanged": unchanged,
         }.get(change, verdict)
+    if change == "unchanged":
+        verdict = _lowered_nll(after) + verdict
     zeros = " Probabilities of zero may be the reason: give logits, or probabilities with more digits."
     explanation = zeros if _zeros(before) and change in {"worse", "harm"} else ""
     if class_error(after) is not None and _temperature(after) is not None:

@@ -89,7 +89,7 @@ def snapshot(step: TrainStep) -> Callable[[], None]:
     def restore() -> None:
         for value, old in zip(state, before, strict=True):
             value.copy_(old)
-        step.metrics.sums = {name: step.metrics.sums[name] for name in names}
+        step.metrics.keep(names)
         restore_random_state(random, step.device)
 
     return restore

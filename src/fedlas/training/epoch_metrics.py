@@ -1,6 +1,7 @@
 """Training metrics of an epoch: sums on the device, read once at the end."""
 
 import math
+from collections.abc import Collection
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -94,6 +95,10 @@ class EpochMetrics:
     def _totals(self) -> Float[Tensor, " sums"]:
         """Return the sums over all ranks."""
         return ranks.total(torch.stack(list(self.sums.values())))
+
+    def keep(self, names: Collection[str]) -> None:
+        """Remove all sums but those with these names."""
+        self.sums = {name: total for name, total in self.sums.items() if name in names}
 
     def reset(self) -> None:
         """Start a new epoch, in place."""
