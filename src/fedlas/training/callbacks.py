@@ -1,7 +1,6 @@
 """Callbacks of a run: base class, and checks of user-defined callbacks."""
 
 import inspect
-from abc import ABC
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
     from fedlas.training.session import Session
 
 
-class AbstractCallback(ABC):  # noqa: B024 (every method has a default)
+class AbstractCallback:
     """Base class of callbacks; override the methods that you need.
 
     Attributes:
@@ -22,19 +21,19 @@ class AbstractCallback(ABC):  # noqa: B024 (every method has a default)
 
     sees_steps: ClassVar[bool] = False
 
-    def on_train_start(self, run: Run, session: "Session", epoch: int) -> None:  # noqa: B027
+    def on_train_start(self, run: Run, session: "Session", epoch: int) -> None:
         """Handle the start of a run, new or resumed, at an epoch counted from 0."""
 
-    def on_step_dispatched(self, step: int) -> None:  # noqa: B027
+    def on_step_dispatched(self, step: int) -> None:
         """Handle a step that was dispatched to the device and may still run; do not synchronise here."""
 
-    def on_step_end(self, session: "Session", step: int) -> None:  # noqa: B027
+    def on_step_end(self, session: "Session", step: int) -> None:
         """Handle the end of a step, with network, gradients and loss; needs `sees_steps = True`."""
 
-    def on_epoch_end(self, record: Mapping[str, Any]) -> None:  # noqa: B027
+    def on_epoch_end(self, record: Mapping[str, Any]) -> None:
         """Handle the end of an epoch, with its log record."""
 
-    def on_train_end(self, run: Run) -> None:  # noqa: B027
+    def on_train_end(self, run: Run) -> None:
         """Handle the end of a run, finished or stopped."""
 
 

@@ -32,10 +32,9 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        sighup = getattr(signal, "SIGHUP", None)  # not on Windows
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if sighup is not None and signal.getsignal(sighup) != signal.SIG_IGN:
-            numbers.append(sighup)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
         self._previous = {number: signal.signal(number, self._catch) for number in numbers}
         try:
             yield self
