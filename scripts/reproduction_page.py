@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
+from fedlas.experiments import closed_loop_design
 from fedlas.experiments.base import CHANGED, SUBSTITUTED, TEST_SPLITS, Choice
 from fedlas.experiments.grid import AbstractGrid
 from fedlas.experiments.ledger import TEST, Ledger
@@ -13,6 +14,7 @@ from fedlas.training import protocol_named
 from fedlas.training.recipe import OFFICIAL_SUFFIX
 
 PAPER_PROTOCOLS = ("paper", "official")  # protocols whose numbers can be compared with the paper's
+LOOP_PROTOCOL = closed_loop_design.PROTOCOL  # its runs are on the pages of `closed_loop` alone
 HEAD = """\
 # Reproduction
 
@@ -68,7 +70,7 @@ def results_tables(ledger: Ledger, like: Choice | None = None, name: str = "sota
     for protocol, data, model in sorted(
         benchmarks, key=lambda benchmark: (benchmark[0] not in PAPER_PROTOCOLS, benchmark)
     ):
-        if named is not None and data not in named:
+        if protocol == LOOP_PROTOCOL or (named is not None and data not in named):
             continue
         choice = replace(like or Choice(), protocol=protocol, data=(data,), models=(model,))
         for number, table in enumerate(experiment.tables(ledger, choice)):
@@ -111,6 +113,8 @@ def _rows(name: str, ledger: Ledger, protocols: Sequence[str]) -> list[str]:
             splits.setdefault(line.split, set()).add(line.recipe.data)
     rows: list[str] = []
     for protocol, (split, data) in product(protocols, splits.items()):
+        if isinstance(experiment, AbstractGrid) and protocol == LOOP_PROTOCOL:
+            continue
         choice = Choice(protocol=protocol, split=split, seeds=experiment.seeds)
         if split != TEST and isinstance(experiment, AbstractGrid):
             official_ood = {

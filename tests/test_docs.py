@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -52,6 +53,18 @@ def test_generated_parts_are_up_to_date(all_pages):
     assert (ROOT / comparison in pages) == all_pages
     for path, text in pages.items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is out of date; run scripts/pages"
+
+
+def test_runs_of_the_closed_loop_protocol_do_not_change_paired_comparisons():
+    from fedlas.experiments.ledger import Ledger
+    from fedlas.training import recipe_for
+
+    script, ledger = load_script("pages"), Ledger(ROOT / "results")
+    before, line = script._fingerprint(ledger), next(line for line in ledger.lines.values() if line.method == "ls")
+    for protocol, changes in (("standard", False), ("fast", True)):
+        recipe = recipe_for("cifar100", None, "ls", protocol=protocol, seed=9)
+        ledger.lines[recipe.name] = replace(line, id=recipe.name, recipe=recipe, protocol=protocol)
+        assert (script._fingerprint(ledger) != before) == changes
 
 
 def test_losses_page_lists_every_loss():

@@ -140,6 +140,10 @@ def tiny_imagenet(root: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         for n in range(TRAIN):
             mode = "L" if n == 3 else "RGB"
             picture(folder / "train" / wnid / "images" / f"{wnid}_{n}.JPEG", (64, 64), random, mode)
+        boxes = "".join(f"{wnid}_{n}.JPEG\t0\t0\t63\t63\n" for n in range(TRAIN))
+        (folder / "train" / wnid / f"{wnid}_boxes.txt").write_text(boxes)
+    picture(folder / "test" / "images" / "test_0.JPEG", (64, 64), random)  # without labels, not read
+    (folder / "words.txt").write_text("".join(f"{wnid}\tanimal, beast\n" for wnid in [*wnids, "n04"]))
     for n in range(TEST * len(wnids)):
         picture(folder / "val" / "images" / f"val_{n}.JPEG", (64, 64), random)
         lines.append(f"val_{n}.JPEG\t{wnids[n % 3]}\t0\t0\t63\t63\n")

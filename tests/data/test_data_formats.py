@@ -344,6 +344,25 @@ def test_tiny_imagenet_test_labels_come_from_the_annotations(tmp_path, monkeypat
     assert [path.stem for path in test.images[:3]] == ["val_0", "val_1", "val_2"]
 
 
+def test_tiny_imagenet_reads_only_labelled_images_of_the_official_layout(tmp_path, monkeypatch):
+    """Bounding boxes, `words.txt` and the unlabelled images in `test/` are there, and not read."""
+    data = synthetic.build("tiny_imagenet", tmp_path, monkeypatch)
+    folder = tmp_path / "tiny-imagenet-200"
+    assert {path.name for path in folder.iterdir()} == {"train", "val", "test", "wnids.txt", "words.txt"}
+    train, test = data.part("train"), data.part("test")
+    labelled = set(folder.glob("train/*/images/*.JPEG")) | set(folder.glob("val/images/*.JPEG"))
+    assert {*train.images, *test.images} == labelled
+    assert (len(train.images), len(test.images)) == (3 * synthetic.TRAIN, 3 * synthetic.TEST)
+    assert data.split("test").decoded(data.transform).images.shape == (3 * synthetic.TEST, 3, 64, 64)
+
+
+def test_tiny_imagenet_without_a_training_image_raises(tmp_path, monkeypatch):
+    data = synthetic.build("tiny_imagenet", tmp_path, monkeypatch)
+    (tmp_path / "tiny-imagenet-200" / "train" / "n03" / "images" / "n03_0.JPEG").unlink()
+    with pytest.raises((DamagedFileError, MissingFileError), match=rf"\b{3 * synthetic.TRAIN}\b"):
+        data.split("train")
+
+
 def test_grey_images_are_converted_to_rgb(tmp_path, monkeypatch):
     data = synthetic.build("tiny_imagenet", tmp_path, monkeypatch)
     split = data.split("train").decoded(data.transform)

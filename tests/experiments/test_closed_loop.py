@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from fedlas.experiments.closed_loop_design import (
     ABLATIONS,
     CONFIGURATIONS,
     CONTROLS,
+    METHODS,
+    PUBLISHED,
     SEARCH_SEED,
     Candidate,
     primary_recipe,
@@ -25,9 +28,11 @@ from fedlas.experiments.reproduce import reproduce
 from fedlas.experiments.stored_predictions import load_stored_predictions, problems
 from fedlas.metrics import nll
 from fedlas.posthoc import build_calibrator
+from fedlas.training import recipe_for
 from fedlas.training.run_folder import run_in
 from fedlas.training.validation import halves, second_half
 
+RESULTS = Path(__file__).parents[2] / "results"
 CHANGES = {"epochs": "1", "milestones": "1", "batch_size": "100", "precision": "fp32", "channels_last": "false",
            "model_options.width": "8"}  # fmt: skip
 CHOICE = Choice(data=("digits",), models=("small_cnn",), losses=("closed_loop",), seeds=(1,), changes=CHANGES)
@@ -51,13 +56,61 @@ def evaluated(tmp_path_factory):
 
 
 def test_each_method_has_six_configurations_and_no_test_predictions_in_the_search():
-    plan = make_plan(experiment_named("closed_loop"), Choice(), Ledger("nowhere"))
+    plan = make_plan(experiment_named("closed_loop"), Choice(losses=tuple(METHODS)), Ledger("nowhere"))
     assert len(plan.runs) == 36
     assert {run.recipe.seed for run in plan.runs} == {SEARCH_SEED}
     assert {run.recipe.splits for run in plan.runs} == {("val",)}
     assert len({run.recipe.key for run in plan.runs}) == 36
     assert all(run.recipe.halve_validation and run.recipe.evaluated == "last" for run in plan.runs)
     assert {len(configurations) for configurations in CONFIGURATIONS.values()} == {6}
+
+
+def test_losses_with_published_settings_are_planned_without_a_search():
+    experiment, nothing = experiment_named("closed_loop"), Ledger("nowhere")
+    losses = ("ls", "fedlas_ls", "mbls", "adafocal", "crl")
+    plan = make_plan(experiment, Choice(losses=losses, seeds=experiment.seeds), nothing)
+    expected = [(data, loss, seed) for data in ("cifar100", "cifar10") for loss in losses for seed in (1, 2, 3)]
+    assert [run.recipe for run in plan.missing] == [
+        recipe_for(data, None, loss, protocol="standard", seed=seed) for data, loss, seed in expected
+    ]
+    assert {(run.split, run.posthoc) for run in plan.missing} == {("test", (None, TEMPERATURE))}
+    assert not any(run.recipe.ood for run in plan.missing)
+    one = make_plan(experiment, Choice(data=("cifar10",), losses=("crl",), seeds=(2, 5)), nothing)
+    assert [(run.recipe.data, run.recipe.loss, run.recipe.seed) for run in one.runs] == [("cifar10", "crl", 2)]
+    assert make_plan(experiment, Choice(data=("fashion_mnist",), losses=("ls",)), nothing).runs == ()
+    assert experiment.tables(nothing, Choice(losses=("ls",))) == []
+
+
+def test_losses_with_published_settings_have_rows_when_they_are_run(evaluated, tmp_path, monkeypatch):
+    experiment = experiment_named("closed_loop")
+    ledger = Ledger(shutil.copytree(evaluated / "results", tmp_path / "results"))
+    monkeypatch.setattr(closed_loop_design, "PUBLISHED", {**PUBLISHED, "data": ["digits"]})
+    every = replace(CHOICE, losses=None)
+    assert "closed_loop-published" not in [table.name for table in experiment.tables(ledger, every)]
+    choice = replace(CHOICE, losses=("ls",))
+    with fast_intervals(), pytest.warns(UserWarning, match="milestones"):
+        list(reproduce(experiment, choice, ledger=ledger, runs=tmp_path / "runs"))
+    assert make_plan(experiment, choice, ledger).missing == ()
+    (table,) = experiment.tables(ledger, choice)
+    assert table == experiment.tables(ledger, every)[-1]
+    assert [row.name for row in table.rows] == ["ls", "ls+temperature", "closed_loop"], "others were not run"
+    recipe = closed_loop_design.published_recipe("digits", "ls", 1, choice)
+    names = ("accuracy", "ece", "aece", "classwise_ece", "nll", "brier", "aurc")
+    for row, posthoc in zip(table.rows[:2], (None, TEMPERATURE), strict=True):
+        line = ledger.find(recipe, posthoc)
+        values = [line.metrics[name][0] * (1000 if name == "aurc" else 1) for name in names]
+        assert [cell.values for cell in row.cells] == [(value,) for value in values]
+
+
+def test_the_selected_configuration_does_not_depend_on_the_selected_losses():
+    """Controls of CE, and losses with published settings, are shown beside `closed_loop` even if it is not selected."""
+    ledger = Ledger(RESULTS)
+    every, *one_loss = [
+        select_configuration("cifar10", "closed_loop", None, Choice(losses=losses), ledger)
+        for losses in (None, ("ce",), ("ls",))
+    ]
+    assert every is not None
+    assert one_loss == [every, every]
 
 
 def test_the_search_selects_by_nll_on_v2_and_the_selected_configuration_is_trained(evaluated):

@@ -60,6 +60,15 @@ def test_experiment_with_its_own_protocol_is_on_the_page_once(tmp_path):
     assert [table.title for table in results_tables(results_ledger)] == ["CIFAR-10, resnet18_cifar, fast protocol"]
 
 
+def test_runs_of_the_closed_loop_protocol_are_in_no_table_of_the_paper(tmp_path):
+    """The main table with the standard protocol has the same recipes, but only the pages of `closed_loop` have them."""
+    results_ledger = minimal_ledger(
+        tmp_path, [minimal_line(recipe_for("cifar100", None, "ls", protocol="standard"), "standard")]
+    )
+    assert results_tables(results_ledger) == []
+    assert "`sota`" not in reproduction_page(results_ledger).partition("Not run yet")[0]
+
+
 def test_empty_ledger_gives_a_page_without_tables(tmp_path):
     page = reproduction_page(Ledger(tmp_path))
     assert "empty" in page

@@ -198,7 +198,7 @@ def reproduce_experiment(
         for table in final_tables:
             show(table.text(detail.value))
         if out is None and not final_tables:
-            show(f"{experiment} is a figure; draw it with --out DIR", err=True)
+            show(f"{experiment} has no table to show; draw its figures with --out DIR", err=True)
         if out is not None:
             mark_own_folder(out, experiment)
             written = save_results(

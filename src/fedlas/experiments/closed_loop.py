@@ -1,8 +1,8 @@
 """Evaluation of `closed_loop` against cross-entropy, temperature scaling and PS-KD (docs/closed_loop_design.md).
 
 Six configurations of each method are compared on V2, without test predictions; the selected ones are trained with all
-seeds. Controls of the label budget and ablations follow. Fashion-MNIST uses the configurations of CIFAR-100. Data sets
-and methods can be selected; the protocol is always "standard".
+seeds. Controls of the label budget, ablations, and other losses with published settings follow. Fashion-MNIST uses the
+configurations of CIFAR-100. Data sets and methods can be selected; the protocol is always "standard".
 """
 
 from itertools import product
@@ -16,6 +16,7 @@ from fedlas.experiments.closed_loop_tables import (
     control_tables,
     primary_lines,
     primary_table,
+    published_table,
     search_table,
     selection_table,
 )
@@ -58,6 +59,12 @@ class ClosedLoopEvaluation(AbstractExperiment):
             for row in design.ablation_rows(choice)
             for seed in design.ABLATIONS["seeds"]
         ]
+        recipes += [
+            (row, design.published_recipe(data, row, seed, choice))
+            for data in design.published_data_sets(choice)
+            for row in design.published_rows(choice)
+            for seed in design.published_seeds(choice)
+        ]
         return runs + [
             PlannedRun(recipe, design.PROTOCOL, design.POSTHOC, rows=(row,))
             for row, recipe in recipes
@@ -65,14 +72,15 @@ class ClosedLoopEvaluation(AbstractExperiment):
         ]
 
     def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
-        """Return all tables; those of comparisons, controls and ablations only if their runs are finished."""
+        """Return all tables; those that follow the primary table only if their runs are finished."""
+        searched = bool(design.methods(choice))
         return [
-            search_table(ledger, choice),
-            primary_table(ledger, choice),
+            *([search_table(ledger, choice), primary_table(ledger, choice)] if searched else []),
             *comparison_tables(ledger, choice),
             *selection_table(ledger, choice),
             *control_tables(ledger, choice),
             *ablation_table(ledger, choice),
+            *published_table(ledger, choice),
         ]
 
     def draw(self, drawing: Drawing) -> list[Path]:

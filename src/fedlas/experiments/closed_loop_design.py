@@ -23,6 +23,7 @@ FAMILIES: Sequence[Sequence[str]] = _DESIGN["families"]  # data sets whose p-val
 CONFIRMATION: Mapping[str, str] = _DESIGN["confirmation"]
 CONTROLS: Mapping[str, Any] = _DESIGN["controls"]
 ABLATIONS: Mapping[str, Any] = _DESIGN["ablations"]
+PUBLISHED: Mapping[str, Any] = _DESIGN["published"]  # losses with the settings of their papers, without a search
 OURS = "closed_loop"
 # For each method, the recipe fields that differ from the protocol, in the order of the design.
 CONFIGURATIONS: Mapping[str, Sequence[Mapping[str, Any]]] = _DESIGN["configurations"]
@@ -70,7 +71,7 @@ def select_configuration(
 ) -> Candidate | None:
     """Return the configuration with the lowest NLL on V2 (half of the validation split); None if runs are missing."""
     data = CONFIRMATION.get(data, data)
-    searched = [candidate for candidate in candidates(choice) if candidate.method == method]
+    searched = _candidates_of(method)
     lines = [ledger.find(search_recipe(data, candidate, choice), posthoc, V2) for candidate in searched]
     nll = [line.metrics["nll"][0] for line in lines if line is not None]
     return searched[nll.index(min(nll))] if len(nll) == len(searched) else None
@@ -97,6 +98,12 @@ def ablation_recipe(row: str, seed: int, choice: Choice, ledger: Ledger) -> Reci
             return None
         options["replay"] = _strengths(recorded)[-1:] if variant["strengths"] == "last" else _strengths(recorded)
     return base.replace(ood=(), loss_options=options, **variant.get("recipe", {}))
+
+
+def published_recipe(data: str, row: str, seed: int, choice: Choice) -> Recipe:
+    """Return the recipe of a loss with the settings of its paper."""
+    model = choice.models[0] if choice.models else None
+    return recipe_for(data, model, row, protocol=PROTOCOL, seed=seed).with_settings(choice.changes)
 
 
 def _strengths(line: Line) -> list[dict[str, Any]]:
@@ -149,9 +156,32 @@ def ablation_rows(choice: Choice) -> list[str]:
 
 def methods(choice: Choice) -> list[str]:
     """Return the methods to compare."""
-    return choice.select(METHODS, choice.losses, "method")
+    return [method for method in _selected_losses(choice) if method in METHODS]
 
 
 def candidates(choice: Choice) -> list[Candidate]:
     """Return the configurations of the search."""
-    return [Candidate(method, n + 1) for method in methods(choice) for n in range(len(CONFIGURATIONS[method]))]
+    return [candidate for method in methods(choice) for candidate in _candidates_of(method)]
+
+
+def published_data_sets(choice: Choice) -> list[str]:
+    """Return the data sets of the losses with published settings."""
+    return [data for data in data_sets(choice) if data in PUBLISHED["data"]]
+
+
+def published_rows(choice: Choice) -> list[str]:
+    """Return the losses with published settings."""
+    return [row for row in _selected_losses(choice) if row in PUBLISHED["rows"]]
+
+
+def published_seeds(choice: Choice) -> list[int]:
+    """Return the seeds of the losses with published settings."""
+    return [seed for seed in PUBLISHED["seeds"] if seed in choice.seeds]
+
+
+def _selected_losses(choice: Choice) -> list[str]:
+    return choice.select([*METHODS, *PUBLISHED["rows"]], choice.losses, "method")
+
+
+def _candidates_of(method: str) -> list[Candidate]:
+    return [Candidate(method, number) for number in range(1, len(CONFIGURATIONS[method]) + 1)]

@@ -1,4 +1,4 @@
-"""Tables of the evaluation of `closed_loop`: search, primary table, tests, margins, selection, controls, ablations."""
+"""Tables of the evaluation of `closed_loop`: search, primary table, tests, controls, ablations, other losses."""
 
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -230,6 +230,34 @@ def ablation_table(ledger: Ledger, choice: Choice) -> list[Table]:
     return [Table("closed_loop-ablations", "Ablations of the closed loop", _columns(measures), rows, (note,))]
 
 
+def published_table(ledger: Ledger, choice: Choice) -> list[Table]:
+    """Return the table of losses with published settings, beside the searched methods; no table without runs."""
+    sets, seeds = design.published_data_sets(choice), design.published_seeds(choice)
+    published = {
+        (row, posthoc): {
+            data: _finished_lines(ledger, [design.published_recipe(data, row, seed, choice) for seed in seeds], posthoc)
+            for data in sets
+        }
+        for row in design.published_rows(choice)
+        for posthoc in POSTHOC
+    }
+    if not any(lines for by_data in published.values() for lines in by_data.values()):
+        return []
+    searched = {
+        row: {data: primary_lines(ledger, choice, data, row, seeds) for data in sets}
+        for row in (("ce", TEMPERATURE), ("pskd", None), (OURS, None))
+    }
+    names, measures = {**design.METHODS, **design.PUBLISHED["rows"]}, _measures(sets, ood=False)
+    rows = tuple(
+        Row(row_name(*row), _with_calibrator(names[row[0]], row[1]), _cells(by_data, measures, len(seeds)))
+        for row, by_data in (published | searched).items()
+        if any(by_data.values())
+    )
+    note = f"Seeds {', '.join(map(str, seeds))}. Mean and standard deviation over seeds."
+    title = "Losses with published settings, not searched"
+    return [Table("closed_loop-published", title, _columns(measures), rows, (note, *choice.changed))]
+
+
 def _measures(sets: Sequence[str], *, ood: bool = True) -> list[tuple[str, Measured]]:
     """Return the metrics in the columns of a table, each with its data set."""
     measures = []
@@ -301,4 +329,8 @@ def _plain_column(name: str) -> Column:
 
 
 def _label(method: str, posthoc: str | None) -> str:
-    return design.METHODS[method] if posthoc is None else f"{design.METHODS[method]} + TS"
+    return _with_calibrator(design.METHODS[method], posthoc)
+
+
+def _with_calibrator(name: str, posthoc: str | None) -> str:
+    return name if posthoc is None else f"{name} + TS"
