@@ -14,6 +14,7 @@ from fedlas.metrics import (
     across_seeds,
     aece,
     aurc,
+    bootstrap,
     brier,
     classwise_ece,
     ece,
@@ -158,6 +159,13 @@ def test_a_level_in_percent_raises(golden, temperature_scaled):
 
 
 @pytest.mark.campaign
+def test_the_name_of_a_metric_raises(golden):
+    """Regression: the message called it "built-in method title", and said that the NLL had no interval and no test."""
+    for call in (partial(bootstrap, "nll", golden), partial(paired_bootstrap, "nll", golden, golden)):
+        with pytest.raises(TypeError, match=r"'nll'.*metrics\.ece"):
+            call()
+
+
 def test_equal_models_rarely_differ_significantly():
     """False positives: neither of two calibrated models that differ only in noise may be called better."""
     random = np.random.default_rng(0)
