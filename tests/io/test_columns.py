@@ -65,6 +65,19 @@ def test_label_columns_of_other_tools_are_recognised(tmp_path, name):
     assert f"labels from {name}" in str(predictions.columns)
 
 
+def test_columns_of_soft_labels_are_among_those_that_were_read(tmp_path):
+    """Regression: the summary named the probabilities alone, as if the file had no labels."""
+    soft = {
+        f"label_{name}": np.eye(3)[LABELS][:, i] * 0.8 + 0.1 * (1 - np.eye(3)[LABELS][:, i])
+        for i, name in enumerate(NAMES)
+    }
+    read = read_predictions(
+        write_table(tmp_path / "p.csv", class_columns("prob_") | soft | {"label_source": ["web"] * len(LABELS)})
+    )
+    assert f"labels from {', '.join(soft)}" in str(read.columns)
+    assert "label_source" not in str(read.columns).split("labels from")[1].split(";")[0]
+
+
 @pytest.mark.parametrize("kind", ["csv", "parquet", "json"])
 @pytest.mark.parametrize(
     "prefix", ["prob_", "Prob_", "probs_", "proba_", "P_", "probability_", ".pred_", "", "logits_"]
