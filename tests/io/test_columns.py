@@ -75,7 +75,9 @@ def test_columns_of_soft_labels_are_among_those_that_were_read(tmp_path):
         write_table(tmp_path / "p.csv", class_columns("prob_") | soft | {"label_source": ["web"] * len(LABELS)})
     )
     assert f"labels from {', '.join(soft)}" in str(read.columns)
-    assert "label_source" not in str(read.columns).split("labels from")[1].split(";")[0]
+    assert str(read.columns).endswith("; not read: label_source")
+    with_label = class_columns("prob_") | {"label": NAMED_LABELS, "label_source": ["web", "shop"] * 6}
+    assert set(read_predictions(write_table(tmp_path / "m.csv", with_label)).metadata) == {"label_source"}
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "json"])
