@@ -69,7 +69,9 @@ def _reorder(first: AnyPredictions, second: AnyPredictions, field: str) -> AnyPr
     for which, names in {"first": first_names, "second": second_names}.items():
         name, count = Counter(names).most_common(1)[0]
         if count > 1:
-            raise UserError(f"samples differ in order, and {field} of the {which} model has {name!r} {count} times")
+            raise UserError(
+                f"samples differ in order, and {name!r} occurs {count} times in {field} of the {which} model"
+            )
     extra = set(first_names) - set(second_names), set(second_names) - set(first_names)
     if any(extra):
         counts = [f"{len(names):,}{f' (such as {min(names)!r})' if names else ''}" for names in extra]

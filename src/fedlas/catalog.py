@@ -44,8 +44,8 @@ def nearest(name: str, known: Sequence[str], summaries: Mapping[str, str] | None
     texts = [text for text in (summaries or {}) if len(name) > SHORT and _letters(name) in _letters(text)]
     described = [(summaries or {})[text] for text in sorted(texts, key=len)]
     closest = [*misspelt, *sorted(beginning, key=len, reverse=True), *described, *similar][:1]
-    hint = f"did you mean {closest[0]!r}? " if closest else ""
-    return f"{hint}Known: {', '.join(known)}."
+    hint = f"did you mean {closest[0]!r}? Known" if closest else "known"
+    return f"{hint}: {', '.join(known)}."
 
 
 def one_of(name: str, value: Word, known: Sequence[Word]) -> Word:

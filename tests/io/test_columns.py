@@ -65,6 +65,21 @@ def test_label_columns_of_other_tools_are_recognised(tmp_path, name):
     assert f"labels from {name}" in str(predictions.columns)
 
 
+def test_columns_of_soft_labels_are_among_those_that_were_read(tmp_path):
+    """Regression: the summary named the probabilities alone, as if the file had no labels."""
+    soft = {
+        f"label_{name}": np.eye(3)[LABELS][:, i] * 0.8 + 0.1 * (1 - np.eye(3)[LABELS][:, i])
+        for i, name in enumerate(NAMES)
+    }
+    read = read_predictions(
+        write_table(tmp_path / "p.csv", class_columns("prob_") | soft | {"label_source": ["web"] * len(LABELS)})
+    )
+    assert f"labels from {', '.join(soft)}" in str(read.columns)
+    assert str(read.columns).endswith("; not read: label_source")
+    with_label = class_columns("prob_") | {"label": NAMED_LABELS, "label_source": ["web", "shop"] * 6}
+    assert set(read_predictions(write_table(tmp_path / "m.csv", with_label)).metadata) == {"label_source"}
+
+
 @pytest.mark.parametrize("kind", ["csv", "parquet", "json"])
 @pytest.mark.parametrize(
     "prefix", ["prob_", "Prob_", "probs_", "proba_", "P_", "probability_", ".pred_", "", "logits_"]

@@ -180,6 +180,7 @@ def test_numpy_arrays_in_a_torch_file_raise(tmp_path):
         ("p.json", "3", "columns.*records.*int"),
         ("p.json", "[]", r"p\.json.*records"),
         ("p.json", '{"logits": 3}', "logits.*int.*list"),
+        ("p.json", '{"prob_a": {"0": 1}}', "prob_a.*dict.*list.*records"),  # DataFrame.to_json(path)
         ("p.json", '{"logits": [[1, 2], [1]], "labels": [0, 1]}', "row 1.*logits.*2 numbers"),
         ("p.json", '{"logits": [[1, null]], "labels": [0]}', "row 0.*logits.*NoneType"),
         ("p.json", '[{"prob_a": 1, "prob_b": [0], "label": 0}]', r"p\.json.*prob_.*number"),

@@ -1,5 +1,6 @@
 """Comparisons: two models on the same samples, runs over seeds, mean ranks over data sets."""
 
+import inspect
 import math
 from functools import partial
 
@@ -14,6 +15,7 @@ from fedlas.metrics import (
     across_seeds,
     aece,
     aurc,
+    bootstrap,
     brier,
     classwise_ece,
     ece,
@@ -24,7 +26,7 @@ from fedlas.metrics import (
 )
 from fedlas.metrics.base import Resampling
 from fedlas.metrics.intervals.binomial import wilson
-from fedlas.metrics.paired import check_draws
+from fedlas.metrics.paired import check_draws, paired_method
 from fedlas.predictions import Predictions
 from metrics import cases
 
@@ -155,6 +157,13 @@ def test_two_models_without_errors_have_a_nonempty_interval():
 def test_a_level_in_percent_raises(golden, temperature_scaled):
     with pytest.raises(ValueError, match=r"level.*95"):
         paired_bootstrap(ece, golden, temperature_scaled, level=95)
+
+
+def test_the_name_of_a_metric_raises(golden):
+    """Regression: the message called it "built-in method title", and said that the NLL had no interval and no test."""
+    for call in (partial(inspect.unwrap(bootstrap), "nll", golden), partial(inspect.unwrap(paired_method), "nll")):
+        with pytest.raises(TypeError, match=r"^metric .*'nll'.*metrics\.ece"):
+            call()
 
 
 @pytest.mark.campaign

@@ -132,6 +132,6 @@ def test_confidences_rounded_to_one_are_noted():
     rounded = aurc(logits.softmax(1), labels)
     fraction = float((logits.softmax(1).amax(1) == 1).double().mean())
     assert rounded.details["saturated"] == pytest.approx(fraction)
-    assert f"{fraction:.0%} of the confidences" in rounded.note
+    assert f"{100 * fraction:.0f} % of the confidences" in rounded.note
     assert not aurc(Predictions(logits, labels)).note
     assert not aurc((logits / 40).softmax(1), labels).note

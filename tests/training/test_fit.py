@@ -185,6 +185,19 @@ def test_a_finished_run_is_not_repeated(finished, caplog):
     assert finished.log_file.stat().st_mtime_ns == before
 
 
+def test_the_weights_to_evaluate_change_in_a_finished_run(tmp_path, caplog):
+    """Regression: the folder kept the earlier value, so that other weights were evaluated than requested."""
+    run = fit(short("ce", epochs=1), out=tmp_path)
+    before = prediction_bytes(run), run.log_file.read_bytes(), run.checkpoint.stat().st_mtime_ns
+    for evaluated in ("last", "best"):
+        caplog.clear()
+        with caplog.at_level("INFO", "fedlas"):
+            assert fit(short("ce", epochs=1, evaluated=evaluated), out=tmp_path).recipe.evaluated == evaluated
+        assert "is already finished and is not trained again" in caplog.text
+        assert run.recipe == short("ce", epochs=1, evaluated=evaluated)
+    assert (prediction_bytes(run), run.log_file.read_bytes(), run.checkpoint.stat().st_mtime_ns) == before
+
+
 def test_another_recipe_in_the_folder_raises(finished, tmp_path):
     with pytest.raises(RunError, match=r"lr.*0\.1.*0\.3"):
         fit(short(lr=0.3), out=finished.folder, resume=True)

@@ -140,6 +140,9 @@ def find_roles(columns: Mapping[str, Any], options: ReadOptions, path: object) -
     if not _has_scores(names):
         names |= _find_scores(columns, names, options, path)
     exact = {name for name in columns if name in OTHERS or name.startswith(("feature_", "label_"))}
+    classes = {role.partition("_")[2] for role in names.values() if role.startswith(("prob_", "logit_"))}
+    if len(classes) > 1:  # label_source is no soft label
+        exact -= {name for name in exact if name.startswith("label_") and name.removeprefix("label_") not in classes}
     unread = [name for name in columns if name not in names and name not in exact and name.casefold() not in ROW_NAMES]
     return ColumnRoles({name: role for name, role in names.items() if name in columns}, unread)
 

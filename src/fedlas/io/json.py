@@ -34,7 +34,10 @@ def read(path: Path, options: ReadOptions, progress: Progress | None = None) -> 
     lists = {name: values for name, values in content.items() if name not in TEXT_FIELDS}
     for name, values in lists.items():
         if not isinstance(values, list):
-            raise UserError(f"{path}: {name} is {type(values).__name__}; every column is a list")
+            raise UserError(
+                f"{path}: {name} is {type(values).__name__}; every column is a list; of a DataFrame, write a list of "
+                "records: to_json(path, orient='records')"
+            )
     columns = {}
     for name, values in lists.items():
         column = _Column(name, values[0] if values else None, "row")

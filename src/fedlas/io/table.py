@@ -138,7 +138,11 @@ def build_predictions(table: Table, path: str | Path, options: ReadOptions, spli
             _warn_of_other_predictions(table.columns, roles, made, path)
         metadata = {**_find_metadata(table.columns, roles.unread, made), **(made.metadata or {})}
         unread = [name for name in roles.unread if name not in metadata]
-        columns_read = roles._replace(unread=unread, metadata=tuple(metadata))
+        names = dict(roles.names)
+        if content.labels is not None and labels is None and "label" not in names.values():
+            soft = {f"label_{name}" for name in made.class_names or ()}
+            names |= {name: name for name in table.columns if name in soft}
+        columns_read = ColumnRoles(names, unread, tuple(metadata))
         return replace_fields(made, metadata=metadata or None, columns=columns_read)
 
 

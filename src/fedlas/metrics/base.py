@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float64
 from torch import Tensor
 
-from fedlas.errors import UserError
+from fedlas.errors import UserError, UserTypeError
 from fedlas.metrics.accumulators import AbstractAccumulator, AbstractHistogram, PairAccumulator, SumAccumulator, sums_of
 from fedlas.metrics.bin_sums import Bins
 from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram, samples_of
@@ -228,6 +228,12 @@ class AbstractMean(AbstractMetric):
 
     def compute(self, accumulator: SumAccumulator) -> Result:
         return self.of_sums(accumulator.totals(), accumulator.class_bins, accumulator.definition)
+
+
+def check_is_no_name(metric: object) -> None:
+    """Raise if the name of a metric was passed in place of the metric."""
+    if isinstance(metric, str):
+        raise UserTypeError(f"metric is the text {metric!r}; pass the metric, such as fedlas.metrics.ece")
 
 
 class AbstractBinned(AbstractMetric):

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from fedlas.alignment import check_same_samples
 from fedlas.errors import UserError
-from fedlas.metrics.base import AbstractBinned, AbstractMetric, AbstractPairedMethod, EachSample, Resampling
+from fedlas.metrics.base import (
+    AbstractBinned,
+    AbstractMetric,
+    AbstractPairedMethod,
+    EachSample,
+    Resampling,
+    check_is_no_name,
+)
 from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.inputs import MetricInput
 from fedlas.metrics.intervals.inversion import confidence_curve, difference_interval, unbiased_totals
@@ -72,6 +79,7 @@ def paired_bootstrap(
 
 def paired_method(metric: AbstractMetric) -> AbstractPairedMethod:
     """Return the paired method of a metric."""
+    check_is_no_name(metric)
     method = getattr(metric, "paired", None)
     if method is None:
         name = getattr(metric, "title", getattr(metric, "__name__", metric))

@@ -157,7 +157,7 @@ class Result(float):
         fraction = self.details.get("saturated")
         if fraction is None:
             return ""
-        return f"{fraction:.0%} of the confidences are 1 and rank as equal; if they were rounded, give logits"
+        return f"{100 * fraction:.0f} % of the confidences are 1 and rank as equal; if they were rounded, give logits"
 
     @property
     def _interval_note(self) -> str:

@@ -80,6 +80,6 @@ def _entry(name: str) -> tuple[str, dict[str, str]]:
     hint = nearest(name, [record.name for record in list_models()])
     if not hint.startswith("did you mean"):
         others = closest(name, sorted({other for cls in installed.values() for other in cls.networks()}))
-        hint = f"{others.removeprefix('; ')} {hint}".lstrip()
+        hint = f"{others.removeprefix('; ')} {hint[0].upper()}{hint[1:]}" if others else hint
     forms = [f"'{library}:NAME'" + ("" if library in installed else " (not installed)") for library in libraries]
     raise UserError(f"no network is called {name!r}; {hint} Those of libraries: {', '.join(forms)}.")

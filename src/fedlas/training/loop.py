@@ -90,14 +90,13 @@ def fit(
     with ExitStack() as stack:
         stack.enter_context(process_group(chosen))
         if decide_on_rank_zero(lambda: run.holds_finished_run(recipe)):  # no lock: the folder may be read-only
-            if is_rank_zero():
-                if recipe.tensorboard:
-                    write_board(run)
-                logger.info("%s is already finished and is not trained again", run.folder)
+            _skip_finished_run(run, recipe)
             return run
         check_parts(recipe)  # before a folder is created; every rank raises alike
         decide_on_rank_zero(lambda: stack.enter_context(locked(run.folder)))
-        if not decide_on_rank_zero(partial(run.check, recipe, resume=resume)):  # another process has finished it
+        if not decide_on_rank_zero(partial(run.check, recipe, resume=resume)):  # finished, also by another process
+            decide_on_rank_zero(partial(run.update_evaluated, recipe))
+            _skip_finished_run(run, recipe)
             return run
         if is_rank_zero():
             _warn_about_recipe(recipe, chosen)
@@ -153,6 +152,15 @@ def fit_many(
         "progress": progress,
     }
     return (fit(recipe, out=run_in(folder, recipe).folder, **shared) for recipe in recipes)
+
+
+def _skip_finished_run(run: Run, recipe: Recipe) -> None:
+    """Say that a run is finished, and write the TensorBoard file that its recipe asks for."""
+    if not is_rank_zero():
+        return
+    if recipe.tensorboard:
+        write_board(run)
+    logger.info("%s is already finished and is not trained again", run.folder)
 
 
 def _warn_about_recipe(recipe: Recipe, device: torch.device) -> None:

@@ -116,7 +116,7 @@ class Recipe:
             test split with the preprocessing of the official code, if that differs.
         ood: OOD data sets to predict at the end.
         evaluated: weights that reports and tables evaluate, "best" (the epoch with the best validation accuracy) or
-            "last"; predictions of both are written.
+            "last"; predictions of both are written, so it may change when a run is finished.
         capture: capture the step in a CUDA graph on a GPU.
         custom_kernels: use the custom kernels of `accelerators` where they apply: torchvision-style ResNets in
             channels-last layout, and SGD, in one process on one GPU. False uses `torch.compile` for everything;

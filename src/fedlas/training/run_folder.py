@@ -159,8 +159,11 @@ class Run:
         return [self.predictions_file(f"{state}-{split}") for state in STATES for split in splits]
 
     def holds_finished_run(self, recipe: Recipe) -> bool:
-        """Return whether this folder holds a finished run of a recipe."""
-        return self.finished_for(recipe) and self.recipe_file.exists() and not differences(self.recipe, recipe)
+        """Return whether this folder holds a finished run of a recipe, with the same weights to evaluate."""
+        if not self.finished_for(recipe) or not self.recipe_file.exists():
+            return False
+        stored = self.recipe
+        return stored.evaluated == recipe.evaluated and not differences(stored, recipe)
 
     @property
     def started(self) -> bool:
@@ -198,6 +201,12 @@ class Run:
             remove_partial_files(folder)
         _write_json(self.recipe_file, recipe.to_dict())
         self._record_environment(environment(device, processes))
+
+    def update_evaluated(self, recipe: Recipe) -> None:
+        """Store which weights of a finished run are evaluated; predictions of both exist."""
+        stored = self.recipe
+        if stored.evaluated != recipe.evaluated:
+            _write_json(self.recipe_file, stored.replace(evaluated=recipe.evaluated).to_dict())
 
     def update_environment(self, details: Mapping[str, Any]) -> None:
         """Add entries to the environment file."""

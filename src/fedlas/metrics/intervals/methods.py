@@ -28,7 +28,14 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from fedlas.errors import UserError
-from fedlas.metrics.base import AbstractBinned, AbstractIntervalMethod, AbstractMetric, AbstractTopLabel, Resampling
+from fedlas.metrics.base import (
+    AbstractBinned,
+    AbstractIntervalMethod,
+    AbstractMetric,
+    AbstractTopLabel,
+    Resampling,
+    check_is_no_name,
+)
 from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.inputs import MetricInput, Pairs
 from fedlas.metrics.intervals.binomial import clopper_pearson_interval, wilson
@@ -70,6 +77,7 @@ def bootstrap(
         seed: random seed; equal seeds give equal intervals.
         options: passed on to the metric.
     """
+    check_is_no_name(metric)
     how = Resampling(level, resamples, seed)
     method = getattr(metric, "interval", None)
     if method is None:
