@@ -72,7 +72,6 @@ SOFT = {
 }
 STREAMS: dict[str, Callable[[], Any]] = {
     **{name: metric.accumulator for name, metric in all_metrics().items()},
-    "aece, bounded": lambda: metrics.aece.accumulator(memory="bounded"),
     "ece of every class": lambda: metrics.ece.accumulator(scope="class-wise"),
     "ece of torchmetrics": lambda: metrics.ece.accumulator(compat="torchmetrics"),
 }
