@@ -24,7 +24,6 @@ NOT_FUZZED = {
     "clopper_pearson",
     "equal_mass_edges",
     "equal_width_edges",
-    "mean_ranks",
 } | {"detect", "detect_scores", "score_names", "score_of"}
 LOSSES = [record.name for record in fedlas.list_losses()]
 

@@ -25,7 +25,6 @@ from fedlas.metrics.calibration_tests import ks_test, kuiper_test, spiegelhalter
 from fedlas.metrics.intervals.binomial import clopper_pearson
 from fedlas.metrics.intervals.gaps import noise_floor
 from fedlas.metrics.intervals.methods import bootstrap
-from fedlas.metrics.mean_rank import MeanRanks, mean_ranks
 from fedlas.metrics.paired import across_seeds, paired_bootstrap
 from fedlas.metrics.proper_scores import accuracy, brier, nll, top_5, top_k
 from fedlas.metrics.result import Comparison, Definition, Interval, Result
@@ -49,7 +48,6 @@ __all__ = [
     "EdgeRule",
     "Histogram",
     "Interval",
-    "MeanRanks",
     "Result",
     "RiskCoverage",
     "SmoothCurve",
@@ -75,7 +73,6 @@ __all__ = [
     "kuiper_test",
     "lp_error",
     "mce",
-    "mean_ranks",
     "nll",
     "noise_floor",
     "over_ece",

@@ -26,7 +26,6 @@ from typing import Literal, NamedTuple
 from fedlas.errors import UserError
 from fedlas.formatting import PERCENT_DECIMALS, align_columns, escape_latex, fixed
 from fedlas.io.atomic import write_atomic
-from fedlas.metrics.mean_rank import mean_ranks
 
 Detail = Literal["ours", "both", "full"]
 
@@ -452,8 +451,15 @@ def mean_rank_columns(table: Table, metric_columns: Sequence[str]) -> Table:
 
 
 def _ranks(table: dict[int, list[float]]) -> dict[int, float]:
-    complete_rows = {str(row): values for row, values in table.items() if all(map(math.isfinite, values))}
-    return {int(row): rank for row, rank in mean_ranks(complete_rows).ranks.items()} if len(complete_rows) > 1 else {}
+    """Return the mean rank of each row without missing values; equal values share the smallest of their ranks."""
+    complete_rows = {row: values for row, values in table.items() if all(map(math.isfinite, values))}
+    if len(complete_rows) < 2:
+        return {}
+    columns = list(zip(*complete_rows.values(), strict=True))
+    return {
+        row: fmean(1 + sum(other < value for other in column) for value, column in zip(values, columns, strict=True))
+        for row, values in complete_rows.items()
+    }
 
 
 def _signed(column: Column, value: float | None) -> float:
