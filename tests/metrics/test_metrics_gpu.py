@@ -40,7 +40,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "lp_error": lambda p, y: metrics.lp_error(p, y, p=3),
     "debiased_l2": metrics.debiased_l2,
     "smooth_ece": metrics.smooth_ece,
-    "kde_ece": metrics.kde_ece,
     "accuracy": metrics.accuracy,
     "top_k": lambda p, y: metrics.top_k(p, y, 3),
     "nll": metrics.nll,

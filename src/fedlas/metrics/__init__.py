@@ -36,7 +36,7 @@ from fedlas.metrics.selective import (
     risk_at_coverage,
     risk_coverage,
 )
-from fedlas.metrics.smooth import SmoothCurve, kde_ece, smooth_curve, smooth_ece
+from fedlas.metrics.smooth import SmoothCurve, smooth_curve, smooth_ece
 
 __all__ = [
     "AbstractAccumulator",
@@ -67,7 +67,6 @@ __all__ = [
     "equal_mass_edges",
     "equal_width_edges",
     "histogram",
-    "kde_ece",
     "ks_test",
     "kuiper_test",
     "lp_error",
