@@ -315,9 +315,8 @@ def test_chance_matches_of_rounded_rows_do_not_warn():
 def test_ood_detection_equals_detect():
     predictions, shifted = make_predictions(), make_predictions(400, seed=2, scale=1.0)
     unlabelled = Predictions(shifted.logits, features=shifted.features)
-    train = torch.rand(50, 5)
-    report = evaluate(predictions, ood={"a": unlabelled}, train_features=train, posthoc=["temperature"], resamples=100)
-    expected = ood.detect(predictions, {"a": unlabelled}, train_features=train)
+    report = evaluate(predictions, ood={"a": unlabelled}, posthoc=["temperature"], resamples=100)
+    expected = ood.detect(predictions, {"a": unlabelled})
     assert report.before.detection.to_dict() == expected.to_dict()
     scores = report.after["temperature"].detection["a"]
     assert set(scores) == {"max_probability", "entropy", "generalised_entropy"}

@@ -1,7 +1,8 @@
 """Reference implementations of kernel estimates and the noise floor in plain float64, for the campaign on numbers.
 
 The library bins samples on a grid and convolves by FFT; here the kernels of all samples and of their reflections at 0
-and 1 are added directly. The grid, that of relplot, is part of the definition. Where only rounding decides on the bandwidth or on the points, there is no reference value.
+and 1 are added directly. The grid, that of relplot, is part of the definition. Where only rounding decides on the
+bandwidth or on the points, there is no reference value.
 """
 
 import math
