@@ -84,6 +84,7 @@ def read(path: Path, options: ReadOptions, progress: Progress | None = None) -> 
         numeric = _numeric_columns(header, first, options, path)
         others = sorted(set(range(len(header))) - set(numeric.positions))
         texts: dict[int, list[str]] = {i: [] for i in others}
+        known: dict[str, str] = {}  # equal cells become one text
         values, limits, lines = array("d"), array("d"), array("q")
         not_numeric: set[str] = set()
         for batch in cells.batches:
@@ -101,7 +102,10 @@ def read(path: Path, options: ReadOptions, progress: Progress | None = None) -> 
             if numeric.probs:
                 limits.frombytes(_row_limits(part, numbers, numeric.probs).tobytes())
             for i, column in texts.items():
-                column.extend(batch.columns[i] if header[i] in MOSTLY_UNIQUE else map(sys.intern, batch.columns[i]))
+                column_cells = batch.columns[i]
+                column.extend(
+                    column_cells if header[i] in MOSTLY_UNIQUE else map(known.setdefault, column_cells, column_cells)
+                )
     table = np.frombuffer(values, dtype=np.float64).reshape(len(lines), len(numeric.positions))
     columns: dict[str, Any] = dict.fromkeys(header, ())
     columns |= {header[i]: table[:, position] for position, i in enumerate(numeric.positions)}
