@@ -52,7 +52,6 @@ def evaluate(
     ood: Mapping[str, Any] | None = None,
     posthoc: str | AbstractCalibrator | Iterable[str | AbstractCalibrator] | None = (),
     calibration: Any = None,
-    train_features: Array | None = None,
     folds: int = FOLDS,
     bins: int = 15,
     intervals: bool = True,
@@ -75,7 +74,6 @@ def evaluate(
         posthoc: names of calibrators, or built ones; fitted ones are used as they are.
         calibration: predictions of the same model on other samples, on which calibrators are fitted; without it,
             they are cross-fitted.
-        train_features: features of the training set, for the "knn" score.
         folds: number of folds for cross-fitting.
         bins: number of bins of calibration errors.
         intervals: whether to compute confidence intervals and paired tests.
@@ -121,13 +119,13 @@ def evaluate(
     calibrations = _fit(calibrators, predictions, calibration, folds, seed, whole=bool(ood_data), on_fit=steps.done)
 
     all_sets = [predictions, *ood_data.values()]
-    scores = available_scores(all_sets, train_features) if ood_data else []
+    scores = available_scores(all_sets) if ood_data else []
     # What a calibrator returns are log-probabilities up to a constant, so only scores of probabilities mean anything.
     after = tuple(score for score in scores if score in OF_PROBS)
     runs = [_Run(UNCALIBRATED, None, EvaluationAccumulator(bins), tuple(scores))]
     runs += [_Run(name, fitted, EvaluationAccumulator(bins), after) for name, fitted in _named(calibrations).items()]
-    id_scores = _accumulate(predictions, runs, train_features, steps, is_id=True)
-    ood_scores = {name: _accumulate(data, runs, train_features, steps, is_id=False) for name, data in ood_data.items()}
+    id_scores = _accumulate(predictions, runs, steps, is_id=True)
+    ood_scores = {name: _accumulate(data, runs, steps, is_id=False) for name, data in ood_data.items()}
 
     states: dict[str, State] = {}
     for run in runs:
@@ -324,12 +322,7 @@ class _Run:
 
 
 def _accumulate(
-    predictions: AnyPredictions,
-    runs: Sequence[_Run],
-    train_features: Array | None,
-    steps: _Steps,
-    *,
-    is_id: bool,
+    predictions: AnyPredictions, runs: Sequence[_Run], steps: _Steps, *, is_id: bool
 ) -> dict[str, dict[str, Tensor]]:
     """Pass over predictions once: update accumulators of ID data, and return the OOD scores of every run."""
     parts: dict[str, dict[str, list[Tensor]]] = {
@@ -349,9 +342,7 @@ def _accumulate(
     steps.done()
     scores = {name: {score: torch.cat(values) for score, values in of_run.items()} for name, of_run in parts.items()}
     for run in runs:
-        scores[run.name] |= {
-            score: score_of(predictions, score, train_features) for score in run.scores if score not in OF_LOGITS
-        }
+        scores[run.name] |= {score: score_of(predictions, score) for score in run.scores if score not in OF_LOGITS}
     return scores
 
 

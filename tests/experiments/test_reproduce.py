@@ -100,7 +100,7 @@ def test_paper_mean_accuracies_are_in_full_tables_of_every_format(empty_tables, 
         stated = {item: summary["mean_Acc"] / 100 for item, summary in paper.summaries_of(name).items()}
         assert {row.name: cell(table, row.name, "mean accuracy %").paper for row in table.rows} == stated
         number = f"{100 * stated[method]:.2f}"
-        for path in table.save(tmp_path, ("md", "tex", "html", "txt")):
+        for path in table.save(tmp_path, ("md", "tex", "txt")):
             assert number in path.read_text(), path
         (line,) = [item for item in table.csv().splitlines() if item.startswith(f"{method},") and "mean acc" in item]
         assert float(line.split(",")[-3]) == stated[method]
@@ -433,7 +433,7 @@ def test_reproduce_trains_missing_runs(tmp_path, monkeypatch):
     assert [line.method for line in Ledger("results").lines.values()] == ["ls", "ls+temperature"]
     title = experiment_named("sota").title
     assert result.output.count(title) == result.stdout.count(title) == 1, "the last table comes once"
-    formats = (".md", ".tex", ".csv", ".html", ".txt")
+    formats = (".md", ".tex", ".csv", ".txt")
     tables = {f"sota-small{part}{suffix}" for part in ("", "-epochs") for suffix in formats}
     assert {path.name for path in Path("made").glob("[!.]*")} == tables
     second_result = CliRunner().invoke(app, arguments)

@@ -1,8 +1,8 @@
 """Reference implementations of kernel estimates and the noise floor in plain float64, for the campaign on numbers.
 
 The library bins samples on a grid and convolves by FFT; here the kernels of all samples and of their reflections at 0
-and 1 are added directly. The grids are part of the definitions: that of relplot for the smooth ECE, 8,193 points for
-the KDE. Where only rounding decides on the bandwidth or on the points, there is no reference value.
+and 1 are added directly. The grid, that of relplot, is part of the definition. Where only rounding decides on the
+bandwidth or on the points, there is no reference value.
 """
 
 import math
@@ -112,23 +112,6 @@ def smooth_curve(table: Table, points: int = 201) -> list[float] | None:
     return [*(totals[0][nonempty] / mass[nonempty]).tolist(), *(totals[1][nonempty] / mass[nonempty]).tolist()]
 
 
-def kde_ece(table: Table, bandwidth: float | None = None) -> float:
-    confidence, correct = columns(table)
-    n, points = len(confidence), 2**13 + 1
-    mean = math.fsum(confidence) / n
-    deviation = math.sqrt(math.fsum((c - mean) ** 2 for c in confidence) / (n - 1)) if n > 1 else 0.0
-    width = bandwidth or max(1.06 * deviation * n**-0.2, 4 / (points - 1))
-    offsets = np.linspace(-1, 1, 2 * points - 1)
-    kernel = 35 / 32 * np.maximum(1 - (offsets / width) ** 2, 0) ** 3 / width
-    if width <= 1:
-        kernel = kernel / kernel.sum() * (points - 1)
-    density, correct_density = (
-        kernel_sum(on_cells(confidence, weights, points), kernel, points) / n for weights in ([1.0] * n, correct)
-    )
-    gap = np.abs(np.linspace(0, 1, points) * density - correct_density)
-    return float((gap[1:] + gap[:-1]).sum() / 2 / (points - 1))
-
-
 def noise_floor(table: Table, bins: int = 15, binning: str = "width") -> float | None:
     """Add the mean deviations of binomial counts, scaled to the variance of unequal confidences."""
     if table.soft:  # a soft label counts as several hard ones
@@ -153,5 +136,5 @@ def mean_deviation(n: int, rate: float) -> float:
 
 def oracle_of(name: str) -> Any:
     """Return the reference implementation of a metric or of its accumulator."""
-    return {"smooth_ece": smooth_ece, "SmoothECE": smooth_ece, "smooth_curve": smooth_curve, "kde_ece": kde_ece,
+    return {"smooth_ece": smooth_ece, "SmoothECE": smooth_ece, "smooth_curve": smooth_curve,
             "noise_floor": noise_floor}.get(name)  # fmt: skip

@@ -1,4 +1,4 @@
-"""More cases of the campaign on numbers: OOD detection, intervals, comparisons, and means over images.
+"""More cases of the campaign on numbers: OOD detection, intervals and comparisons.
 
 These need other inputs than a table with labels, so each has its own input and reference: detection metrics count pairs
 of scores with fractions, OOD scores are computed with 50 digits, and values with intervals are compared like metrics.
@@ -12,7 +12,6 @@ from fractions import Fraction
 from statistics import NormalDist
 from typing import Any
 
-import exact_metrics
 import mpmath
 import number_cases
 import torch
@@ -31,13 +30,10 @@ from number_cases import (
     check_result,
     compare,
     compared,
-    distributions,
     laid_out,
     metric_input,
     prob_rows,
-    rows_of,
     tensor_of,
-    valid_labels,
     validity,
 )
 from torch import Tensor
@@ -371,77 +367,6 @@ def check_pair(draw: Draw) -> str:
     return "right" if outcomes == {"right"} else "taken"
 
 
-# Means over images
-
-
-def maps_of(draw: Draw) -> tuple[Any, Any]:
-    """Draw a stack of maps of class probabilities, with labels."""
-    n, classes, height, width = draw.pick((2, 1, 3)), draw.pick((3, 2, 4)), draw.pick((1, 2)), draw.pick((2, 1, 3))
-    rows = prob_rows(draw, n * height * width, classes)
-    result = torch.tensor(rows, dtype=torch.float64).reshape(n, height, width, classes).movedim(-1, 1)
-    truth = torch.tensor([draw.integer(0, classes - 1) for _ in rows]).reshape(n, height, width)
-    position = draw.byte()
-    if position % 4 == 3:
-        truth.view(-1)[position % truth.numel()] = draw.pick((-100, 255, -1))
-    if position % 4 == 2:
-        truth[position % n] = draw.pick((-100, 255))
-    scores = result.to(draw.pick(FLOATS))
-    faults: dict[int, Callable[[], tuple[Any, Any]]] = {
-        255: lambda: (scores[:0], truth[:0]), 254: lambda: (scores, truth[:-1]), 253: lambda: (scores, truth[:, 0]),
-        252: lambda: (scores.to("meta"), truth), 251: lambda: (scores.to_sparse(), truth), 250: lambda: ("abc", truth),
-        249: lambda: (scores, None), 248: lambda: (scores.long(), truth), 247: lambda: (scores[0], truth[0]),
-        246: lambda: (scores, truth.float()), 245: lambda: (truth, scores), 244: lambda: (scores, truth[..., None]),
-        243: lambda: (scores.sum(), truth), 242: lambda: (scores.flatten(2), truth.flatten(1)),
-    }  # fmt: skip
-    fault = draw.byte()
-    return faults[fault]() if fault in faults else (scores, truth)
-
-
-def check_images(draw: Draw) -> str:
-    name = draw.pick(("ece", "accuracy", "brier", "nll", "aurc", "aece", "mce"))
-    metric = getattr(metrics, name)
-    ignored = draw.pick((None, -100, 255, 0))
-    scores, labels = maps_of(draw)
-    valid, images = image_validity(scores, labels, ignored)
-    description = Description(name, scores, labels, ignored)
-    result = check_result(
-        "per_image", lambda: metrics.per_image(metric, scores, labels, ignore_index=ignored), valid, description
-    )
-    if result is None or not images:
-        return "refused" if result is None else "taken"
-    oracle = exact_metrics.oracle_of(name)
-    assert oracle is not None
-    values = [oracle(number_cases.exact_table(*rows)) for rows in images]
-    coarse = name in {"brier", "nll"} and scores.dtype != torch.float64
-    return compared("per_image", result, math.fsum(values) / len(values), 2e-6 if coarse else 1e-11, description)
-
-
-def image_validity(
-    scores: Any, labels: Any, ignored: int | None
-) -> tuple[bool | None, list[tuple[Tensor, Tensor]] | None]:
-    """Return whether the maps are valid, and the valid rows of each image that has any."""
-    table, truth = as_tensor(scores), as_tensor(labels)
-    if table is None or truth is None or table.dtype not in FLOATS or not table.ndim or not truth.ndim:
-        return False, None
-    if len(table) != len(truth):
-        return False, None
-    images, decided = [], True
-    for image_scores, image_labels in zip(table, truth, strict=True):
-        rows = rows_of(image_scores[None], image_labels[None])
-        if ignored is not None and bool((image_labels == ignored).all()):
-            continue
-        if rows is None or rows[1].ndim == 2:
-            return (False if rows is None else None), None
-        counted = torch.ones_like(rows[1], dtype=torch.bool) if ignored is None else rows[1] != ignored
-        counted_rows = rows[0][counted], rows[1][counted]
-        validities = (distributions(counted_rows[0]), valid_labels(counted_rows[1], counted_rows[0].shape[1]))
-        if False in validities:
-            return False, None
-        decided = decided and None not in validities
-        images.append(counted_rows)
-    return (None if not decided else True) if images else False, images
-
-
 def targets() -> list[Target]:
     """Return all fuzz targets of this module and of `number_cases`."""
     result = number_cases.targets()
@@ -450,4 +375,4 @@ def targets() -> list[Target]:
     for name in ("max_probability", "entropy", "max_logit", "energy", "generalised_entropy", "feature_norm"):
         result.append(Target(name, "score", lambda draw, name=name: check_score(name, draw)))
     result += [Target("knn", "score", check_knn), Target("bootstrap", "interval", check_bootstrap)]
-    return [*result, Target("paired_bootstrap", "interval", check_pair), Target("per_image", "metric", check_images)]
+    return [*result, Target("paired_bootstrap", "interval", check_pair)]

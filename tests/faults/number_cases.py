@@ -499,7 +499,6 @@ METRIC_OPTIONS = {
     "lp_error": {"p": (1, 2, 3, 1.5, 0.5, math.inf, math.nan)},
     "risk_at_coverage": {"coverage": (0.5, 1.0, 0.1, 0.7, 0.0, 1.5, math.nan)},
     "coverage_at_risk": {"risk": (0.0, 0.5, 1.0, 0.2)},
-    "kde_ece": {"bandwidth": (0.1, 0.5, 2.0, 0.003)},
     "smooth_curve": {"points": (2, 11, 201, 1, 0)},
     "noise_floor": {"binning": ("mass", "width")},
 }  # fmt: skip

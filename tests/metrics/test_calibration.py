@@ -18,7 +18,6 @@ from fedlas.metrics import (
     mce,
     nll,
     over_ece,
-    per_image,
     rms_error,
     signed_ece,
     top_k,
@@ -277,19 +276,6 @@ def test_ignored_positions_may_hold_invalid_values():
         ece(maps, torch.full((2, 6), 255), ignore_index=255)
 
 
-def test_per_image_is_the_mean_of_images():
-    source = torch.Generator().manual_seed(0)
-    maps = torch.randn(3, 4, 7, generator=source).softmax(1)
-    labels = torch.randint(4, (3, 7), generator=source)
-    labels[2] = -100
-    error = per_image(ece, maps, labels, ignore_index=-100, bins=5)
-    image_errors = [float(ece(maps[i : i + 1], labels[i : i + 1], bins=5)) for i in range(2)]
-    assert error == pytest.approx(sum(image_errors) / 2)
-    assert (error.details["images"], error.details["left_out"], error.n) == (2, 1, 14)
-    with pytest.raises(ValueError, match="image"):
-        per_image(ece, maps, torch.full((3, 7), -100), ignore_index=-100)
-
-
 def test_numpy_and_torch_and_predictions_agree(golden):
     probs, labels = golden.probs, golden.labels
     assert ece(probs.numpy(), labels.numpy()) == ece(probs, labels) == ece(golden)
@@ -319,8 +305,6 @@ def test_unknown_options_raise(golden):
         ece(golden, scope="multi-label")
     with pytest.raises(ValueError, match=r"labels.*3.*2"):
         ece(torch.rand(2), torch.tensor([0, 1, 1]), scope="positive")
-    with pytest.raises(ValueError, match=r"labels.*2.*1"):
-        per_image(ece, torch.ones(1, 1, 2), torch.zeros(2, 2, dtype=torch.long))
     assert Binning().rule.startswith("(lower, upper]")
     with pytest.raises(ValueError, match="equal-mass"):
         aece(golden, compat="torchmetrics")

@@ -1,4 +1,4 @@
-"""Comparisons: two models on the same samples, runs over seeds, mean ranks over data sets."""
+"""Comparisons: two models on the same samples, runs over seeds."""
 
 import inspect
 import math
@@ -10,7 +10,6 @@ import torch
 
 from fedlas.io import read_predictions
 from fedlas.metrics import (
-    Result,
     accuracy,
     across_seeds,
     aece,
@@ -19,7 +18,6 @@ from fedlas.metrics import (
     brier,
     classwise_ece,
     ece,
-    mean_ranks,
     nll,
     paired_bootstrap,
     signed_ece,
@@ -28,28 +26,6 @@ from fedlas.metrics.base import Resampling
 from fedlas.metrics.intervals.binomial import wilson
 from fedlas.metrics.paired import check_draws, paired_method
 from fedlas.predictions import Predictions
-from metrics import cases
-
-# ECE in percent, and the mean rank printed beside it, of the paper's main table: CIFAR-10, CIFAR-100 and Tiny-ImageNet,
-# each with ResNet-101 and ResNet-50. MMCE and ECP share a value in the third column.
-PAPER = {
-    "CE": ([5.74, 5.85, 12.94, 13.59, 4.97, 3.73], 14.0),
-    "MMCE": ([3.61, 3.1, 13.43, 12.72, 4.88, 5.15], 11.5),
-    "ECP": ([5.41, 3.01, 13.43, 12.29, 4.68, 4.0], 11.5),
-    "MDCA": ([6.88, 6.86, 13.61, 12.68, 6.06, 2.77], 14.17),
-    "CPC": ([3.78, 3.91, 13.32, 13.29, 3.9, 3.12], 12.0),
-    "CRL": ([3.74, 3.14, 7.29, 6.3, 3.57, 1.65], 8.5),
-    "FLSD-53": ([4.58, 3.84, 5.33, 4.23, 4.91, 2.91], 8.83),
-    "FL": ([4.6, 3.9, 5.13, 4.81, 2.55, 2.96], 8.67),
-    "DFL": ([2.12, 2.46, 5.05, 4.55, 4.78, 6.5], 7.5),
-    "AdaFocal": ([3.52, 4.9, 5.31, 4.39, 5.43, 5.82], 10.0),
-    "LS": ([3.07, 3.59, 6.08, 5.42, 2.04, 2.56], 7.0),
-    "FeDLaS-LS": ([1.56, 1.29, 7.48, 4.29, 2.56, 1.77], 5.5),
-    "MbLS": ([1.38, 1.21, 6.1, 5.0, 1.81, 1.45], 4.33),
-    "ACLS": ([2.22, 2.32, 7.09, 7.05, 1.66, 1.37], 5.5),
-    "FeDLaS-MbLS": ([1.27, 1.12, 4.51, 4.42, 1.55, 1.22], 1.83),
-    "CE+TS": ([3.62, 3.68, 3.06, 2.93, 2.08, 1.63], 5.0),
-}
 
 
 def two_models(random: np.random.Generator, n: int, first_scale: float, second_scale: float):
@@ -262,68 +238,6 @@ def test_mean_and_deviation_over_seeds(golden, temperature_scaled):
         across_seeds([ece(golden), ece(golden, bins=10)])
     with pytest.raises(ValueError, match="runs"):
         across_seeds([])
-
-
-# Made-up errors with the structure of the paper's table: two methods share a value on the second data set.
-TABLE = {"a": [1.0, 2.0, 1.0, 1.0], "b": [2.0, 2.0, 3.0, 2.0], "c": [3.0, 4.0, 2.0, 3.0], "d": [4.0, 5.0, 4.0, 4.0]}
-
-
-def test_mean_ranks_give_ties_the_smallest_rank():
-    ranking = mean_ranks(TABLE)
-    assert ranking.ranks == {"a": 1.0, "b": 2.0, "c": 2.75, "d": 4.0}
-    assert ranking.average_ranks == {"a": 1.125, "b": 2.125, "c": 2.75, "d": 4.0}
-    assert list(ranking.ranks) == ["a", "b", "c", "d"]
-    assert ranking.datasets == 4
-
-
-def test_mean_ranks_match_the_paper():
-    ranking = mean_ranks({name: values for name, (values, _) in PAPER.items()})
-    for name, (_, printed) in PAPER.items():
-        assert ranking.ranks[name] == pytest.approx(printed, abs=0.005), name
-    assert ranking.average_ranks["MMCE"] == pytest.approx(ranking.ranks["MMCE"] + 1 / 12)
-    assert ranking.datasets == 6
-    assert ranking.critical_difference > ranking.ranks["MbLS"] - ranking.ranks["FeDLaS-MbLS"]
-    assert not ranking.differ("FeDLaS-MbLS", "MbLS")
-    assert ranking.differ("FeDLaS-MbLS", "CE")
-
-
-def test_higher_values_can_be_better():
-    flipped = mean_ranks({name: [-value for value in values] for name, values in TABLE.items()}, higher_is_better=True)
-    assert flipped.ranks == mean_ranks(TABLE).ranks
-
-
-def test_friedman_and_critical_difference_against_scipy_and_demsar():
-    stats = cases.oracle("scipy.stats")
-    ranking = mean_ranks(TABLE)
-    assert ranking.p_value == pytest.approx(stats.friedmanchisquare(*TABLE.values()).pvalue)
-    # Demsar (2006), table 5: q_0.05 = 2.569 for four methods.
-    assert ranking.critical_difference == pytest.approx(2.569 * math.sqrt(4 * 5 / (6 * 4)), abs=2e-3)
-
-
-def test_summary_names_methods_that_differ_significantly():
-    ranking = mean_ranks({name: values * 3 for name, values in TABLE.items()})
-    assert ranking.differ("a", "d")
-    assert not ranking.differ("a", "b")
-    assert "c, d" in str(ranking)
-    assert "b" not in str(mean_ranks({"a": [1, 2], "b": [2, 1.5]})).split()
-    assert mean_ranks({"a": [1.0, 1.0], "b": [1.0, 1.0]}).p_value == 1.0
-
-
-def test_incomplete_tables_raise():
-    with pytest.raises(ValueError, match="methods"):
-        mean_ranks({"a": [1.0]})
-    with pytest.raises(ValueError, match="1, 2"):
-        mean_ranks({"a": [1.0, 2.0], "b": [1.0]})
-    with pytest.raises(ValueError, match=r"\bb\b.*1"):
-        mean_ranks({"a": [1.0, 2.0], "b": [1.0, math.nan]})
-
-
-def test_mean_ranks_accept_results(golden, temperature_scaled):
-    ranking = mean_ranks(
-        {"hot": [ece(golden), aece(golden)], "cold": [ece(temperature_scaled), aece(temperature_scaled)]}
-    )
-    assert isinstance(ece(golden), Result)
-    assert ranking.ranks == {"cold": 1.0, "hot": 2.0}
 
 
 @pytest.mark.parametrize("name", ["ids", "index"])

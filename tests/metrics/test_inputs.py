@@ -129,11 +129,6 @@ def test_aurc_intervals_lie_between_0_and_1():
     assert excess_area.interval.low >= 0
 
 
-def test_constant_confidence_of_one_has_the_error_rate_as_ece():
-    labels = (torch.arange(1000) >= 100).long()
-    assert metrics.kde_ece(torch.ones(1000), labels, scope="positive") == pytest.approx(0.1, abs=2e-3)
-
-
 def test_numbers_of_bins_and_norms_are_checked():
     probs, labels = random_problem()
     for bins in (True, 0):

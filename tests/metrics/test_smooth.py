@@ -1,10 +1,10 @@
-"""Kernel calibration errors: smooth ECE is relplot's away from 0 and 1, KDE-ECE is its formula."""
+"""The smooth ECE is relplot's away from confidences of 0 and 1."""
 
 import numpy as np
 import pytest
 import torch
 
-from fedlas.metrics import ece, kde_ece, smooth_curve, smooth_ece
+from fedlas.metrics import ece, smooth_curve, smooth_ece
 from fedlas.predictions import Predictions
 from metrics import cases
 
@@ -55,42 +55,14 @@ def test_a_narrow_kernel_is_convolved_as_relplot_does():
     assert smooth_ece(confidence, soft_labels, scope="positive") == pytest.approx(relplot_error, abs=1e-12)
 
 
-def kde_by_hand(confidence: np.ndarray, correct: np.ndarray, width: float, points: int = 4_001) -> float:
-    grid = np.linspace(0, 1, points)
-    density, correct_density = np.zeros(points), np.zeros(points)
-    for c, y in zip(confidence, correct, strict=True):
-        for center in (c, -c, 2 - c):
-            u = (grid - center) / width
-            kernel = np.where(np.abs(u) < 1, 35 / 32 * (1 - u**2) ** 3, 0) / width
-            density += kernel / len(confidence)
-            correct_density += kernel * y / len(confidence)
-    gap = np.abs(grid * density - correct_density)
-    return float((gap[1:] + gap[:-1]).sum() / 2 / (points - 1))
-
-
-@pytest.mark.parametrize("width", [None, 0.3, 0.02])
-def test_kde_ece_equals_its_formula(width):
-    confidence, correct = cases.binary(300, shift=0.1)
-    result = kde_ece(confidence, correct, bandwidth=width, scope="positive")
-    expected_width = width or 1.06 * float(confidence.std()) * 300**-0.2
-    assert result.details["bandwidth"] == pytest.approx(expected_width)
-    assert result == pytest.approx(kde_by_hand(confidence.numpy(), correct.numpy(), expected_width), abs=2e-5)
-
-
-def test_kde_ece_of_a_constant_confidence():
-    result = kde_ece(torch.full((40,), 0.9), torch.arange(40) % 2, scope="positive")
-    assert result == pytest.approx(0.4, abs=1e-3)
-
-
-def test_kernel_errors_are_near_the_binned_one(golden):
+def test_smooth_ece_is_near_the_binned_one(golden):
     assert smooth_ece(golden) == pytest.approx(float(ece(golden)), abs=0.01)
-    assert kde_ece(golden) == pytest.approx(float(ece(golden)), abs=0.01)
 
 
 def test_predictions_and_soft_labels_work():
     predictions = Predictions(torch.randn(20, 3), torch.randn(20, 3).softmax(1))
     assert 0 <= smooth_ece(predictions) <= 1
-    assert "soft" in kde_ece(predictions).scope
+    assert "soft" in smooth_ece(predictions).scope
 
 
 def window_by_hand(confidence: np.ndarray, correct: np.ndarray, center: float, width: float) -> tuple[float, ...]:

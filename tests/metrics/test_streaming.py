@@ -78,8 +78,6 @@ def test_merging_different_accumulators_raises(golden):
     with pytest.raises(ValueError, match="merge"):
         metrics.ece.accumulator().merge(metrics.mce.accumulator())
     with pytest.raises(ValueError, match="merge"):
-        metrics.aece.accumulator().merge(metrics.aece.accumulator(memory="bounded"))
-    with pytest.raises(ValueError, match="merge"):
         metrics.ece.accumulator(scope="positive").merge(metrics.ece.accumulator())
 
 
@@ -118,38 +116,6 @@ def test_equal_mass_accumulators_store_five_bytes_per_sample():
         )
         == 5_000
     )
-
-
-def test_bounded_equal_mass_stays_within_its_stated_error():
-    for probs, labels in (cases.saturated(20_000, 10), cases.saturated(3_000, 3, seed=1)):
-        expected = metrics.aece(probs, labels)
-        stream = metrics.aece.accumulator(memory="bounded")
-        expected_size = None
-        for part_probs, part_labels in zip(probs.split(1_000), labels.split(1_000), strict=True):
-            stream.update(part_probs, part_labels)
-            stored_values = sum(t.numel() for t in tensors_in(stream))
-            assert expected_size in (None, stored_values)
-            expected_size = stored_values
-        result = stream.compute()
-        error_bound = result.details["error_bound"]
-        assert abs(result - expected) <= error_bound + 1e-12
-        assert error_bound < 0.02
-        assert int(stream.histogram().bins.counts.sum()) == len(labels)
-    with pytest.raises(ValueError, match="official"):
-        metrics.aece.accumulator(memory="bounded", compat="official")
-
-
-def test_bounded_streams_merge():
-    probs, labels = cases.saturated(3_000)
-    parts = [
-        metrics.aece.accumulator(memory="bounded").update(p, y)
-        for p, y in zip(probs.split(1_000), labels.split(1_000), strict=True)
-    ]
-    result = metrics.aece.accumulator(memory="bounded").merge(parts[0]).merge(parts[1]).merge(parts[2]).compute()
-    assert result == metrics.aece.accumulator(memory="bounded").update(probs, labels).compute()
-    assert result.n == 3_000
-    with pytest.raises(ValueError, match="function"):
-        metrics.aece.accumulator(memory="bounded", scope="class-wise")
 
 
 def test_counts_are_right_beyond_two_to_the_24():
@@ -250,7 +216,7 @@ def test_sync_of_a_single_process_is_the_identity(golden):
 
 
 def all_streams() -> list[metrics.AbstractAccumulator]:
-    return [*(metric.accumulator() for metric in METRICS), metrics.aece.accumulator(memory="bounded")]
+    return [metric.accumulator() for metric in METRICS]
 
 
 def compute_in_process(rank: int, folder: str) -> None:

@@ -193,14 +193,13 @@ def test_invalid_options_raise_an_error_with_their_name(call, message):
 
 
 def test_score_of_matches_the_functions():
-    logits, features, train = torch.randn(8, 4), torch.randn(8, 6), torch.randn(30, 6)
+    logits, features = torch.randn(8, 4), torch.randn(8, 6)
     predictions = Predictions(logits, torch.zeros(8, dtype=torch.long), features=features)
     expected = {score.__name__: score(logits) for score in OF_LOGITS}
     expected |= {"l1_norm": ood.feature_norm(features), "l2_norm": ood.feature_norm(features, 2)}
-    expected["knn"] = ood.knn(features, train, 3)
     assert set(expected) == set(ood.score_names())
     for name, values in expected.items():
-        assert torch.equal(ood.score_of(predictions, name, train, 3), values)
+        assert torch.equal(ood.score_of(predictions, name), values)
 
 
 def test_probabilities_are_used_as_given():
@@ -224,8 +223,6 @@ def test_a_missing_input_of_a_score_raises_an_error_that_names_it():
     without_features = Predictions(torch.randn(3, 2), [0, 1, 0])
     with pytest.raises(ValueError, match=r"l1_norm.*features"):
         ood.score_of(without_features, "l1_norm")
-    with pytest.raises(ValueError, match=r"knn.*train_features"):
-        ood.score_of(Predictions(torch.randn(3, 2), [0, 1, 0], features=torch.randn(3, 4)), "knn")
     with pytest.raises(ValueError, match=r"'odin'.*max_probability, entropy"):
         ood.score_of(without_features, "odin")
     top_label = TopLabelPredictions([0.6], [True])

@@ -1,13 +1,9 @@
-"""OOD scores, feature norms, training curves and ranks: data against plain loops, figures against their data."""
+"""OOD scores, feature norms and training curves: data against plain loops, figures against their data."""
 
 import math
-import random
-import re
-from itertools import combinations
 
 import pytest
 import torch
-from scipy import stats
 
 from fedlas.evaluation import evaluate
 from fedlas.ood import score_of
@@ -21,17 +17,12 @@ from fedlas.report.figures import (
     norm_data,
     norm_figure,
     ood_data,
-    rank_data,
-    rank_figure,
     roc_figure,
     score_figure,
     training_data,
     training_figure,
 )
 from report import pages
-
-# Critical values of the two-tailed Nemenyi test at 5 % for 2 to 10 methods, as Demšar (JMLR 2006) prints them.
-NEMENYI = (1.960, 2.343, 2.569, 2.728, 2.850, 2.949, 3.031, 3.102, 3.164)
 
 
 @pytest.fixture(scope="module")
@@ -221,67 +212,3 @@ def test_strengths_and_gaps_of_every_bin_are_drawn_by_epoch():
     del records[2]["loss_state"]
     assert feedback_data(records, "run") is None
     assert feedback_data([], "run") is None
-
-
-def test_critical_differences_equal_the_nemenyi_table():
-    for k, critical in enumerate(NEMENYI, start=2):
-        table = {f"m{n}": [n + 0.1 * d for d in range(14)] for n in range(k)}
-        data = rank_data(table, "x")
-        assert data.critical_difference == pytest.approx(critical * math.sqrt(k * (k + 1) / (6 * 14)), abs=2e-3)
-    assert rank_data({f"m{n}": [n] * 14 for n in range(4)}, "x").critical_difference == pytest.approx(1.25, abs=5e-3)
-
-
-def random_errors(count, datasets, offset, seed=0):
-    generator = random.Random(seed)
-    return {f"m{n}": [generator.random() + offset * n for _ in range(datasets)] for n in range(count)}
-
-
-def test_rank_data_equals_plain_loops():
-    table = random_errors(7, 9, 0.25)
-    data = rank_data(table, "ECE")
-    columns = list(zip(*table.values(), strict=True))
-    ranks = {
-        name: sum(sum(v < row[n] for v in row) + (sum(v == row[n] for v in row) + 1) / 2 for row in columns) / 9
-        for n, name in enumerate(table)
-    }
-    assert data.names == tuple(sorted(ranks, key=ranks.get))
-    assert data.ranks == pytest.approx(sorted(ranks.values()))
-    assert data.p_value == pytest.approx(stats.friedmanchisquare(*table.values()).pvalue)
-    assert data.p_value < 0.05
-    critical_difference, sorted_ranks = data.critical_difference, data.ranks
-    expected_pairs = {
-        (first, last)
-        for first, last in combinations(range(7), 2)
-        if sorted_ranks[last] - sorted_ranks[first] < critical_difference
-    }
-    grouped_pairs = {pair for first, last in data.groups for pair in combinations(range(first, last + 1), 2)}
-    assert grouped_pairs == expected_pairs
-    assert 0 < len(grouped_pairs) < 21
-    assert not any(a[0] >= b[0] and a[1] <= b[1] for a in data.groups for b in data.groups if a != b)
-    negative = {name: [-value for value in values] for name, values in table.items()}
-    higher_is_better = rank_data(negative, "x", higher_is_better=True)
-    assert higher_is_better.ranks == data.ranks
-
-
-def test_nonsignificant_friedman_test_gives_one_group():
-    data = rank_data(random_errors(5, 3, 0.0), "x")
-    assert data.p_value >= 0.05
-    assert data.groups == ((0, 4),)
-    tied = rank_data({"a": [1.0, 1.0], "b": [1.0, 1.0]}, "x")
-    assert (tied.ranks, tied.p_value, tied.groups) == ((1.5, 1.5), 1, ((0, 1),))
-
-
-def test_rank_figure_draws_ranks_groups_and_test():
-    data = rank_data(random_errors(6, 9, 0.3), "ECE of six methods")
-    (panel,) = (figure := rank_figure(data)).axes
-    texts = [text.get_text().strip() for text in panel.texts]
-    assert {f"{name} ({rank:.2f})" for name, rank in zip(data.names, data.ranks, strict=True)} <= set(texts)
-    assert f"critical difference {data.critical_difference:.2f}" in texts
-    assert re.search("Friedman.*Nemenyi.* 5 %.* 9 data sets", panel.get_title())
-    bars = [line.get_xdata() for line in panel.lines if line.get_linewidth() > 2]
-    assert len(bars) == len(data.groups) > 0
-    for bar, (first, last) in zip(bars, data.groups, strict=True):
-        names_in_bar = [name for name, rank in zip(data.names, data.ranks, strict=True) if bar[0] <= rank <= bar[1]]
-        assert set(data.names[first : last + 1]) <= set(names_in_bar)
-        assert data.ranks[first] - bar[0] < 0.2
-    figure.draw_without_rendering()

@@ -68,9 +68,7 @@ def models():
 
 @pytest.fixture(scope="module")
 def three_model_figures(models):
-    figures_by_name = drawn_figures(models)
-    ranks = figures.rank_data({name: [n, n + 1, 2 * n] for n, name in enumerate(("ce", "ls", "fedlas"))}, "ranks")
-    return figures_by_name | {"ranks": (figures.rank_figure(ranks), ranks)}
+    return drawn_figures(models)
 
 
 @pytest.fixture(scope="module")

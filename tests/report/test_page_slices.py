@@ -12,9 +12,9 @@ from report import pages
 
 
 def with_metadata(n: int = 900) -> Predictions:
-    """Predictions of three hospitals, one of them rare, with ages and columns that have no slices."""
+    """Predictions of three hospitals, one of them rare, and columns that have no slices."""
     sites = [None if k < 30 else "north" if k % 3 else "south" for k in range(n)]
-    columns = {"site": sites, "age": [k * 0.1 for k in range(n)], "id": [f"x{k}" for k in range(n)], "one": [1] * n}
+    columns = {"site": sites, "id": [f"x{k}" for k in range(n)], "one": [1] * n}
     return pages.sample_predictions(n, metadata=columns)
 
 
@@ -45,20 +45,7 @@ def test_slices_are_sorted_by_harm_and_capped():
     harms = [entry.harm for entry in all_slices.listed]
     assert harms == sorted(harms, reverse=True)
     assert [entry.value for entry in first_four.listed] == [entry.value for entry in all_slices.listed[:4]]
-    assert all_slices.total == first_four.total == len(all_slices.listed) == 10 + 3 + 4
-
-
-def test_numeric_metadata_is_grouped_by_quartile():
-    column_slices = [entry for entry in slices(with_metadata()).listed if entry.column == "age"]
-    assert [
-        entry.n for entry in sorted(column_slices, key=lambda entry: float(entry.value.split()[-1][:-1]))
-    ] == pytest.approx([225] * 4, abs=2)
-    text = [f"{k}.5" if k else "" for k in range(200)]
-    column_slices = [
-        entry for entry in slices(pages.sample_predictions(200, metadata={"x": text})).listed if entry.column == "x"
-    ]
-    assert sum(entry.n for entry in column_slices) == 200
-    assert {entry.n for entry in column_slices if entry.value == MISSING} == {1}
+    assert all_slices.total == first_four.total == len(all_slices.listed) == 10 + 3
 
 
 def test_slices_have_intervals_and_full_precision():
@@ -87,7 +74,7 @@ def test_the_page_lists_slices(open_tab, folder):
 
     path = save_page(with_metadata(), folder / "slices.html", resamples=50)
     tab = open_tab(path)
-    assert tab.count("#slice-table tbody tr") == 17
+    assert tab.count("#slice-table tbody tr") == 13
     assert "id, one" in tab.text("#slice-note").replace("\n", "")
     assert tab.count("#slice-table .small-slice") >= 1
     assert "%" in tab.text("#slice-table .interval")

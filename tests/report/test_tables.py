@@ -4,9 +4,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlas.metrics.result import Definition, Result
-from fedlas.report.tables import Cell, Column, Detail, Mark, Row, Table, mean_rank_columns, page
+from fedlas.report.tables import Cell, Column, Detail, Mark, Row, Table, mean_rank_columns
 
 DETAILS: tuple[Detail, ...] = ("ours", "both", "full")
 GROUPS = ("CIFAR-10, ResNet-101", "CIFAR-10, ResNet-50", "CIFAR-100, ResNet-101")
@@ -309,11 +307,10 @@ def test_every_format_contains_every_value(arguments: Any, detail: Detail) -> No
     latex = table.latex(detail).replace("$-$", "-")
     for row in table.rows:
         expected_row = expected_numbers(table, row, detail)
-        for output in (table.markdown(detail), latex, table.html(detail)):
+        for output in (table.markdown(detail), latex):
             assert expected_row in [shown_numbers(line) for line in output.splitlines() if row.title in line]
     check_latex(table.latex(detail))
     check_markdown(table.markdown(detail))
-    Parsed.of(table.html(detail))
 
 
 def markdown_cells(line: str) -> list[str]:
@@ -467,94 +464,15 @@ def test_csv_round_trips(text: str) -> None:
         assert line["row"][:1] not in set("=+-@")
 
 
-class Parsed(HTMLParser):
-    """The tags and texts of an HTML document, in which every tag must be closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[tuple[str, str]] = []
-
-    @classmethod
-    def of(cls, html: str) -> "Parsed":
-        parsed = cls()
-        parsed.feed(html)
-        parsed.close()
-        assert not parsed.open
-        widths = {width for table in html.split("<table")[1:] for width in parsed.widths(table)}
-        assert len(widths) <= html.count("<table")
-        return parsed
-
-    @staticmethod
-    def widths(table: str) -> Iterator[int]:
-        """Count the columns of each row."""
-        for row in re.findall("<tr>.*?</tr>", table):
-            spans = re.findall(r'colspan="(\d+)"', row)
-            yield len(re.findall("<t[hd][ >]", row)) - len(spans) + sum(map(int, spans))
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if data.strip():
-            self.texts.append((self.open[-1] if self.open else "", data))
-
-
-def test_html_is_one_table_with_classes() -> None:
-    html = small_table().html("both")
-    parsed = Parsed.of(html)
-    assert parsed.tags[0] == ("table", {"class": "fedlas-table", "id": "small-fast"})
-    assert ("caption", "Fast") in parsed.texts
-    assert {tag for tag, _ in parsed.tags} == {
-        *("table", "caption", "thead", "tbody", "tfoot", "tr", "th", "td", "b", "u"),
-    }  # fmt: skip
-    assert "style" not in html
-    assert [content for tag, content in parsed.texts if tag == "b"] == ["95.07", "95.11", "1.29", "1.20", "78.00"]
-    assert [content for tag, content in parsed.texts if tag == "u"] == ["5.78", "7.85", "77.07", "95.00", "94.87"]
-    assert {attributes["class"] for tag, attributes in parsed.tags if tag == "b"} == {"best"}
-    groups = [attributes["colspan"] for tag, attributes in parsed.tags if attributes.get("scope") == "colgroup"]
-    assert groups == ["4", "3", "2", "2", "2", "1"]
-    assert html.count("<td></td>") == 9
-
-
-@given(st.text() | st.text("<>&\"'a/", max_size=12))
-def test_html_escapes_text(text: str) -> None:
-    table = table_with_text(text)
-    parsed = Parsed.of(page([table, table], text))
-    reference = Parsed.of(page([table_with_text("a"), table_with_text("a")], "a"))
-    allowed = {tag for tag, _ in reference.tags}
-    assert {tag for tag, _ in parsed.tags} <= allowed
-    if printable(text):
-        assert ("title", printable(text)) in parsed.texts
-    if printable(text) and printable(text) not in {content for _, content in reference.texts}:  # such as "paper"
-        assert sum(content == printable(text) for _, content in parsed.texts) == 1 + 2 * (1 + 1 + 2 + 4 + 1)
-
-
-def test_html_page_has_no_external_references() -> None:
-    html = page([small_table(), paper_table()], SPECIAL_CHARACTERS)
-    parsed = Parsed.of(html)
-    assert html.startswith("<!DOCTYPE html>\n")
-    assert [tag for tag, _ in parsed.tags].count("table") == 2
-    assert not [tag for tag, _ in parsed.tags if tag in {"script", "link", "img"}]
-    assert not re.search(r"https?:|url\(|@import", html)
-
-
 def test_save_writes_every_format(tmp_path: Path) -> None:
     table = small_table(title="Fäst")
     paths = table.save(tmp_path / "new")
-    assert [path.name for path in paths] == [f"small-fast.{suffix}" for suffix in ("md", "tex", "csv", "html", "txt")]
+    assert [path.name for path in paths] == [f"small-fast.{suffix}" for suffix in ("md", "tex", "csv", "txt")]
     contents = [path.read_bytes().decode() for path in paths]
     expected_contents = [
         table.markdown("both"),
         table.latex("both"),
         table.csv(),
-        page([table], "Fäst"),
         table.text("both"),
     ]
     assert contents == expected_contents
@@ -591,7 +509,6 @@ def test_empty_table_has_every_format(table: Table) -> None:
     for detail in DETAILS:
         check_latex(table.latex(detail))
         check_markdown(table.markdown(detail))
-        Parsed.of(table.html(detail))
         assert "method" in table.text(detail)
         assert table.csv().startswith("row,title")
 

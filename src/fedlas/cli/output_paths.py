@@ -14,7 +14,7 @@ from fedlas.errors import UserError
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")]
 
 FIGURE_SUFFIXES = (".pdf", ".png", ".svg", ".json")
-TABLE_SUFFIXES = (".md", ".tex", ".html", ".txt", ".csv")
+TABLE_SUFFIXES = (".md", ".tex", ".txt", ".csv")
 
 
 def write_text(path: str, text: str) -> None:

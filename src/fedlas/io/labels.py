@@ -3,7 +3,6 @@
 import re
 import warnings
 from array import array
-from collections import Counter
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -99,7 +98,7 @@ def class_numbers(labels: Any, names: Sequence[str] | None, path: str | Path, *,
         if set(unknown.values()) == {str(classes)} and set(texts) <= set(map(str, range(1, classes + 1))):
             expected += "; these labels count from 1: subtract 1"
         raise RowError(f"{path}: ", row, f" has label {unknown[row][:80]!r}, expected {expected}")
-    return torch.as_tensor(numbers)[torch.from_numpy(distinct.codes.astype(np.int64, copy=False))]
+    return torch.as_tensor(numbers)[torch.from_numpy(distinct.codes)]
 
 
 def _expected_label(label: str, names: Sequence[str], named: bool) -> str:
@@ -144,24 +143,6 @@ def warn_of_similar_names(names: Sequence[str] | None) -> None:
     if len(similar) > MAX_WARNINGS:
         more = len(similar) - MAX_WARNINGS
         warnings.warn(f"{more:,} more pairs of class names are spelled almost alike", stacklevel=2)
-
-
-def number_duplicates(names: Sequence[str]) -> list[str]:
-    """Make equal class names different by numbers, and warn: older versions wrote such files with numeric labels."""
-    distinct, unique_names = set(names), dict[str, str]()
-    counts = Counter[str]()
-    for name in names:
-        unique = name
-        while unique in unique_names or (unique != name and unique in distinct):
-            counts[name] += 1
-            unique = f"{name} ({counts[name] + 1})"
-        unique_names[unique] = name
-    renamed = [(name, unique) for unique, name in unique_names.items() if unique != name]
-    if renamed:
-        warnings.warn(
-            f"two classes have the same name, {renamed[0][0]!r}; one is called {renamed[0][1]!r} here", stacklevel=2
-        )
-    return list(unique_names)
 
 
 def parse_correctness(column: Any, path: str | Path) -> NDArray[np.bool_]:

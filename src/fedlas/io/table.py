@@ -30,7 +30,6 @@ from fedlas.io.labels import (
     as_integers,
     class_numbers,
     normalize_label,
-    number_duplicates,
     parse_correctness,
     warn_of_similar_names,
 )
@@ -212,7 +211,7 @@ def _repeats_outcome(groups: Distinct, predictions: AnyPredictions) -> bool:
     texts = [normalize_label(value) for value in groups.values]
     numbers = {name: number for number, name in enumerate(predictions.class_names or ())}
     numbers |= {text: int(text) for text in texts if text not in numbers and text.isdecimal() and len(text) < 10}
-    return bool((torch.tensor([numbers.get(text, -1) for text in texts])[codes.long()] == labels.cpu()).all())
+    return bool((torch.tensor([numbers.get(text, -1) for text in texts])[codes] == labels.cpu()).all())
 
 
 def _is_missing(value: object) -> bool:
@@ -288,8 +287,6 @@ def _interpret(columns: Mapping[str, Any], path: str | Path, source: str | None)
     classes = np.shape(scores)[-1] if np.ndim(scores) > 1 else 0
     if classes > MAX_CLASSES:
         raise UserError(f"{path}: it has {classes:,} classes; from a file at most {MAX_CLASSES:,} are read")
-    if names is not None and _has_numeric_labels(columns):
-        names = number_duplicates(names)
     warn_of_similar_names(names)
     soft = names is not None and all(f"label_{name}" in columns for name in names)
     if soft and any(name in columns for name in LABELS):
@@ -384,12 +381,6 @@ def _label_column(columns: Mapping[str, Any], path: str | Path) -> str:
     if len(names) != 1:
         raise UserError(f"{path}: expected one column `label` or `labels`; its columns are {short_list(columns)}")
     return names[0]
-
-
-def _has_numeric_labels(columns: Mapping[str, Any]) -> bool:
-    """Return whether labels, if there are any, are class numbers and not names."""
-    labels = [columns[name] for name in LABELS if name in columns]
-    return all(are_integers(column) or np.ndim(column) == 2 for column in labels)
 
 
 def _sample_fields(columns: Mapping[str, Any], path: str | Path) -> dict[str, Any]:

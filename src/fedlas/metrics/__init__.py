@@ -16,7 +16,6 @@ from fedlas.metrics.calibration_error import (
     lp_error,
     mce,
     over_ece,
-    per_image,
     rms_error,
     signed_ece,
     under_ece,
@@ -25,7 +24,6 @@ from fedlas.metrics.calibration_tests import ks_test, kuiper_test, spiegelhalter
 from fedlas.metrics.intervals.binomial import clopper_pearson
 from fedlas.metrics.intervals.gaps import noise_floor
 from fedlas.metrics.intervals.methods import bootstrap
-from fedlas.metrics.mean_rank import MeanRanks, mean_ranks
 from fedlas.metrics.paired import across_seeds, paired_bootstrap
 from fedlas.metrics.proper_scores import accuracy, brier, nll, top_5, top_k
 from fedlas.metrics.result import Comparison, Definition, Interval, Result
@@ -38,7 +36,7 @@ from fedlas.metrics.selective import (
     risk_at_coverage,
     risk_coverage,
 )
-from fedlas.metrics.smooth import SmoothCurve, kde_ece, smooth_curve, smooth_ece
+from fedlas.metrics.smooth import SmoothCurve, smooth_curve, smooth_ece
 
 __all__ = [
     "AbstractAccumulator",
@@ -49,7 +47,6 @@ __all__ = [
     "EdgeRule",
     "Histogram",
     "Interval",
-    "MeanRanks",
     "Result",
     "RiskCoverage",
     "SmoothCurve",
@@ -70,17 +67,14 @@ __all__ = [
     "equal_mass_edges",
     "equal_width_edges",
     "histogram",
-    "kde_ece",
     "ks_test",
     "kuiper_test",
     "lp_error",
     "mce",
-    "mean_ranks",
     "nll",
     "noise_floor",
     "over_ece",
     "paired_bootstrap",
-    "per_image",
     "risk_at_coverage",
     "risk_coverage",
     "rms_error",

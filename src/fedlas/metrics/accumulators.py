@@ -3,7 +3,6 @@
 `BinAccumulator`     sums of equal-width bins; constant memory, exact counts, values agree to 1e-12
 `SumAccumulator`     sums of values per sample, and sums of the equal-width bins of every class if they are needed
 `PairAccumulator`    confidence and correctness, 5 bytes per sample (9 for float64 input); 8 more if `ranked`
-`SketchAccumulator`  sums in fine cells, for equal-mass bins in bounded memory (`sketch.py`)
 """
 
 from abc import ABC, abstractmethod
@@ -161,10 +160,6 @@ class AbstractHistogram(AbstractAccumulator):
     def histogram(self) -> Histogram:
         """Return the histogram of all samples so far."""
 
-    def error_bound(self) -> float | None:
-        """Return an upper bound of the error of binned metrics; None if the bins are exact."""
-        return None
-
 
 class BinAccumulator(AbstractHistogram):
     """Stores the sums of bins with fixed edges."""
@@ -247,7 +242,8 @@ class PairAccumulator(AbstractHistogram):
         self.uncertainty: list[Tensor] = []
 
     def take(self, batch: Pairs | Rows) -> None:
-        batch = as_pairs(batch)
+        if isinstance(batch, Rows):
+            raise UserTypeError("rows of class probabilities cannot be stored as pairs")
         if self.ranked:
             batch = binary_predictions(batch)
             log_uncertainty = batch.log_uncertainty
@@ -361,13 +357,6 @@ class SumAccumulator(AbstractAccumulator):
 def sums_of(columns: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the sum of each column."""
     return {name: float(exact(values).sum()) for name, values in columns.items()}
-
-
-def as_pairs(batch: Pairs | Rows) -> Pairs:
-    """Return samples as pairs of confidence and correctness; raise if they are rows."""
-    if isinstance(batch, Rows):
-        raise UserTypeError("rows of class probabilities cannot be stored as pairs")
-    return batch
 
 
 def merge_definitions(first: Definition, second: Definition) -> Definition:

@@ -16,14 +16,20 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from fedlas.errors import UserError, UserTypeError
-from fedlas.metrics.accumulators import AbstractAccumulator, AbstractHistogram, PairAccumulator, SumAccumulator, sums_of
+from fedlas.metrics.accumulators import (
+    AbstractAccumulator,
+    AbstractHistogram,
+    BinAccumulator,
+    PairAccumulator,
+    SumAccumulator,
+    sums_of,
+)
 from fedlas.metrics.bin_sums import Bins
-from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram, samples_of
+from fedlas.metrics.binning import EVERY_CLASS, Binning, Compat, Histogram, Kind, histogram, samples_of
 from fedlas.metrics.inputs import MetricInput, Pairs, Rows, Scope, Which, binary_predictions, pairs, rows
 from fedlas.metrics.intervals.gaps import gaps_of
 from fedlas.metrics.intervals.resampling import AbstractGaps
 from fedlas.metrics.result import Comparison, Definition, Result, check_level
-from fedlas.metrics.sketch import Memory, histogram_accumulator
 from fedlas.predictions.arrays import Array
 
 
@@ -277,15 +283,17 @@ class AbstractBinned(AbstractMetric):
         scope: Scope = "top-label",
         compat: Compat | None = None,
         ignore_index: int | None = None,
-        memory: Memory = "exact",
     ) -> AbstractHistogram:
         """Return an accumulator, which takes samples batch by batch."""
-        return histogram_accumulator(self, Binning(bins, binning or self.binning, compat), scope, ignore_index, memory)
+        rule = Binning(bins, binning or self.binning, compat)
+        if rule.kind == "width":
+            return BinAccumulator(self, rule, scope, ignore_index)
+        if scope in EVERY_CLASS:
+            raise UserError("equal-mass bins of every class need all probabilities at once: use the function")
+        return PairAccumulator(self, scope, ignore_index, binning=rule)
 
     def compute(self, accumulator: AbstractHistogram) -> Result:
-        result = self.of_bins(accumulator.histogram())
-        bound = accumulator.error_bound()
-        return result if bound is None else result.with_details(error_bound=bound)
+        return self.of_bins(accumulator.histogram())
 
 
 class AbstractFreelyBinned(AbstractBinned):

@@ -16,7 +16,6 @@ Class-wise errors compare the probability of each class with its frequency, and 
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -33,7 +32,7 @@ from fedlas.metrics.intervals.methods import GapInversion, MeanBootstrap
 from fedlas.metrics.intervals.resampling import AbstractGaps, Bounds
 from fedlas.metrics.paired import PairedGaps
 from fedlas.metrics.result import Result
-from fedlas.predictions.arrays import Array, as_tensor
+from fedlas.predictions.arrays import Array
 
 
 class AbstractECE(AbstractBinned):
@@ -268,41 +267,6 @@ def l1_error(histogram: Histogram, name: str) -> Result:
     """Return the sum of the absolute gaps of all bins."""
     per_class = histogram.bins.weighted_gap.abs().sum(-1)
     return _result(histogram, name, "L1", float(per_class.mean()), per_class)
-
-
-def per_image(
-    metric: Callable[..., Result],
-    probs: Array,
-    labels: Array,
-    *,
-    ignore_index: int | None = None,
-    **options: Any,
-) -> Result:
-    """Return the mean of a metric over the images of a batch of maps; images without valid labels are ignored.
-
-    Args:
-        metric: any metric of one value, such as `ece`.
-        probs: class probabilities of shape `(n, classes, height, width)`.
-        labels: class numbers of shape `(n, height, width)`.
-        ignore_index: label of positions that are ignored.
-        options: passed on to the metric.
-    """
-    maps, truth = as_tensor(probs, "probs"), as_tensor(labels, "labels")
-    if len(maps) != len(truth):
-        raise UserError(f"labels has {len(truth)} rows for {len(maps)} samples")
-    counted = [
-        i for i, labels_of in enumerate(truth) if ignore_index is None or bool((labels_of != ignore_index).any())
-    ]
-    if not counted:
-        raise UserError("all labels of all images are ignored")
-    results = [metric(maps[i : i + 1], truth[i : i + 1], ignore_index=ignore_index, **options) for i in counted]
-    values = tuple(float(result) for result in results)
-    first = results[0].definition
-    definition = replace(
-        first, scope=f"{first.scope}, mean over images", n=sum(result.definition.n for result in results)
-    )
-    details = {"images": len(values), "left_out": len(maps) - len(values), "values": values}
-    return Result(sum(values) / len(values), definition, None, details)
 
 
 def _result(histogram: Histogram, name: str, norm: str, value: float, per_class: Float64[Tensor, "*classes"]) -> Result:

@@ -10,11 +10,7 @@ to discretisation. The reference implementation relplot differs in one point: it
 or 1, which therefore have half the weight. Grid, kernel, mesh and bisection are those of relplot, so the values are
 equal if no confidence is 0 or 1.
 
-KDE-ECE (Zhang, Kailkhura and Han, 2020), with a triweight kernel K_h reflected at 0 and 1 and h = 1.06 std(c) n^(-1/5):
-
-    KDE-ECE = integral over z of | z - a(z) | d(z),  d = mean_i K_h(z - c_i),  a = mean_i K_h(z - c_i) correct_i / d
-
-Both are computed by convolution on a fine grid, in O(n) plus a constant.
+It is computed by convolution on a fine grid, in O(n) plus a constant.
 
 A smooth reliability diagram shows t - gap(t) with gap(t) = sum_i K_s(t, c_i) (c_i - correct_i) / sum_i K_s(t, c_i) and
 the width s of the smooth ECE. The gap is smoothed rather than the accuracy, because the gap of a calibrated model is 0
@@ -39,7 +35,6 @@ from fedlas.predictions.arrays import Array
 SMALLEST = 0.001
 MESH = 200
 DENSITY_FLOOR = 0.0001
-KDE_POINTS = 2**13 + 1
 
 
 @dataclass(frozen=True)
@@ -154,11 +149,9 @@ def _mirrored(values: Float64[Tensor, "rows points"]) -> Complex128[Tensor, "row
 
 
 def _around(kernel: Float64[Tensor, " width"], points: int) -> Complex128[Tensor, " waves"]:
-    """Return the Fourier transform of a kernel, at most twice as long as the grid, with the period of `_mirrored`."""
-    period = 2 * (points - 1)
-    # Parts beyond the period are wrapped around, and the centre is at 0.
-    around = torch.nn.functional.pad(kernel, (0, 2 * period - len(kernel))).reshape(2, period).sum(0)
-    waves: Tensor = torch.fft.rfft(around.roll(-(len(kernel) // 2)))
+    """Return the Fourier transform of a kernel as long as the grid, centred at 0, with the period of `_mirrored`."""
+    padded = torch.nn.functional.pad(kernel, (0, 2 * (points - 1) - len(kernel)))
+    waves: Tensor = torch.fft.rfft(padded.roll(-(len(kernel) // 2)))
     return waves
 
 
@@ -208,33 +201,3 @@ class SmoothECE(AbstractTopLabel):
 
 
 smooth_ece = SmoothECE()
-
-
-def kde_ece(
-    probs: MetricInput,
-    labels: Array | None = None,
-    *,
-    bandwidth: float | None = None,
-    scope: Scope = "top-label",
-    ignore_index: int | None = None,
-) -> Result:
-    """Return the calibration error from kernel estimates of density and accuracy."""
-    samples = pairs(probs, labels, scope, ignore_index)
-    confidence, correct = exact(samples.confidence), exact(samples.correct)
-    n = len(confidence)
-    deviation = float(confidence.std()) if n > 1 else 0.0
-    # If all confidences are equal, use a width of a few cells of the grid.
-    width = bandwidth or max(1.06 * deviation * n**-0.2, 4 / (KDE_POINTS - 1))
-    grid = torch.linspace(0, 1, KDE_POINTS, dtype=torch.float64, device=confidence.device)
-    offsets = torch.linspace(-1, 1, 2 * KDE_POINTS - 1, dtype=torch.float64, device=confidence.device)
-    kernel = 35 / 32 * (1 - (offsets / width).square()).clamp_min(0) ** 3 / width
-    if width <= 1:
-        # Normalise, because a kernel that spans few cells does not sum to one.
-        kernel = kernel / kernel.sum() * (KDE_POINTS - 1)
-    grids = [_double_ends(_on_grid(confidence, weights, KDE_POINTS)) for weights in (torch.ones_like(correct), correct)]
-    density, positives = _convolved(_mirrored(torch.stack(grids)), _around(kernel, KDE_POINTS)) / n
-    value = float(torch.trapezoid((grid * density - positives).abs(), grid))
-    definition = replace(
-        samples.definition, estimator="KDE-ECE", norm="L1", edges="triweight kernel reflected at 0 and 1"
-    )
-    return Result(value, definition, None, {"bandwidth": width})

@@ -291,8 +291,6 @@ def detect(
     ood: Mapping[str, AnyPredictions | Array],
     scores: Sequence[str] | None = None,
     *,
-    train_features: Array | None = None,
-    k: int = 50,
     tpr: float = 0.95,
     positive: Positive = "ood",
     level: float = 0.95,
@@ -305,8 +303,6 @@ def detect(
         ood: predictions on each OOD data set, by its name; or an array of what the in-distribution predictions were
             built from, logits or probabilities.
         scores: names of scores; by default all that can be computed from all the given predictions.
-        train_features: features of the training set, for "knn".
-        k: number of the neighbour whose distance is the "knn" score.
         tpr: true-positive rate at which the false-positive rate is measured.
         positive: the positives of the false-positive rate: "ood" (as in OpenOOD) or "id".
         level: confidence level of the intervals.
@@ -320,11 +316,11 @@ def detect(
     ood_sets = {name: as_ood_predictions(name, given, predictions) for name, given in ood.items()}
     if isinstance(scores, str):
         raise UserTypeError(f"scores is {scores!r}; a sequence of names is expected")
-    names = available_scores([predictions, *ood_sets.values()], train_features) if scores is None else list(scores)
+    names = available_scores([predictions, *ood_sets.values()]) if scores is None else list(scores)
 
     def compute(name: str, data: AnyPredictions) -> dict[str, Tensor]:
         try:
-            return {score: score_of(data, score, train_features, k) for score in names}
+            return {score: score_of(data, score) for score in names}
         except ValueError as error:
             raise UserError(f"{name}: {error}") from error
 

@@ -142,16 +142,14 @@ def knn(features: Array, train_features: Array, k: int = 50) -> Float[Tensor, " 
     return torch.cat([_kth_distance(part, train, k) for part in rows.split(QUERIES)])
 
 
-def score_of(predictions: AnyPredictions, name: str, train_features: Array | None = None, k: int = 50) -> Tensor:
+def score_of(predictions: AnyPredictions, name: str) -> Tensor:
     """Compute a score of predictions by its name; "l1_norm" and "l2_norm" are feature norms.
 
     Args:
         predictions: logits, or probabilities, which are used as they are.
         name: one of `score_names()`.
-        train_features: features of the training set, for "knn".
-        k: number of the neighbour, for "knn".
     """
-    lack = missing(predictions, name, train_features)
+    lack = missing(predictions, name)
     if lack is not None:
         raise UserError(f"{name} needs {lack}")
     if isinstance(predictions, TopLabelPredictions):
@@ -159,15 +157,11 @@ def score_of(predictions: AnyPredictions, name: str, train_features: Array | Non
     if name in OF_LOGITS:
         probs = predictions.given_probs
         return OF_LOGITS[name](predictions.logits) if probs is None else OF_PROBS[name](_exact(probs))
-    features = predictions.features
-    assert features is not None
-    if name in OF_FEATURES:
-        return OF_FEATURES[name](features)
-    assert train_features is not None
-    return knn(features, train_features, k)
+    assert predictions.features is not None
+    return OF_FEATURES[name](predictions.features)
 
 
-def missing(predictions: AnyPredictions, name: str, train_features: Array | None = None) -> str | None:
+def missing(predictions: AnyPredictions, name: str) -> str | None:
     """Return what predictions lack for a score, or None."""
     if name not in score_names():
         raise UserError(f"there is no score {name!r}; there are {', '.join(score_names())}")
@@ -178,19 +172,17 @@ def missing(predictions: AnyPredictions, name: str, train_features: Array | None
         if isinstance(predictions, Predictions) and predictions.given_probs is not None and name not in OF_PROBS:
             return "logits, and these predictions hold probabilities, from which the scale of logits is lost"
         return None
-    if predictions.features is None:
-        return "features, and these predictions have none"
-    return "train_features" if name == "knn" and train_features is None else None
+    return "features, and these predictions have none" if predictions.features is None else None
 
 
 def score_names() -> tuple[str, ...]:
-    """Return the names of all scores."""
-    return (*OF_LOGITS, *OF_FEATURES, "knn")
+    """Return the names of all scores of predictions."""
+    return (*OF_LOGITS, *OF_FEATURES)
 
 
-def available_scores(models: Sequence[AnyPredictions], train_features: Array | None = None) -> list[str]:
+def available_scores(models: Sequence[AnyPredictions]) -> list[str]:
     """Return the names of the scores that can be computed from each of several predictions."""
-    return [name for name in score_names() if all(missing(data, name, train_features) is None for data in models)]
+    return [name for name in score_names() if all(missing(data, name) is None for data in models)]
 
 
 def _probs_generalised(probs: Float[Tensor, "n classes"]) -> Float[Tensor, " n"]:
@@ -220,7 +212,6 @@ QUANTITIES: Mapping[str, str] = {
     "generalised_entropy": "generalised entropy",
     "l1_norm": "−L1 norm of the features",
     "l2_norm": "−L2 norm of the features",
-    "knn": "distance to the k-th nearest neighbour",
 }
 """The quantity that each score is, for axes of figures: higher means more likely OOD."""
 

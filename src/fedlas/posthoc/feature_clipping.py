@@ -3,27 +3,22 @@
 Clamping reduces over-confidence that is due to very large features. It needs the features and the weights of the last
 layer, so it works on `Predictions` and is not one of the calibrators of the catalogue, which take logits only.
 
-c is chosen among quantiles of the features' absolute values to minimise the negative log-likelihood. With
-`objective="ece"` it is chosen as in the paper: from 0.01, 0.02, ..., 20.00, the value with the smallest ECE among those
-that retain more than 99 % of the accuracy.
+c is chosen among quantiles of the features' absolute values to minimise the negative log-likelihood. The paper takes
+the value from 0.01, 0.02, ..., 20.00 with the smallest ECE among those that retain more than 99 % of the accuracy.
 """
 
 import math
-from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fedlas.errors import UserError
-from fedlas.metrics.calibration_error import ece
 from fedlas.posthoc.base import mean_nll, with_logits
 from fedlas.predictions import Predictions
 from fedlas.predictions.arrays import Array, as_floats, check_rows, float32_or_better
 
 CANDIDATES = 200
-PAPER_GRID = tuple(round(0.01 * step, 2) for step in range(1, 2001))
-KEPT_ACCURACY = 0.99
 
 
 class FeatureClipping:
@@ -32,17 +27,13 @@ class FeatureClipping:
     Args:
         weight: the last layer's weight, of shape (classes, width).
         bias: bias of the last layer, if any.
-        objective: criterion that the threshold minimises.
     """
 
-    def __init__(self, weight: Array, bias: Array | None = None, *, objective: Literal["nll", "ece"] = "nll") -> None:
-        if objective not in {"nll", "ece"}:
-            raise UserError(f'objective is {objective!r}; expected "nll" or "ece"')
+    def __init__(self, weight: Array, bias: Array | None = None) -> None:
         self.weight = as_floats(weight, "weight")
         if self.weight.ndim != 2:
             raise UserError(f"weight has shape {tuple(self.weight.shape)}; (classes, width) is expected")
         self.bias = None if bias is None else as_floats(bias, "bias")
-        self.objective = objective
         self.threshold: float | None = None
 
     def fit(self, predictions: Predictions) -> "FeatureClipping":
@@ -50,13 +41,10 @@ class FeatureClipping:
         features = self._features(predictions)
         unclipped = self._logits(features, math.inf)
         check_rows("logits", unclipped, _agree(unclipped, predictions.logits), "differs from the output of this layer")
-        if self.objective == "ece":
-            losses = self._search_as_in_paper(predictions, features)
-        else:
-            largest = features.abs().flatten().double().sort().values
-            quantile = torch.linspace(0, 1, CANDIDATES + 1, dtype=torch.float64)[1:] ** 0.25  # denser near the largest
-            choices = largest[(quantile * (len(largest) - 1)).long().to(largest.device)].unique().tolist()
-            losses = {c: mean_nll(self._logits(features, c), predictions.labels) for c in [*choices, math.inf]}
+        largest = features.abs().flatten().double().sort().values
+        quantile = torch.linspace(0, 1, CANDIDATES + 1, dtype=torch.float64)[1:] ** 0.25  # denser near the largest
+        choices = largest[(quantile * (len(largest) - 1)).long().to(largest.device)].unique().tolist()
+        losses = {c: mean_nll(self._logits(features, c), predictions.labels) for c in [*choices, math.inf]}
         self.threshold = min(losses, key=lambda c: (losses[c], -c))
         return self
 
@@ -69,16 +57,7 @@ class FeatureClipping:
     def __repr__(self) -> str:
         classes, width = self.weight.shape
         state = "not fitted" if self.threshold is None else f"threshold {self.threshold:.6g}"
-        return f"<FeatureClipping({width} features, {classes} classes, objective={self.objective!r}), {state}>"
-
-    def _search_as_in_paper(self, predictions: Predictions, features: Float[Tensor, "n width"]) -> dict[float, float]:
-        min_accuracy = KEPT_ACCURACY * float(predictions.correct.double().mean())
-        errors = {math.inf: float(ece(predictions))}
-        for c in PAPER_GRID:
-            clipped = with_logits(predictions, self._logits(features, c))
-            if float(clipped.correct.double().mean()) > min_accuracy:
-                errors[c] = float(ece(clipped, compat="official"))
-        return errors
+        return f"<FeatureClipping({width} features, {classes} classes), {state}>"
 
     def _features(self, predictions: Predictions) -> Float[Tensor, "n width"]:
         if predictions.features is None:

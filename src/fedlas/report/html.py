@@ -185,7 +185,7 @@ def _model(name: str, model: Model, report: Report, *, models: int, count: int, 
     predictions = model.predictions
     if predictions is None:
         return data
-    data["ood"] = ood_data(predictions, model.ood, report, model.train_features)
+    data["ood"] = ood_data(predictions, model.ood, report)
     data["norms"] = norm_data(predictions)
     how = None
     if report.before["ece"].interval is not None:

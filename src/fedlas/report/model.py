@@ -23,7 +23,6 @@ class Model:
         posthoc: names of calibrators, or calibrators, if the report is computed.
         folds: number of folds for cross-fitting, if the report is computed.
         ood: predictions or arrays on OOD data, by the name of the data set, as in `evaluate`.
-        train_features: features of the training set, for the "knn" score.
         log: log of the training run, one record per epoch.
         recipe: fields of the training recipe.
         environment: versions and hardware of the training run.
@@ -38,7 +37,6 @@ class Model:
     posthoc: str | Sequence[Any] = "temperature"
     folds: int = FOLDS
     ood: Mapping[str, AnyPredictions | Array] = field(default_factory=dict)
-    train_features: Array | None = None
     log: Sequence[Mapping[str, Any]] = ()
     recipe: Mapping[str, Any] | None = None
     environment: Mapping[str, Any] | None = None
@@ -65,6 +63,5 @@ class Model:
             posthoc=self.posthoc,
             folds=self.folds,
             ood=self.ood or None,
-            train_features=self.train_features,
             **options,
         )

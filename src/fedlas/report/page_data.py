@@ -358,7 +358,6 @@ def ood_data(
     predictions: AnyPredictions,
     ood: Mapping[str, AnyPredictions | Array],
     report: Report,
-    train_features: Array | None = None,
 ) -> Plain | None:
     """Return the ROC curve, the histograms and the metrics of every OOD data set and score."""
     detection = report.before.detection
@@ -376,8 +375,8 @@ def ood_data(
                 "results": [result_data(result) for result in metrics],
             }
             both = [x for x in (predictions, ood_predictions) if x is not None]
-            if len(both) == 2 and all(missing(x, score, train_features) is None for x in both):
-                id_scores, ood_scores = (score_of(x, score, train_features) for x in both)
+            if len(both) == 2 and all(missing(x, score) is None for x in both):
+                id_scores, ood_scores = (score_of(x, score) for x in both)
                 data |= {
                     "roc": roc_data(ranking(id_scores, ood_scores)),
                     "histogram": score_data(id_scores, ood_scores),

@@ -7,17 +7,15 @@ Slices are ranked by harm, the number of samples times the ECE. Only those with 
 for these is an interval computed.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any
 
 import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from fedlas.formatting import significant
 from fedlas.metrics.base import Resampling
 from fedlas.metrics.bin_sums import add_up, count_up, exact
 from fedlas.metrics.binning import Binning
@@ -27,7 +25,7 @@ from fedlas.metrics.result import Result
 from fedlas.predictions import AnyPredictions
 
 SMALL = 100  # slices with fewer samples are marked as small
-MOST_VALUES = 50  # largest number of values of a column; numbers with more values are grouped by quartile
+MOST_VALUES = 50  # largest number of values of a column
 MOST_COLUMNS = 50
 RESAMPLES = 1_000  # default number of resamples of the interval of a slice
 CLASS = "predicted class"
@@ -40,7 +38,7 @@ class Slice:
 
     Args:
         column: name of the column.
-        value: its value, or range of values.
+        value: its value.
         n: number of samples.
         accuracy: fraction of correct predictions.
         ece: ECE, with its interval if requested.
@@ -132,45 +130,12 @@ def _class_column(predictions: AnyPredictions, prediction: Tensor) -> _Column:
 
 
 def _group(name: str, values: Iterable[object]) -> _Column | None:
-    """Return the groups of a column: its values, or quartiles of many numbers; None for one or too many values."""
+    """Return the groups of a column, its values; None for one or too many values."""
     texts = [MISSING if value is None or value == "" else str(value) for value in values]
     number_of = {text: code for code, text in enumerate(sorted(set(texts)))}
-    if len(number_of) < 2:
+    if not 2 <= len(number_of) <= MOST_VALUES:
         return None
-    codes = torch.tensor([number_of[text] for text in texts])
-    if len(number_of) <= MOST_VALUES:
-        return _Column(name, list(number_of), codes)
-    numbers = [math.nan if text == MISSING else _number(text) for text in number_of]
-    if any(number is None for number in numbers):
-        return None
-    distinct = torch.tensor(numbers, dtype=torch.float64)
-    return _quartiles(name, distinct[codes])
-
-
-def _number(text: str) -> float | None:
-    """Parse a finite number; return None for other text."""
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
-
-
-def _quartiles(name: str, values: Float64[Tensor, " n"]) -> _Column | None:
-    """Return four groups of about equal size, and one of missing values; None for too few distinct values."""
-    present = values[~values.isnan()].sort().values
-    edges = present[[round(part / 4 * (len(present) - 1)) for part in range(5)]].unique()
-    if len(edges) < 3:
-        return None
-    codes = torch.bucketize(values, edges[1:-1], right=False)
-    texts = [
-        f"{'(' if number else '['}{significant(low)}, {significant(high)}]"
-        for number, (low, high) in enumerate(pairwise(edges.tolist()))
-    ]
-    if bool(values.isnan().any()):
-        codes[values.isnan()] = len(texts)
-        texts.append(MISSING)
-    return _Column(name, texts, codes)
+    return _Column(name, list(number_of), torch.tensor([number_of[text] for text in texts]))
 
 
 def _harms(samples: Pairs, column: _Column, bins: int) -> Float64[Tensor, " groups"]:

@@ -1,4 +1,4 @@
-"""Tables of measured numbers and the paper's numbers, as text, Markdown, LaTeX, CSV and HTML.
+"""Tables of measured numbers and the paper's numbers, as text, Markdown, LaTeX and CSV.
 
 A number p of the paper is inside the noise of n > 1 seeds with mean m and standard deviation s if it lies between the
 ends of their bootstrap intervals, or if
@@ -12,7 +12,6 @@ non-printable characters become spaces.
 """
 
 import csv
-import html
 import io
 import math
 import re
@@ -26,7 +25,6 @@ from typing import Literal, NamedTuple
 from fedlas.errors import UserError
 from fedlas.formatting import PERCENT_DECIMALS, align_columns, escape_latex, fixed
 from fedlas.io.atomic import write_atomic
-from fedlas.metrics.mean_rank import mean_ranks
 
 Detail = Literal["ours", "both", "full"]
 
@@ -36,16 +34,6 @@ METHOD = "method"
 PARTS = {"ours": ("ours",), "both": ("ours", "paper"), "full": ("ours", "interval", "paper", "difference")}
 FIELDS = ("row", "title", "group", "column", "mean", "spread", "n", "planned", "low", "high")
 COMPARED = ("paper", "difference", "inside_noise")
-PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>%s</title><style>
-body { font: 15px/1.4 system-ui, sans-serif; margin: 2em; color-scheme: light dark }
-div { overflow-x: auto; margin-bottom: 3em }
-table { border-collapse: collapse } thead, tbody { border-top: 1px solid; border-bottom: 1px solid }
-th, td { padding: .15em .6em; text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
-caption, .label, .note { text-align: left } .note { white-space: normal } [scope=colgroup] { text-align: center }
-</style></head><body>
-%s</body></html>
-"""
 
 
 @dataclass(frozen=True)
@@ -180,10 +168,6 @@ def _latex(text: str) -> str:
     return escape_latex(_plain(text))
 
 
-def _html(text: str) -> str:
-    return html.escape(_plain(text))
-
-
 def _for_spreadsheet(text: str) -> str:
     plain = _plain(text)
     return f"'{plain}" if plain.startswith(tuple("=+-@＝＋－＠")) else plain
@@ -203,9 +187,9 @@ class _Style(NamedTuple):
 
 TEXT = _Style(_plain, "{}**", "{}*", "**: best; *: second best.", around="+-")
 MARKDOWN = _Style(_markdown, "**{}**", "*{}*", "Bold: best; italic: second best.")
-UNDERLINED = "Bold: best; underlined: second best."
-TEX = _Style(_latex, r"\textbf{{{}}}", r"\underline{{{}}}", UNDERLINED, r"$\pm$", "$-$", ("Method",))
-HTML = _Style(_html, '<b class="best">{}</b>', '<u class="second">{}</u>', UNDERLINED)
+TEX = _Style(
+    _latex, r"\textbf{{{}}}", r"\underline{{{}}}", "Bold: best; underlined: second best.", r"$\pm$", "$-$", ("Method",)
+)
 
 
 @dataclass(frozen=True)
@@ -303,35 +287,8 @@ class Table:
                 writer.writerow([*labels, *ours, None if cell.paper is None else float(cell.paper), *compared])
         return lines.getvalue()
 
-    def html(self, detail: Detail = "ours") -> str:
-        """Format a `<table>` with the classes `best`, `second`, `label` and `note`; `page` writes a full page."""
-        heads, lines, notes = self._layout(detail, HTML)
-        html_lines = [
-            f'<table class="fedlas-table" id="{self.name}">',
-            f"<caption>{_html(self.title)}</caption>",
-            "<thead>",
-        ]
-        for level in heads[:-1]:
-            wide = [(head, f'colspan="{span}"') for head, span in level]
-            cells = [
-                _tag("th", head, f'scope="colgroup" {span}') if head else _tag("td", "", span) for head, span in wide
-            ]
-            html_lines.append(_tag("tr", "".join(cells)))
-        html_lines.append(_tag("tr", "".join(_tag("th", head, 'scope="col"') for head, _ in heads[-1])))
-        html_lines += ["</thead>", "<tbody>"]
-        labels = len(self._row_labels(HTML))
-        for title, *cells in lines:
-            label = _tag("th", title, 'scope="row" class="label"')
-            label += "".join(_tag("td", name, 'class="label"') for name in cells[: labels - 1])
-            html_lines.append(_tag("tr", label + "".join(_tag("td", cell) for cell in cells[labels - 1 :])))
-        footer = [_tag("tr", _tag("td", note, f'class="note" colspan="{len(heads[-1])}"')) for note in notes]
-        return (
-            "\n".join([*html_lines, "</tbody>", *(["<tfoot>", *footer, "</tfoot>"] if footer else []), "</table>"])
-            + "\n"
-        )
-
     def save(
-        self, folder: str | Path, formats: Sequence[str] = ("md", "tex", "csv", "html", "txt"), detail: Detail = "both"
+        self, folder: str | Path, formats: Sequence[str] = ("md", "tex", "csv", "txt"), detail: Detail = "both"
     ) -> list[Path]:
         """Write the table to a folder, one file for each format; return the paths."""
         content_by_format = {
@@ -340,7 +297,6 @@ class Table:
             "csv": self.csv(),
             "txt": self.text(detail),
         }
-        content_by_format["html"] = page([self], self.title, detail)
         if unknown := [name for name in formats if name not in content_by_format]:
             raise UserError(
                 f"a table cannot be written as {', '.join(unknown)}, only as {', '.join(content_by_format)}"
@@ -412,11 +368,6 @@ class Table:
         return [sentence for sentence, occurs in sentences.items() if occurs]
 
 
-def page(tables: Sequence[Table], title: str, detail: Detail = "both") -> str:
-    """Return a self-contained HTML page of tables."""
-    return PAGE % (_html(title), "".join(f"<div>\n{table.html(detail)}</div>\n" for table in tables))
-
-
 def mean_rank_columns(table: Table, metric_columns: Sequence[str]) -> Table:
     """Add a column for each metric with the mean rank of each method over all columns of that name.
 
@@ -452,8 +403,15 @@ def mean_rank_columns(table: Table, metric_columns: Sequence[str]) -> Table:
 
 
 def _ranks(table: dict[int, list[float]]) -> dict[int, float]:
-    complete_rows = {str(row): values for row, values in table.items() if all(map(math.isfinite, values))}
-    return {int(row): rank for row, rank in mean_ranks(complete_rows).ranks.items()} if len(complete_rows) > 1 else {}
+    """Return the mean rank of each row without missing values; equal values share the smallest of their ranks."""
+    complete_rows = {row: values for row, values in table.items() if all(map(math.isfinite, values))}
+    if len(complete_rows) < 2:
+        return {}
+    columns = list(zip(*complete_rows.values(), strict=True))
+    return {
+        row: fmean(1 + sum(other < value for other in column) for value, column in zip(values, columns, strict=True))
+        for row, values in complete_rows.items()
+    }
 
 
 def _signed(column: Column, value: float | None) -> float:
@@ -493,7 +451,3 @@ def _align_numbers(column: Sequence[str]) -> list[str]:
     """Right-align the first number of each entry."""
     ends = [len(entry.partition(" ")[0].rstrip("*")) for entry in column]
     return [" " * (max(ends) - end) * bool(entry) + entry for entry, end in zip(column, ends, strict=True)]
-
-
-def _tag(tag: str, content: str, attributes: str = "") -> str:
-    return f"<{' '.join(filter(None, [tag, attributes]))}>{content}</{tag}>"

@@ -57,7 +57,6 @@ FORMAT = "fedlas.calibrator/1"
 # Fitted parameters that may be non-finite: an unknown standard error, the value of an empty bin.
 UNKNOWN: Mapping[str, Callable[[Tensor], Tensor]] = {"standard_error": torch.isposinf, "values": torch.isnan}
 KIND = "a calibrator is a .safetensors file that `fedlas calibrate fit` or its own save() wrote"
-CHECKSUM = "sha256"  # metadata key of the checksum of the tensors; `to_safetensors` adds one for the metadata
 Kind = TypeVar("Kind", bound="AbstractCalibrator")
 EXACT_BELOW = 20_000_000  # number of logits up to which they are copied to float64
 ENORMOUS = 1e100
@@ -99,9 +98,9 @@ class Fit:
         split: split of the samples.
         before: mean negative log-likelihood of the samples before calibration, in nats.
         after: mean negative log-likelihood after calibration.
-        class_names: one name per class, if the predictions had names; files of earlier versions have none.
+        class_names: one name per class, if the predictions had names.
         doubt: reason why the fit is unreliable; empty if it is reliable.
-        digest: checksum of the samples in any order; files of earlier versions have none.
+        digest: checksum of the samples in any order.
     """
 
     n: int
@@ -109,14 +108,14 @@ class Fit:
     split: str | None
     before: float
     after: float
-    class_names: tuple[str, ...] | None = None
-    doubt: str = ""
-    digest: str = ""
+    class_names: tuple[str, ...] | None
+    doubt: str
+    digest: str
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Fit":
-        """Restore from the fields of a file, including those of earlier versions without names."""
-        names, split, doubt = fields.get("class_names"), fields["split"], fields.get("doubt", "")
+        """Restore from the fields of a file."""
+        names, split = fields["class_names"], fields["split"]
         if names is not None and not isinstance(names, list | tuple):
             raise UserError(f"class_names is {names!r:.100}; a list of strings is expected")
         return cls(
@@ -126,8 +125,8 @@ class Fit:
             before=_check_real(fields["before"], "before"),
             after=_check_real(fields["after"], "after"),
             class_names=None if names is None else tuple(check_text(name, "class_names") for name in names),
-            doubt=check_text(doubt, "doubt"),
-            digest=check_text(fields.get("digest", ""), "digest"),
+            doubt=check_text(fields["doubt"], "doubt"),
+            digest=check_text(fields["digest"], "digest"),
         )
 
 
@@ -290,7 +289,7 @@ class AbstractCalibrator(ABC):
 
     def was_fitted_on(self, predictions: Predictions) -> bool:
         """Return whether predictions hold exactly the samples of the fit, in any order."""
-        if self.fitted is None or not self.fitted.digest or predictions.given_labels is None:
+        if self.fitted is None or predictions.given_labels is None:
             return False
         if (len(predictions), predictions.num_classes) != (self.fitted.n, self.fitted.classes):
             return False
@@ -314,9 +313,8 @@ class AbstractCalibrator(ABC):
         if self.fitted is None:
             raise RuntimeError(f"{self.name} is not fitted yet; there is nothing to save")
         content = {"format": FORMAT, "name": self.name, "options": self.options, "fitted": asdict(self.fitted)}
-        tensors = {key: value.cpu().contiguous() for key, value in self.learned.items()}
-        metadata = {key: json.dumps(value) for key, value in (content | {CHECKSUM: _checksum(tensors)}).items()}
-        write_atomic(Path(path), to_safetensors(metadata, tensors))
+        metadata = {key: json.dumps(value) for key, value in content.items()}
+        write_atomic(Path(path), to_safetensors(metadata, self.learned))
 
     @classmethod
     def load(cls: type[Kind], path: str | Path) -> Kind:
@@ -363,18 +361,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         content = " but holds predictions" if {"logits", "probs"} & set(tensors) else ""
         raise UserError(f"{path} is no calibrator{content}; {KIND}")
     with file_errors(path):
-        metadata = {key: json.loads(value) for key, value in texts.items()}
-    if metadata.get(CHECKSUM, _checksum(tensors)) != _checksum(tensors):  # files of earlier versions have no checksum
-        raise UserError(f"{path} is damaged: the checksum of its tensors does not match")
-    return metadata, tensors
-
-
-def _checksum(tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}\n".encode())
-        digest.update(tensors[name].numpy().tobytes())
-    return digest.hexdigest()
+        return {key: json.loads(value) for key, value in texts.items()}, tensors
 
 
 def with_logits(predictions: Predictions, logits: Float[Tensor, "n classes"]) -> Predictions:

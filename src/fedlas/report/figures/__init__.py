@@ -41,7 +41,6 @@ from fedlas.report.figures.indicator import (
     norm_figure,
 )
 from fedlas.report.figures.ood import OODFigureData, OODScore, OODSet, ood_data, roc_figure, score_figure
-from fedlas.report.figures.ranks import Ranks, rank_data, rank_figure
 from fedlas.report.figures.reliability import (
     Reliability,
     SmoothReliability,
@@ -84,7 +83,6 @@ __all__ = [
     "OODScore",
     "OODSet",
     "OverUnder",
-    "Ranks",
     "Reliability",
     "RiskCurve",
     "SmoothReliability",
@@ -111,8 +109,6 @@ __all__ = [
     "ood_data",
     "over_under_data",
     "over_under_figure",
-    "rank_data",
-    "rank_figure",
     "reliability_data",
     "reliability_figure",
     "reliability_lines_figure",

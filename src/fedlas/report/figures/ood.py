@@ -87,7 +87,6 @@ def ood_data(
     ood: Mapping[str, AnyPredictions | Array],
     report: Report,
     title: str,
-    train_features: Array | None = None,
 ) -> OODFigureData:
     """Return ROC curve and histograms of every score on every OOD data set.
 
@@ -96,9 +95,8 @@ def ood_data(
         ood: predictions or logits on OOD data, by the name of the data set.
         report: the report with the same OOD data.
         title: name of the model.
-        train_features: features of the training set, for the "knn" score.
     """
-    data = page_data.ood_data(predictions, ood, report, train_features)
+    data = page_data.ood_data(predictions, ood, report)
     if data is None:
         raise UserError("the report has no OOD data; pass it to evaluate(..., ood=...)")
     sets = []

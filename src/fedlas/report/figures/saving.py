@@ -104,7 +104,7 @@ def _model_figures(models_by_name: Mapping[str, Model], reports: Mapping[str, Re
             classes = confidence.class_map_data(predictions, name)
             yield f"class_map{suffix}", confidence.class_map_figure(classes), classes
         if reports[name].before.detection is not None and model.ood:
-            detection = ood.ood_data(predictions, model.ood, reports[name], name, model.train_features)
+            detection = ood.ood_data(predictions, model.ood, reports[name], name)
             yield f"roc{suffix}", ood.roc_figure(detection), detection
             set_suffixes = _suffixes([ood_set.name for ood_set in detection.sets])
             for ood_set in detection.sets:
