@@ -11,8 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fedlas import metrics
+from fedlas.metrics import inputs
 from fedlas.metrics.registry import all_metrics
 from fedlas.predictions import Predictions
+from fedlas.predictions.probabilities import top_of_logits
 from metrics import cases
 
 pytestmark = [
@@ -156,6 +158,29 @@ def test_streams_of_logits_equal_the_cpu(name: str, dtype: torch.dtype) -> None:
     cpu_result = STREAMS[name]().update_logits(logits, labels).compute()
     gpu_result = STREAMS[name]().update_logits(logits.cuda(), labels.cuda()).compute()
     assert numbers(gpu_result) == pytest.approx(numbers(cpu_result), abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("classes", [2, 10, 100, 1000, 1024, 5000, 40_000])
+def test_kernel_matches_softmax(classes: int, dtype: torch.dtype) -> None:
+    rows = 10_001
+    logits = (4 * torch.randn(rows, classes, device="cuda")).to(dtype)
+    logits[3] = 0
+    logits[4, :2] = logits[4].amax() + 1
+    expected = logits.softmax(1, dtype=torch.float32).max(1)
+    top = inputs.top_of_logits_by_kernel(logits)
+    if classes > inputs.MOST_CLASSES:
+        assert top is None
+        top = top_of_logits(logits)
+    assert top is not None, "triton did not build the kernel"
+    torch.testing.assert_close(top[0], expected.values, rtol=2e-6, atol=0)
+    assert torch.equal(top[1], expected.indices)
+    assert top[1][3] == 0
+    assert top[1][4] == 0
+    wide_logits = torch.randn(rows, 2 * classes, device="cuda").to(dtype)
+    for view in (wide_logits[:, ::2], wide_logits[:, :classes]):
+        view_top = inputs.top_of_logits_by_kernel(view) or top_of_logits(view)
+        assert torch.equal(view_top[1], view.softmax(1, dtype=torch.float32).max(1).indices)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

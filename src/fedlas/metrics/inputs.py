@@ -13,9 +13,10 @@ probability of that class. Maps `(n, classes, height, width)` with labels `(n, h
 positions.
 """
 
+import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar
 
 import torch
@@ -39,6 +40,9 @@ from fedlas.predictions.arrays import (
     two_columns,
 )
 from fedlas.predictions.probabilities import log_uncertainty, softmax, top_of_logits, top_of_probs
+
+MANY_ROWS = 10_000  # with fewer rows, compiling the kernel takes longer than it saves
+MOST_CLASSES = 2**15  # more do not fit into the registers of one Triton program
 
 Scope = Literal["top-label", "class-wise", "positive", "confidence", "multi-label"]
 
@@ -208,7 +212,7 @@ def pairs_of_logits(
         )
     scores = _table_of_logits(as_floats(logits, "logits"))
     checked = _with_labels(scores, _labels(labels, scores), ignore_index)
-    confidence, prediction = top_of_logits(scores)
+    confidence, prediction = top_of_logits_by_kernel(scores) or top_of_logits(scores)
     return _pairs(checked, confidence, prediction, log_uncertainty(scores, prediction) if ranked else None)
 
 
@@ -257,6 +261,33 @@ def probs_of(logits: Array, scope: Scope = "top-label") -> Float[Tensor, "..."]:
     if scope == "multi-label" or (scope == "positive" and scores.shape[1:] in {(), (1,)}):
         return float32_or_better(scores).sigmoid()
     return softmax(_table_of_logits(scores))
+
+
+def top_of_logits_by_kernel(logits: Float[Tensor, "n classes *space"]) -> tuple[Tensor, Tensor] | None:
+    """Return the result of `top_of_logits` from a Triton kernel; None if it cannot run."""
+    if logits.device.type != "cuda" or logits.ndim != 2 or logits.dtype == torch.float64 or len(logits) < MANY_ROWS:
+        return None
+    kernel = _kernel()
+    if kernel is None or logits.shape[1] > MOST_CLASSES:
+        return None
+    total, prediction = kernel(logits)
+    if not bool(torch.isfinite(total).all()):
+        check_finite(logits)
+    return total.reciprocal(), prediction
+
+
+@cache
+def _kernel() -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+    """Compile the kernel on first use; None if Triton or its compiler is missing."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # warnings of Triton
+            from fedlas.metrics.kernels.top_label import top_label  # noqa: PLC0415
+
+            top_label(torch.zeros(2, 2, device="cuda"))
+    except Exception:  # torch computes the same result without the kernel
+        return None
+    return top_label
 
 
 def _table_of_logits(scores: Float[Tensor, "..."]) -> Float[Tensor, "n classes *space"]:

@@ -38,6 +38,7 @@ from fedlas.metrics.inputs import (
     Scope,
     correctness,
     rows,
+    top_of_logits_by_kernel,
 )
 from fedlas.metrics.intervals.methods import LossBootstrap, MeanBootstrap, WilsonInterval
 from fedlas.metrics.intervals.resampling import Bounds
@@ -239,6 +240,11 @@ def prob_losses(
 
 def logit_losses(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]) -> Losses:
     """Return the negative log-likelihood of each sample from logits."""
+    top = top_of_logits_by_kernel(logits) if labels.ndim == 1 else None
+    if top is not None:
+        confidence, prediction = top
+        predicted, label = (exact(logits.gather(1, index[:, None])[:, 0]) for index in (prediction, labels))
+        return Losses(predicted - label - exact(confidence).log(), 0.0, 0)
     parts = []
     for part in slices_of(logits):
         logs, truth = exact(_log_likelihoods(_wide(logits[part]), labels[part])), labels[part]
