@@ -11,7 +11,7 @@ from optimizer_step_case import CASES
 
 from fedlas.training.accelerators import optimizer_step
 from fedlas.training.accelerators.parameter_blocks import BLOCK, TILE, WeightCast
-from fedlas.training.accelerators.resnet import SideStream, _CastWeights, _GradientTarget
+from fedlas.training.accelerators.resnet import CastWeights, GradientTarget, SideStream
 from fedlas.training.optimizer import build_optimizer
 from fedlas.training.recipe import Recipe
 
@@ -82,8 +82,8 @@ def test_gradient_slots_are_contiguous_with_the_strides_of_the_parameters():
 
 
 def backward_through_casts(weights: list[nn.Parameter], slots: list[torch.Tensor | None], images: torch.Tensor) -> None:
-    targets = [_GradientTarget(weight, slot) for weight, slot in zip(weights, slots, strict=True)]
-    copies = _CastWeights.apply(torch.bfloat16, SideStream(CPU), targets, WeightCast(weights), *weights)
+    targets = [GradientTarget(weight, slot) for weight, slot in zip(weights, slots, strict=True)]
+    copies = CastWeights.apply(torch.bfloat16, SideStream(CPU), targets, WeightCast(weights), *weights)
     sum((nn.functional.conv2d(images.bfloat16(), copy) ** 2).float().sum() for copy in copies).backward()
 
 

@@ -223,9 +223,9 @@ class _TrainingPass:
         self.model = model
         self.side = SideStream(images.device, used=model.has_bottlenecks)
         weights = [layer.weight for layer in layers]
-        targets = [_GradientTarget(weight, model.gradient_slots.get(weight)) for weight in weights]
+        targets = [GradientTarget(weight, model.gradient_slots.get(weight)) for weight in weights]
         cast = None if dtype == torch.float32 else model.cast_of(weights)
-        self.weights = dict(zip(layers, _CastWeights.apply(dtype, self.side, targets, cast, *weights), strict=True))
+        self.weights = dict(zip(layers, CastWeights.apply(dtype, self.side, targets, cast, *weights), strict=True))
 
     def block(self, block: Any, x: Activation) -> Activation:
         """Compute a residual block."""
@@ -286,9 +286,9 @@ class _TrainingPass:
         if deferred is not None and first:
             if is_gemm and support.conv1x1_backward and conv1x1.fits_back(x, weight):
                 defer = deferred.defer_gemm
-        elif deferred is not None and (stride := _stride_of_1x1(geometry, weight)) > 1:
+        elif deferred is not None and (stride := stride_of_1x1(geometry, weight)) > 1:
             defer = partial(deferred.store_strided, stride)
-        y, statistics = _Convolution.apply(x, weight, geometry, self.side, with_statistics, defer)
+        y, statistics = Convolution.apply(x, weight, geometry, self.side, with_statistics, defer)
         return y.contiguous(memory_format=torch.channels_last), statistics  # a copy only without cuDNN
 
     def norm(
@@ -360,7 +360,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class _GradientTarget(NamedTuple):
+class GradientTarget(NamedTuple):
     """A weight, and the slot for its gradient, if it has one."""
 
     weight: Tensor
@@ -373,12 +373,12 @@ class _GradientTarget(NamedTuple):
         return self.slot.view_as(self.slot)  # a new tensor: autograd keeps a gradient that has no other owner
 
 
-class _CastWeights(torch.autograd.Function):
+class CastWeights(torch.autograd.Function):
     """Cast weights to low precision and their gradients to float32, one kernel each."""
 
     @staticmethod
     def forward(
-        ctx: Any, dtype: torch.dtype, side: SideStream, targets: list[_GradientTarget], cast: WeightCast | None,
+        ctx: Any, dtype: torch.dtype, side: SideStream, targets: list[GradientTarget], cast: WeightCast | None,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.side, ctx.targets = side, targets
@@ -397,7 +397,7 @@ class _CastWeights(torch.autograd.Function):
         return None, None, None, None, *copies
 
 
-class _Convolution(torch.autograd.Function):
+class Convolution(torch.autograd.Function):
     """A convolution that computes both gradients in parallel, and statistics for a batch norm if one is given."""
 
     @staticmethod
@@ -533,7 +533,7 @@ def _is_1x1(weight: Tensor) -> bool:
     return weight.shape[2:] == (1, 1)
 
 
-def _stride_of_1x1(geometry: tuple[Any, ...], weight: Tensor) -> int:
+def stride_of_1x1(geometry: tuple[Any, ...], weight: Tensor) -> int:
     """Return the stride of a 1 x 1 convolution, 1 for any other convolution."""
     (down, across), *rest = geometry
     return down if down == across and _is_1x1(weight) and rest == [(0, 0), (1, 1), 1] else 1
