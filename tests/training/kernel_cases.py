@@ -13,7 +13,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from fedlas.models import WithFeatures, build_model
 from fedlas.training.accelerators import batch_norm
-from fedlas.training.accelerators.resnet import fuse
+from fedlas.training.accelerators.resnet import FusedResNet
 
 Tensors = dict[str, torch.Tensor]
 Step = dict[str, Tensors]  # logits, gradients and buffers
@@ -154,7 +154,7 @@ def compare_step(
         model.layer1 = model.layer1[:1]
     model.to(device, memory_format=torch.channels_last)
     expected = forward_and_backward(copy.deepcopy(model).double(), images.double())
-    fused_model = fuse(model)
+    fused_model = FusedResNet(model)
     plain_model = copy.deepcopy(fused_model)
     with ExitStack() as stack:
         stack.enter_context(torch.autocast(device, dtype, enabled=dtype != torch.float32))

@@ -25,7 +25,7 @@ from kernel_cases import (
 )
 
 from fedlas.training.accelerators import batch_norm, stem
-from fedlas.training.accelerators.resnet import fuse
+from fedlas.training.accelerators.resnet import FusedResNet
 
 SMALL = (3, 5, 7, 64)  # images, height, width and channels: a part of a tile
 MORE_TILES = (3, 11, 13, 128)  # than programs
@@ -172,7 +172,7 @@ def uses_kernels(
     model: Any = network("basic").to(memory_format=torch.channels_last)
     model.layer1, model.layer2, model.fc = nn.Sequential(), nn.Sequential(), nn.Linear(64, 5)
     changes.get(change, nn.Module.train)(model)
-    model = fuse(model).to(device).train()
+    model = FusedResNet(model).to(device).train()
     images = torch.randn(2, model.conv1.in_channels, 4, 3, device=device).contiguous(memory_format=layout)
     images.requires_grad_(change == "images that learn")
     with (

@@ -79,9 +79,7 @@ class Support(NamedTuple):
     conv1x1_backward: bool = True
 
 
-def fuse(model: nn.Module) -> "FusedResNet | None":
-    """Return a network that shares all layers of a torchvision ResNet and trains with custom kernels, if it fits."""
-    return FusedResNet(model) if fits(model) else None
+ALL_KERNELS = Support()
 
 
 def fits(model: Any) -> bool:
@@ -98,6 +96,11 @@ def fits(model: Any) -> bool:
     return _is_standard(model) and all(
         type(block) in (BasicBlock, Bottleneck) and _is_standard(block) for block in blocks
     )
+
+
+def has_bottlenecks(model: nn.Module) -> bool:
+    """Return whether a network has 1x1 convolutions with stride 1."""
+    return any(isinstance(layer, Bottleneck) for layer in model.modules())
 
 
 def _is_standard(part: Any) -> bool:
@@ -144,19 +147,15 @@ class FusedResNet(ResNet):  # type: ignore[misc]
 
     Args:
         model: a network that `fits`.
-
-    Attributes:
         support: the optional kernels that it uses.
-        has_bottlenecks: whether it has 1x1 convolutions with stride 1.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, support: Support = ALL_KERNELS) -> None:
         nn.Module.__init__(self)
         for name, layer in model.named_children():
             self.add_module(name, layer)
         self.training = model.training
-        self.support = Support()
-        self.has_bottlenecks = any(isinstance(layer, Bottleneck) for layer in model.modules())
+        self.support, self.has_bottlenecks = support, has_bottlenecks(model)
         self.gradient_slots: Mapping[Tensor, Tensor] = {}
         self.weight_cast: WeightCast | None = None
         self.counters: dict[nn.Module, Tensor] = {}
