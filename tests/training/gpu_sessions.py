@@ -52,7 +52,12 @@ def assert_captured_is_eager(recipe: Recipe, epochs: int = 3) -> tuple[Session, 
     """Train captured and eager steps, compare them bit for bit, and return both sessions."""
     captured, eager = (trained(recipe, capture=capture, epochs=epochs) for capture in (True, False))
     assert captured.runner.graphs, "nothing was captured"
+    assert captured.runner.capture, "the last batch of an epoch could not be captured"
     assert_equal_tensors(captured, eager)
+    assert captured.step.metrics.read() == eager.step.metrics.read()
+    assert captured.step.gate.end_epoch() == eager.step.gate.end_epoch()
+    assert int(captured.step.count) == int(eager.step.count) == epochs * captured.steps_per_epoch
+    assert float(captured.step.scaler.value) == float(eager.step.scaler.value)
     return captured, eager
 
 

@@ -19,29 +19,21 @@ pytestmark = CUDA_MARKS
 NAMES = [record.name for record in fedlas.list_losses()]
 
 
-@pytest.mark.parametrize("loss", NAMES)
-def test_capture_equals_eager_bit_for_bit(loss):
-    captured, eager = assert_captured_is_eager(short(loss, compile=False))
-    assert captured.runner.capture
-    assert captured.step.metrics.read() == eager.step.metrics.read()
-    assert captured.step.gate.end_epoch() == eager.step.gate.end_epoch()
-
-
 @pytest.mark.parametrize(
-    "changes",
+    ("loss", "changes"),
     [
-        {"precision": "bf16", "channels_last": True},
-        {"precision": "fp16"},
-        {"optimizer": "adamw", "lr": 0.003},
-        {"accumulate": 2, "nesterov": True},
-        {"mixup": 0.3, "cutmix": 1.0},
-        {"clip": None, "schedule": "cosine"},
+        *((loss, {}) for loss in NAMES),
+        ("fedlas_ls", {"precision": "bf16", "channels_last": True}),
+        ("fedlas_ls", {"precision": "fp16"}),
+        ("fedlas_ls", {"optimizer": "adamw", "lr": 0.003}),
+        ("fedlas_ls", {"accumulate": 2, "nesterov": True}),
+        ("fedlas_ls", {"mixup": 0.3, "cutmix": 1.0}),
+        ("fedlas_ls", {"clip": None, "schedule": "cosine"}),
     ],
     ids=str,
 )
-def test_every_kind_of_step_can_be_captured(changes):
-    captured, eager = assert_captured_is_eager(short("fedlas_ls", compile=False, **changes))
-    torch.testing.assert_close(captured.step.scaler.value, eager.step.scaler.value)
+def test_capture_equals_eager_bit_for_bit(loss, changes):
+    assert_captured_is_eager(short(loss, compile=False, **changes))
 
 
 @pytest.mark.parametrize("loss", ["ce", "fedlas_ls", "fedlas_mbls", "crl"])
