@@ -460,15 +460,6 @@ class StridedGradient(NamedTuple):
     every: int
 
 
-def second_gradient_options(second: Tensor | StridedGradient | None, y: Tensor) -> tuple[Tensor, dict[str, int]]:
-    """Return the gradient of the second use, or a placeholder, and the kernel constants for it."""
-    if isinstance(second, StridedGradient):
-        height, width = y.shape[2:]
-        return second.gradient, {"HAS_SECOND": True, "EVERY": second.every, "HEIGHT": height, "WIDTH": width}
-    options = {"HAS_SECOND": second is not None, "EVERY": 1, "HEIGHT": 1, "WIDTH": 1}
-    return y if second is None else second, options
-
-
 class GradientSums(NamedTuple):
     """Result of the first backward pass through a batch norm, and input of the second pass.
 
@@ -516,16 +507,20 @@ def backward_launch(
     results = torch.empty(8, channels, device=y.device, dtype=torch.float32).unbind()
     partial = torch.empty(2 if other is None else 3, blocks, channels, device=y.device, dtype=torch.float32)
     weight, bias, slope, offset, *of_other = results
-    second_gradient, second_options = second_gradient_options(second, y)
+    options: dict[str, Any] = {"HAS_SECOND": second is not None, "EVERY": 1, "HEIGHT": 1, "WIDTH": 1}
+    if isinstance(second, StridedGradient):
+        options |= {"EVERY": second.every, "HEIGHT": y.shape[2], "WIDTH": y.shape[3]}
+        second = second.gradient
     other_arguments = other_statistics or statistics
     arguments = (
-        second_gradient, y, bits, output, statistics.scale, statistics.shift, statistics.mean, statistics.rstd,
+        y if second is None else second, y, bits, output,
+        statistics.scale, statistics.shift, statistics.mean, statistics.rstd,
         partial, counter, weight, bias, slope, offset, y if other is None else other,
         other_arguments.mean, other_arguments.rstd, other_arguments.scale, *of_other, rows, channels, blocks,
     )  # fmt: skip
-    options = {"MASK": "bits" if bits.numel() else "y", "HAS_OTHER": other is not None, "STAGES": tile.stages}
+    options |= {"MASK": "bits" if bits.numel() else "y", "HAS_OTHER": other is not None, "STAGES": tile.stages}
     grid = channels // tile.columns, blocks
-    return BackwardLaunch(grid, arguments, options | second_options | compile_options(tile), results)
+    return BackwardLaunch(grid, arguments, options | compile_options(tile), results)
 
 
 def gradient_sums(
