@@ -341,7 +341,7 @@ def test_only_gradients_outside_their_slots_are_copied():
     for parameter, slot in fused_step.slots.items():
         parameter.grad = torch.full_like(parameter, 2.0) if parameter.ndim > 1 else slot.fill_(3.0).view_as(slot)
     assert fused_step.ready
-    fused_step._copy_to_slots()
+    fused_step.copy_to_slots()
     assert [slot.unique().tolist() for slot in fused_step.slots.values()] == [[2.0], [3.0]]
     net.weight.data = net.weight.data.clone()
     assert not fused_step.ready  # its address has changed
