@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 import torch
 
+import shape_checks
+
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used, for equal bits
 CUDA_MARKS = [
     pytest.mark.gpu,
@@ -69,12 +71,18 @@ class Device:
         return self.interpreter.submit(function, "cpu", *args).result(timeout=300)
 
 
+def enable_shape_checks() -> None:
+    """Check annotations as in the test process; fedlas is imported later."""
+    if os.environ.get("FEDLAS_SHAPE_CHECKS", "1") != "0":
+        shape_checks.install("fedlas")
+
+
 @contextmanager
 def start_interpreter() -> Iterator[Device]:
     """Start a process in which kernels are interpreted."""
     with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, get_context("spawn")) as pool:
         patch.setenv("TRITON_INTERPRET", "1")
-        pool.submit(os.getpid).result()  # starts the process
+        pool.submit(enable_shape_checks).result()  # starts the process
         patch.undo()
         yield Device("interpreted", pool)
 

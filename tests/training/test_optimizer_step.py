@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +23,7 @@ from torch import nn
 pytest.importorskip("triton")
 import triton.language as tl
 
+from fedlas.losses import build_loss
 from fedlas.losses.base import GateState
 from fedlas.training import Recipe, build
 from fedlas.training.accelerators import metric_sums, optimizer_step
@@ -218,16 +218,17 @@ def check_metric_sums(device: str) -> None:
     ):
         used: list[bool] = []
 
-        def recorded(*arguments: Any, used: list[bool] = used) -> bool:
-            used.append(metric_sums.add_batch(*arguments))
+        def recorded(*arguments: Any, used: list[bool] = used, add_batch: Any = metric_sums.add_batch) -> bool:
+            used.append(add_batch(*arguments))
             return used[-1]
 
-        kernels: Any = SimpleNamespace(add_batch=recorded)
+        kernels: Any = metric_sums
         fused, reference = EpochMetrics(torch.device(device), kernels), EpochMetrics(torch.device(device))
         for metrics in (fused, reference):
             for _ in range(2):
                 value = torch.tensor(0.7, device=device)
-                metrics.add_batch(value, {"one": value / 3, "two": value / 7}, logits, labels)
+                with patch.object(metric_sums, "add_batch", recorded):
+                    metrics.add_batch(value, {"one": value / 3, "two": value / 7}, logits, labels)
         assert used == [logits.shape[1] <= MAX_CLASSES] * 2
         assert len(reference.sums) == 5
         assert fused.sums == reference.sums
@@ -247,7 +248,8 @@ def check_gate_statistics(device: str) -> None:
         state = GateState(psi.to(device), gamma.to(device), torch.rand(rows).to(device), 0.05)
         for item in state[:3]:
             item[3::7] = math.nan
-        loss: Any = SimpleNamespace(gate_state=partial(tuple, state))
+        loss: Any = build_loss("fedlas_ls", num_classes=3)
+        loss.gate_state = partial(tuple, state)
         indices = torch.randperm(3 * rows)[: 2 * rows]
         kernels: Any = metric_sums
         fused, reference = (GateStatistics(loss, 3 * rows, torch.device(device), sums) for sums in (kernels, None))
