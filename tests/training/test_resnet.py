@@ -17,15 +17,7 @@ from torchvision.models.resnet import BasicBlock, ResNet
 from fedlas.models import build_model
 
 pytest.importorskip("triton")
-from kernel_cases import (
-    BLOCKS,
-    CATALOGUE,
-    Step,
-    forward_and_backward,
-    images_of,
-    largest_error,
-    network,
-)
+from kernel_cases import BLOCKS, CATALOGUE, Step, forward_and_backward, images_of, largest_error, network
 
 from fedlas.training.accelerators import batch_norm
 from fedlas.training.accelerators import resnet as fused_module

@@ -16,7 +16,6 @@ from kernel_cases import (
     Tensors,
     affine_and_counter,
     compare_step,
-    error_with_lost_statistics,
     in_float64,
     in_low_precision,
     network,
@@ -116,17 +115,6 @@ def test_the_stem_is_as_exact_as_its_type_and_reproducible(device, shape, dtype,
 def test_a_mean_far_from_zero_loses_few_digits(device):
     for part, error in device.call(errors, SMALL, False, torch.float32, 20.0).items():
         assert error < 1e-5, part
-
-
-def lose_statistics(device: str) -> float:
-    return error_with_lost_statistics(
-        layer(device, SMALL), partial(by_torch, twice=False), partial(by_kernels, twice=False)
-    )
-
-
-@pytest.mark.parametrize("device", [interpreted()], indirect=True)
-def test_a_nan_running_mean_does_not_affect_the_batch(device):
-    assert device.call(lose_statistics) < 1e-5
 
 
 def compare_step_of_network(device: str, count: int, dtype: torch.dtype) -> dict[str, Any]:
