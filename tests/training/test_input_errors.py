@@ -50,6 +50,12 @@ def test_a_network_for_other_images_raises_before_training(model, options, messa
         Session(Recipe(data="digits", model=model, loss="ce", model_options=options), CPU)
 
 
+def test_the_image_size_option_is_suggested(tmp_path):
+    recipe = large(natural_images(tmp_path, 10)).replace(model="resnet18_tiny", model_options={})
+    with pytest.raises(RunError, match=r"3 x 16 x 16.*data_options\.image_size"):
+        Session(recipe, CPU)
+
+
 def test_an_internal_error_of_a_network_is_not_called_a_wrong_image_size(monkeypatch):
     """Regression: every error of the trial image was reported as a wrong number of channels."""
 
@@ -67,12 +73,6 @@ def test_duplicate_class_names_raise_before_training(monkeypatch):
     monkeypatch.setattr(data_class, "class_names", property(lambda _self: ("0", "0", *"23456789")))
     with pytest.raises(RunError, match="'0'"):
         Session(quick("ce"), CPU)
-
-
-def test_the_image_size_option_is_suggested(tmp_path):
-    recipe = large(natural_images(tmp_path, 10)).replace(model="resnet18_tiny", model_options={})
-    with pytest.raises(RunError, match=r"3 x 16 x 16.*data_options\.image_size"):
-        Session(recipe, CPU)
 
 
 def test_head_selects_one_of_two_heads(tmp_path):

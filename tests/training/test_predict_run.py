@@ -168,9 +168,6 @@ def test_predictions_on_other_images_never_replace_those_of_the_run(folder_run):
     assert len(fedlas.read_predictions(path)) == 12  # all images, not a tenth of them
     assert {name: prediction_bytes(folder_run)[name] for name in before} == before
     assert predict_with(folder_run.folder, "folder").stem == "best-test"  # the test split of the recipe
-    path.write_bytes(folder_run.predictions_file("last-val").read_bytes())
-    with pytest.raises(RunError, match=f"{path.name}.*predictions"):
-        predict_with(folder_run.folder, "folder", options={"path": other})
 
 
 def test_another_path_of_the_training_images_is_the_same_data(folder_run, monkeypatch):

@@ -2,106 +2,38 @@
 
 import gc
 import math
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
+from devices import CUDA_MARKS
+from gpu_sessions import assert_captured_is_eager, assert_never_waits, gpu_session, trained
 from runs_of import log_without_times, prediction_bytes, short
 
 import fedlas
 from fedlas.training import AbstractCallback, Run, StoppedError, fit, recipe_for
-from fedlas.training.backend_flags import backend_flags, raise_compile_limit
-from fedlas.training.build import select_device
-from fedlas.training.capture import WARM_UP_STEPS
-from fedlas.training.session import Session
-from waiting import no_waiting
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # Inductor warns of its choice of kernels, and uses deprecated functions of torch.
-    pytest.mark.filterwarnings(
-        "ignore:\\nOnline softmax is disabled",
-        "ignore:.*torch.jit:DeprecationWarning",
-        "ignore:TensorFloat32",
-        "ignore:.*attribute of a Tensor that is not a leaf",
-    ),
-]
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used, for equal bits
+pytestmark = CUDA_MARKS
 NAMES = [record.name for record in fedlas.list_losses()]
 
 
-@contextmanager
-def gpu_session(recipe: Any, *, capture: bool = True) -> Iterator[Session]:
-    """Start a session on a stream of its own."""
-    device = select_device("cuda")
-    stream = torch.cuda.Stream(device)
-    with backend_flags(recipe, device), raise_compile_limit(recipe, device), torch.cuda.stream(stream):
-        session = Session(recipe, device, capture=capture)
-        session.net.train()
-        yield session
-        torch.cuda.synchronize()
-
-
-def trained(recipe: Any, *, capture: bool, epochs: int = 3) -> Session:
-    with gpu_session(recipe, capture=capture) as session:
-        for epoch in range(epochs):
-            for inputs in session.batches(epoch):
-                session.runner.run(*inputs)
-    return session
-
-
-def tensors(session: Session) -> dict[str, Any]:
-    state = session.state_dict()
-    optimizer_state = {
-        f"{n} {name}": value for n, item in enumerate(state["optimizer"]) for name, value in item.items()
-    }
-    return state["model"] | {f"loss {k}": v for k, v in state["loss"].items()} | optimizer_state
-
-
-def assert_equal_tensors(session: Session, expected: Session) -> None:
-    values = tensors(session)
-    for name, value in tensors(expected).items():
-        assert torch.equal(value, values[name]), name
-
-
-def assert_captured_is_eager(recipe: Any, epochs: int = 3) -> tuple[Session, Session]:
-    """Train captured and eager steps, compare them bit for bit, and return both sessions."""
-    captured, eager = (trained(recipe, capture=capture, epochs=epochs) for capture in (True, False))
-    assert captured.runner.graphs, "nothing was captured"
-    assert_equal_tensors(captured, eager)
-    return captured, eager
-
-
-@pytest.mark.parametrize("loss", NAMES)
-def test_capture_equals_eager_bit_for_bit(loss):
-    captured, eager = assert_captured_is_eager(short(loss, compile=False))
-    assert captured.runner.capture
-    assert captured.step.metrics.read() == eager.step.metrics.read()
-    assert captured.step.gate.end_epoch() == eager.step.gate.end_epoch()
-
-
 @pytest.mark.parametrize(
-    "changes",
+    ("loss", "changes"),
     [
-        {"precision": "bf16", "channels_last": True},
-        {"precision": "fp16"},
-        {"optimizer": "adamw", "lr": 0.003},
-        {"accumulate": 2, "nesterov": True},
-        {"mixup": 0.3, "cutmix": 1.0},
-        {"clip": None, "schedule": "cosine"},
+        *((loss, {}) for loss in NAMES),
+        ("fedlas_ls", {"precision": "bf16", "channels_last": True}),
+        ("fedlas_ls", {"precision": "fp16"}),
+        ("fedlas_ls", {"optimizer": "adamw", "lr": 0.003}),
+        ("fedlas_ls", {"accumulate": 2, "nesterov": True}),
+        ("fedlas_ls", {"mixup": 0.3, "cutmix": 1.0}),
+        ("fedlas_ls", {"clip": None, "schedule": "cosine"}),
     ],
     ids=str,
 )
-def test_every_kind_of_step_can_be_captured(changes):
-    captured, eager = assert_captured_is_eager(short("fedlas_ls", compile=False, **changes))
-    torch.testing.assert_close(captured.step.scaler.value, eager.step.scaler.value)
+def test_capture_equals_eager_bit_for_bit(loss, changes):
+    assert_captured_is_eager(short(loss, compile=False, **changes))
 
 
 @pytest.mark.parametrize("loss", ["ce", "fedlas_ls", "fedlas_mbls", "crl"])
@@ -116,18 +48,6 @@ def test_compiled_capture_is_close_to_eager(loss):
         torch.testing.assert_close(value, compiled.net.model.state_dict()[name], rtol=2e-2, atol=2e-3, msg=name)
     metrics, expected_metrics = compiled.step.metrics.read(), eager.step.metrics.read()
     assert metrics["loss"] == pytest.approx(expected_metrics["loss"], rel=1e-2)
-
-
-def assert_never_waits(recipe, *, capture):
-    with gpu_session(recipe, capture=capture) as session:
-        batches = list(session.batches(0))
-        for inputs in batches[: WARM_UP_STEPS + 2]:  # the capture itself may wait
-            session.runner.run(*inputs)
-        with no_waiting():
-            for inputs in batches[: WARM_UP_STEPS + 2]:
-                session.runner.run(*inputs)
-    assert bool(session.runner.graphs) == capture
-    return session
 
 
 @pytest.mark.parametrize("capture", [False, True])

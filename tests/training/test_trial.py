@@ -5,13 +5,14 @@ import copy
 import pytest
 import torch
 import triton.language as tl
+from devices import needs_cuda
 from runs_of import short
 
 from fedlas.models import build_model, resnet
 from fedlas.training import build
 from fedlas.training.accelerators import batch_norm, conv1x1, kernels, metric_sums, optimizer_step, stem, trial
 from fedlas.training.accelerators.optimizer_step import FusedOptimizerStep
-from fedlas.training.accelerators.resnet import FusedResNet, Support, fuse
+from fedlas.training.accelerators.resnet import FusedResNet, Support
 from fedlas.training.session import Session
 
 CPU = torch.device("cpu")
@@ -20,12 +21,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def forget():
     """Forget the results of earlier trials."""
-    trial._runs.cache_clear()
+    trial.runs.cache_clear()
     trial.batch_norm_failure.cache_clear()
-
-
-def fused(name):
-    return fuse(build_model(name, 10).to(memory_format=torch.channels_last))
 
 
 def let_all_run(monkeypatch):
@@ -51,7 +48,16 @@ def out_of_shared_memory(*_):
 )
 def test_kernels_that_a_network_does_not_use_are_not_tried(name, expected, monkeypatch):
     let_all_run(monkeypatch)
-    assert trial.resnet_support(fused(name), CPU) == expected
+    assert trial.resnet_support(build_model(name, 10), CPU) == expected
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", ["resnet18_cifar", "resnet50_cifar"])
+def test_all_kernels_run_on_a_gpu(name):
+    is_bottleneck = name == "resnet50_cifar"
+    assert trial.resnet_support(build_model(name, 10), torch.device("cuda")) == Support(
+        conv1x1=is_bottleneck, conv1x1_backward=is_bottleneck
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,9 +74,9 @@ def test_a_kernel_that_fails_is_computed_by_cudnn_and_the_others_are_used(
     let_all_run(monkeypatch)
     monkeypatch.setattr(module, kernel, out_of_shared_memory)
     with pytest.warns(UserWarning, match=f"^{layers} computed by cuDNN.*out of resource: shared memory$"):
-        support = trial.resnet_support(fused("resnet50_cifar"), CPU)
+        support = trial.resnet_support(build_model("resnet50_cifar", 10), CPU)
     assert support == expected
-    assert trial.resnet_support(fused("resnet50_cifar"), CPU) == expected  # and does not warn again
+    assert trial.resnet_support(build_model("resnet50_cifar", 10), CPU) == expected  # and does not warn again
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there can be used")

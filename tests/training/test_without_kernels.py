@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from devices import needs_cuda
 from runs_of import prediction_bytes, short
 
 import fedlas
@@ -64,13 +65,8 @@ def test_missing_kernels_are_reported(no_kernels):
         assert load_accelerator(short(compile=True), torch.device("cuda")) is None
 
 
-@pytest.mark.gpu
-@pytest.mark.filterwarnings(
-    "ignore:training without custom kernels",
-    "ignore:\\nOnline softmax",
-    "ignore:.*torch.jit:DeprecationWarning",
-    "ignore:TensorFloat32",
-)
+@needs_cuda
+@pytest.mark.filterwarnings("ignore:training without custom kernels")
 def test_gpu_training_gives_the_same_without_the_kernels(tmp_path, no_kernels, request):
     recipe = short(model="resnet18_cifar", model_options={"in_channels": 1}, channels_last=True, precision="bf16")
     without = fit(recipe, out=tmp_path / "without")

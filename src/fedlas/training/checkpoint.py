@@ -14,10 +14,10 @@ import io
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,22 @@ EMPTY_COMMENT = b"\0\0"  # the last bytes of a zip file without a comment: its l
 CHECKSUM_PREFIX = b"sha256 "  # start of the zip comment with the checksum
 # Exceptions raised when a state does not fit.
 RESTORE_ERRORS = (RuntimeError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError)
+
+
+# Entries of a checkpoint, which is untrusted input, and their types; `Session.load_state_dict` checks their content.
+ENTRIES = {
+    "model": dict,
+    "loss": dict,
+    "optimizer": list,
+    "step": dict,
+    "epoch": int,
+    "position": int,
+    "random": list,
+    "best": dict,
+    "best_epoch": int,
+    "best_accuracy": float,
+    "recipe": str,
+}
 
 
 def copy_to_host(value: Any) -> Any:
@@ -55,11 +71,11 @@ def restore_module(module: nn.Module, state: Mapping[str, Any]) -> None:
 def check_position(saved: Mapping[str, Any], path: Path | str, epochs: int, steps: int) -> None:
     """Raise if the position of a checkpoint is impossible for this number of epochs and steps per epoch."""
     epoch, position, count = saved["epoch"], saved["position"], int(saved["step"]["count"])
-    if position > (steps if epoch < epochs else 0):
+    if not 0 <= position <= (steps if epoch < epochs else 0):
         raise invalid_checkpoint(
             path, f"its position is after step {position} of {steps} in epoch {epoch + 1} of {epochs}"
         )
-    if count != epoch * steps + position:
+    if count != epoch * steps + position or count < 0:
         raise invalid_checkpoint(
             path, f"its step counter is {count}, but its position is after step {epoch * steps + position}"
         )
@@ -154,9 +170,11 @@ def load(path: Path) -> dict[str, Any]:
         raise RunError(damaged) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise RunError(f"{path} is not a checkpoint that fedlas wrote")
-    problem = _find_problem(content)
-    if problem is not None:
-        raise invalid_checkpoint(path, problem)
+    for name, kind in ENTRIES.items():
+        if not isinstance(content.get(name), kind):
+            raise invalid_checkpoint(path, f"{name!r} is missing, or no {kind.__name__}")
+    if content["epoch"] and not content["best"]:
+        raise invalid_checkpoint(path, f"'best' has no weights after epoch {content['epoch']}, unlike 'model'")
     return content
 
 
@@ -164,90 +182,6 @@ def invalid_checkpoint(path: Path | str, reason: object) -> RunError:
     """Return the error for a checkpoint that is readable but has invalid content."""
     details = " ".join(str(reason).split())
     return RunError(f"{path} is damaged, or not a checkpoint of this run: {details}; remove its folder to start again")
-
-
-def _find_problem(content: Mapping[str, Any]) -> str | None:
-    """Return what is missing or invalid in a checkpoint, which is untrusted input; None if it is valid."""
-    problem = _find_invalid_entry(content, ENTRIES) or _find_invalid_entry(content["step"], STEP_ENTRIES)
-    if problem is not None:
-        return problem
-    model, best = content["model"], content["best"]
-    if content["best_epoch"] > content["epoch"]:
-        return f"its best epoch, {content['best_epoch']}, is later than its last epoch, {content['epoch']}"
-    if (best or content["epoch"]) and _shapes(best) != _shapes(model):
-        return "'best' does not hold the same weights as 'model'"
-    return None
-
-
-def _find_invalid_entry(values: Mapping[str, Any], entries: Mapping[str, "Entry"]) -> str | None:
-    for name, entry in entries.items():
-        if name not in values:
-            return f"it has no {name!r}"
-        if not entry.is_valid(values[name]):
-            return f"{name!r} is not {entry.description}"
-    return None
-
-
-def _shapes(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: value.shape for name, value in weights.items()}
-
-
-def _is_dictionary(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_nested)
-
-
-def _are_tensors(value: Any) -> bool:
-    return _is_dictionary(value) and all(_is_tensor(item) for item in value.values())
-
-
-def _is_list(value: Any, is_item: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and bool(value) and all(is_item(item) for item in value)
-
-
-def _is_scalar(value: Any) -> bool:
-    plain = _is_tensor(value) and value.dtype in (torch.int64, torch.float32) and value.shape == ()
-    return plain and bool(value.isfinite()) and bool(value >= 0)
-
-
-def _is_gate_state(value: Any) -> bool:
-    return _is_dictionary(value) and _is_dictionary(value.get("history")) and _is_tensor(value.get("sums"))
-
-
-class Entry(NamedTuple):
-    """Valid values of an entry of a checkpoint."""
-
-    description: str
-    is_valid: Callable[[Any], bool]
-
-
-DICTIONARY = Entry("a dictionary with string keys", _is_dictionary)
-TENSORS = Entry("a dictionary of tensors", _are_tensors)
-SCALAR = Entry("a tensor with one number from 0 on", _is_scalar)
-COUNT = Entry("a whole number from 0 on", lambda value: type(value) is int and value >= 0)
-ENTRIES = {
-    "model": TENSORS,
-    "loss": DICTIONARY,
-    "optimizer": Entry("a list of dictionaries of tensors", lambda value: _is_list(value, _are_tensors)),
-    "step": DICTIONARY,
-    "epoch": COUNT,
-    "position": COUNT,
-    "random": Entry("a list with the random state of each process", lambda value: _is_list(value, _is_dictionary)),
-    "best": TENSORS,
-    "best_epoch": COUNT,
-    "best_accuracy": Entry("an accuracy", lambda value: type(value) in (int, float) and -1 <= value <= 1),
-    "recipe": Entry("the key of a recipe", lambda value: isinstance(value, str)),
-}
-STEP_ENTRIES = {
-    "count": SCALAR,
-    "scale": SCALAR,
-    "good_steps": SCALAR,
-    "metrics": TENSORS,
-    "gate": Entry("the state of the gate statistics", _is_gate_state),
-}
 
 
 def recover_checkpoint(run: Run) -> bool:

@@ -240,12 +240,16 @@ class Session:
     def load_state_dict(self, state: dict[str, Any], path: Path | None = None) -> None:
         """Continue from a saved state, in place; errors name the file that it is from."""
         name = path or "the checkpoint"
-        check_position(state, name, self.recipe.epochs, self.steps_per_epoch)
         try:
+            check_position(state, name, self.recipe.epochs, self.steps_per_epoch)
+            if state["best"]:
+                restore_module(self.net.model, state["best"])  # raises if the weights do not fit
             restore_module(self.net.model, state["model"])
             restore_module(self.loss, state["loss"])
             load_optimizer_state(self.step.optimizer, state["optimizer"])
             self._load_step(state["step"])
+        except RunError:
+            raise
         except RESTORE_ERRORS as error:
             if ran_out_of_memory(error):
                 raise

@@ -12,7 +12,7 @@ sign of the ReLU input from y if there is no residual add; otherwise the forward
 """
 
 import os
-from typing import NamedTuple, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 import triton
@@ -108,42 +108,29 @@ def _add_partial_sums(partial, column, blocks, channels, COLUMNS: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def finalize_statistics(
-    center, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels, blocks,
-    eps, momentum, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Compute scale and shift from the centred sums, and update the running statistics."""
-    old_mean, old_var = tl.load(running_mean + column), tl.load(running_var + column)
-    gamma, beta = tl.load(weight + column), tl.load(bias + column)
-    total, squares = _add_partial_sums(partial, column, blocks, channels, COLUMNS)
-    deviation, mean_square = total / rows, squares / rows
-    new_mean, variance = center + deviation, tl.maximum(mean_square - deviation * deviation, 0.0)
-    inverse_std = 1.0 / tl.sqrt(variance + eps)
-    factor = gamma * inverse_std
-    tl.store(mean + column, new_mean)
-    tl.store(rstd + column, inverse_std)
-    tl.store(scale + column, factor)
-    tl.store(shift + column, beta - new_mean * factor)
-    tl.store(running_mean + column, old_mean + momentum * (new_mean - old_mean))
-    tl.store(running_var + column, old_var + momentum * (variance * rows / (rows - 1) - old_var))
-
-
-@triton.jit
-@no_type_check
 def store_partial_sums(
     first, second, center, partial, counter, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column,
     rows, channels, blocks, eps, momentum, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Store the partial sums of this program; the last program finalizes the statistics."""
+    """Store partial sums; the last program computes scale and shift, and updates the running statistics."""
     own_row = partial + tl.program_id(1) * channels + column
     first, second = _column_sums(first, second)
     tl.store(own_row, first)
     tl.store(own_row + blocks * channels, second)
     if is_last_program(counter + tl.program_id(0), blocks):
-        finalize_statistics(
-            center, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels,
-            blocks, eps, momentum, COLUMNS,
-        )  # fmt: skip
+        old_mean, old_var = tl.load(running_mean + column), tl.load(running_var + column)
+        gamma, beta = tl.load(weight + column), tl.load(bias + column)
+        total, squares = _add_partial_sums(partial, column, blocks, channels, COLUMNS)
+        deviation, mean_square = total / rows, squares / rows
+        new_mean, variance = center + deviation, tl.maximum(mean_square - deviation * deviation, 0.0)
+        inverse_std = 1.0 / tl.sqrt(variance + eps)
+        factor = gamma * inverse_std
+        tl.store(mean + column, new_mean)
+        tl.store(rstd + column, inverse_std)
+        tl.store(scale + column, factor)
+        tl.store(shift + column, beta - new_mean * factor)
+        tl.store(running_mean + column, old_mean + momentum * (new_mean - old_mean))
+        tl.store(running_var + column, old_var + momentum * (variance * rows / (rows - 1) - old_var))
 
 
 @triton.jit
@@ -321,10 +308,9 @@ def store_partial_gradients(
     if HAS_OTHER:
         tl.store(own_row + 2 * blocks * channels, tl.sum(other_product, 0, keep_dims=True))
     if is_last_program(counter + tl.program_id(0), blocks):
-        gradient_sum = finalize_gradients(
-            partial, mean_value, rstd, scale, weight_gradient, bias_gradient, slope, offset, column, rows, channels,
-            blocks, COLUMNS,
-        )  # fmt: skip
+        gradient_sum, product_sum = _add_partial_sums(partial, column, blocks, channels, COLUMNS)
+        tl.store(bias_gradient + column, gradient_sum)
+        _store_factors(gradient_sum, product_sum, mean_value, rstd, scale, weight_gradient, slope, offset, column, rows)
         if HAS_OTHER:
             _, other_product_sum = _add_partial_sums(partial + blocks * channels, column, blocks, channels, COLUMNS)
             tl.store(other_bias_gradient + column, gradient_sum)
@@ -332,19 +318,6 @@ def store_partial_gradients(
                 gradient_sum, other_product_sum, other_mean_value, other_rstd, other_scale,
                 other_weight_gradient, other_slope, other_offset, column, rows,
             )  # fmt: skip
-
-
-@triton.jit
-@no_type_check
-def finalize_gradients(
-    partial, mean_value, rstd, scale, weight_gradient, bias_gradient, slope, offset, column, rows, channels, blocks,
-    COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Compute the factors of dy from all partial sums; return the sum of the gradient."""
-    total, product = _add_partial_sums(partial, column, blocks, channels, COLUMNS)
-    tl.store(bias_gradient + column, total)
-    _store_factors(total, product, mean_value, rstd, scale, weight_gradient, slope, offset, column, rows)
-    return total
 
 
 @triton.jit
@@ -487,15 +460,6 @@ class StridedGradient(NamedTuple):
     every: int
 
 
-def second_gradient_options(second: Tensor | StridedGradient | None, y: Tensor) -> tuple[Tensor, dict[str, int]]:
-    """Return the gradient of the second use, or a placeholder, and the kernel constants for it."""
-    if isinstance(second, StridedGradient):
-        height, width = y.shape[2:]
-        return second.gradient, {"HAS_SECOND": True, "EVERY": second.every, "HEIGHT": height, "WIDTH": width}
-    options = {"HAS_SECOND": second is not None, "EVERY": 1, "HEIGHT": 1, "WIDTH": 1}
-    return y if second is None else second, options
-
-
 class GradientSums(NamedTuple):
     """Result of the first backward pass through a batch norm, and input of the second pass.
 
@@ -524,12 +488,39 @@ class GradientSums(NamedTuple):
     other_offset: Tensor
 
 
-def gradient_buffers(
-    channels: int, blocks: int, device: torch.device, *, two_norms: bool
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Allocate the eight results per channel of the first backward pass, and the partial sums."""
-    numbers = torch.empty(8, channels, device=device, dtype=torch.float32).unbind()
-    return numbers, torch.empty(3 if two_norms else 2, blocks, channels, device=device, dtype=torch.float32)
+class BackwardLaunch(NamedTuple):
+    """What both kernels of the first backward pass share: grid, arguments after the gradient of z, and constants."""
+
+    grid: tuple[int, int]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    results: tuple[Tensor, ...]
+
+
+def backward_launch(
+    tile: Tile, output: Tensor, second: Tensor | StridedGradient | None, y: Tensor, bits: Tensor, statistics: Normed,
+    counter: Tensor, other: Tensor | None, other_statistics: Normed | None,
+) -> BackwardLaunch:  # fmt: skip
+    """Allocate results and partial sums of the first backward pass, and list the arguments of its kernel."""
+    rows, channels = shape_of(y)
+    blocks = tile.blocks(rows, channels)
+    results = torch.empty(8, channels, device=y.device, dtype=torch.float32).unbind()
+    partial = torch.empty(2 if other is None else 3, blocks, channels, device=y.device, dtype=torch.float32)
+    weight, bias, slope, offset, *of_other = results
+    options: dict[str, Any] = {"HAS_SECOND": second is not None, "EVERY": 1, "HEIGHT": 1, "WIDTH": 1}
+    if isinstance(second, StridedGradient):
+        options |= {"EVERY": second.every, "HEIGHT": y.shape[2], "WIDTH": y.shape[3]}
+        second = second.gradient
+    other_arguments = other_statistics or statistics
+    arguments = (
+        y if second is None else second, y, bits, output,
+        statistics.scale, statistics.shift, statistics.mean, statistics.rstd,
+        partial, counter, weight, bias, slope, offset, y if other is None else other,
+        other_arguments.mean, other_arguments.rstd, other_arguments.scale, *of_other, rows, channels, blocks,
+    )  # fmt: skip
+    options |= {"MASK": "bits" if bits.numel() else "y", "HAS_OTHER": other is not None, "STAGES": tile.stages}
+    grid = channels // tile.columns, blocks
+    return BackwardLaunch(grid, arguments, options | compile_options(tile), results)
 
 
 def gradient_sums(
@@ -548,23 +539,12 @@ def gradient_sums(
         other: input of the norm on the skip connection, if there is one.
         other_statistics: its statistics.
     """
-    rows, channels = shape_of(y)
     writes_output = bits.numel() > 0 or second is not None
     tile = SUMS_WITH_OUTPUT if writes_output else tile_for_sums(2 * y.numel())
-    blocks = tile.blocks(rows, channels)
     output = torch.empty_like(y) if writes_output else y
-    numbers, partial = gradient_buffers(channels, blocks, y.device, two_norms=other is not None)
-    weight, bias, slope, offset, *of_other = numbers
-    other_arguments = other_statistics or statistics
-    second_gradient, second_options = second_gradient_options(second, y)
-    back_sums_kernel[channels // tile.columns, blocks](
-        first, second_gradient, y, bits, output, statistics.scale, statistics.shift,
-        statistics.mean, statistics.rstd, partial, counter, weight, bias, slope, offset,
-        y if other is None else other, other_arguments.mean, other_arguments.rstd, other_arguments.scale, *of_other,
-        rows, channels, blocks, MASK="bits" if bits.numel() else "y", KEEP=writes_output,
-        HAS_OTHER=other is not None, STAGES=tile.stages, **second_options, **compile_options(tile),
-    )  # fmt: skip
-    return GradientSums(output if writes_output else first, "none" if writes_output else "y", *numbers)
+    launch = backward_launch(tile, output, second, y, bits, statistics, counter, other, other_statistics)
+    back_sums_kernel[launch.grid](first, *launch.arguments, KEEP=writes_output, **launch.options)
+    return GradientSums(output if writes_output else first, "none" if writes_output else "y", *launch.results)
 
 
 def apply_gradient(sums: GradientSums, y: Tensor, statistics: Normed, slope: Tensor, offset: Tensor) -> Tensor:

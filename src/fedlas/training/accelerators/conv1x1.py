@@ -25,13 +25,12 @@ from fedlas.training.accelerators.batch_norm import (
     StridedGradient,
     Tile,
     add_folded,
+    backward_launch,
     compile_options,
-    gradient_buffers,
     load_running_mean,
     load_second_gradient,
     new_images,
     relu_backward,
-    second_gradient_options,
     shape_of,
     statistics_buffers,
     store_partial_gradients,
@@ -200,20 +199,10 @@ def gradient_sums(
     counter: Tensor, other: Tensor | None = None, other_statistics: Normed | None = None,
 ) -> GradientSums:  # fmt: skip
     """Compute the first backward pass of a batch norm, as `batch_norm.gradient_sums`, from a deferred GEMM."""
-    rows, channels = shape_of(y)
-    tile = BACKWARD_TILE
-    blocks = tile.blocks(rows, channels)
-    gradient = torch.empty_like(y)
-    numbers, partial = gradient_buffers(channels, blocks, y.device, two_norms=other is not None)
-    weight, bias, slope, offset, *of_other = numbers
-    other_arguments = other_statistics or statistics
-    second_gradient, second_options = second_gradient_options(second, y)
-    gemm_backward_kernel[channels // tile.columns, blocks](
-        gemm.gradient, gemm.weight, second_gradient, y, bits, gradient, statistics.scale, statistics.shift,
-        statistics.mean, statistics.rstd, partial, counter, weight, bias, slope, offset,
-        y if other is None else other, other_arguments.mean, other_arguments.rstd, other_arguments.scale, *of_other,
-        rows, channels, blocks, K=len(gemm.weight), MASK="bits" if bits.numel() else "y",
-        HAS_OTHER=other is not None, STAGES=tile.stages, EVEN=rows % tile.rows == 0, **second_options,
-        **compile_options(tile),
+    gradient, rows = torch.empty_like(y), y.numel() // y.shape[1]
+    launch = backward_launch(BACKWARD_TILE, gradient, second, y, bits, statistics, counter, other, other_statistics)
+    gemm_backward_kernel[launch.grid](
+        gemm.gradient, gemm.weight, *launch.arguments, K=len(gemm.weight), EVEN=rows % BACKWARD_TILE.rows == 0,
+        **launch.options,
     )  # fmt: skip
-    return GradientSums(gradient, "none", *numbers)
+    return GradientSums(gradient, "none", *launch.results)

@@ -27,15 +27,13 @@ class CustomKernels:
 
     def prepare_model(self, model: nn.Module) -> nn.Module | None:
         """Return a ResNet whose training passes use the kernels, or None if the network is another one."""
-        fused = resnet.fuse(model)
-        if fused is None:
+        if not resnet.fits(model):
             return None
         reason = batch_norm_failure(self.device)
         if reason is not None:
             warnings.warn(f"custom kernels cannot be used, torch.compile is used instead: {reason}", stacklevel=2)
             return None
-        fused.support = resnet_support(fused, self.device)
-        return fused
+        return resnet.FusedResNet(model, resnet_support(model, self.device))
 
     def optimizer_step(
         self, recipe: Recipe, optimizer: torch.optim.Optimizer, rates: LearningRates, loss: nn.Module, model: nn.Module

@@ -216,7 +216,7 @@ class FusedOptimizerStep:
         self, loss_is_valid: Bool[Tensor, ""], count: Int[Tensor, ""], first_bad: Int[Tensor, ""], metrics: EpochMetrics
     ) -> None:
         """Update the parameters, or record the first bad step; see `FusedStep`."""
-        self._copy_to_slots()
+        self.copy_to_slots()
         steps, norm_sum = metrics.total("steps"), metrics.total("gradient_norm")
         recipe, table = self.recipe, self.rates.table
         groups = len(self.scales)
@@ -233,7 +233,7 @@ class FusedOptimizerStep:
             COLUMNS=COLUMNS, ALIGNED=ALIGNED, num_warps=4,
         )  # fmt: skip
 
-    def _copy_to_slots(self) -> None:
+    def copy_to_slots(self) -> None:
         """Copy gradients to their slots."""
         pairs: list[tuple[Tensor, Any]] = [(slot, parameter.grad) for parameter, slot in self.slots.items()]
         to_copy = [(slot, gradient) for slot, gradient in pairs if slot.data_ptr() != gradient.data_ptr()]

@@ -79,9 +79,7 @@ class Support(NamedTuple):
     conv1x1_backward: bool = True
 
 
-def fuse(model: nn.Module) -> "FusedResNet | None":
-    """Return a network that shares all layers of a torchvision ResNet and trains with custom kernels, if it fits."""
-    return FusedResNet(model) if fits(model) else None
+ALL_KERNELS = Support()
 
 
 def fits(model: Any) -> bool:
@@ -98,6 +96,11 @@ def fits(model: Any) -> bool:
     return _is_standard(model) and all(
         type(block) in (BasicBlock, Bottleneck) and _is_standard(block) for block in blocks
     )
+
+
+def has_bottlenecks(model: nn.Module) -> bool:
+    """Return whether a network has 1x1 convolutions with stride 1."""
+    return any(isinstance(layer, Bottleneck) for layer in model.modules())
 
 
 def _is_standard(part: Any) -> bool:
@@ -144,19 +147,15 @@ class FusedResNet(ResNet):  # type: ignore[misc]
 
     Args:
         model: a network that `fits`.
-
-    Attributes:
         support: the optional kernels that it uses.
-        has_bottlenecks: whether it has 1x1 convolutions with stride 1.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, support: Support = ALL_KERNELS) -> None:
         nn.Module.__init__(self)
         for name, layer in model.named_children():
             self.add_module(name, layer)
         self.training = model.training
-        self.support = Support()
-        self.has_bottlenecks = any(isinstance(layer, Bottleneck) for layer in model.modules())
+        self.support, self.has_bottlenecks = support, has_bottlenecks(model)
         self.gradient_slots: Mapping[Tensor, Tensor] = {}
         self.weight_cast: WeightCast | None = None
         self.counters: dict[nn.Module, Tensor] = {}
@@ -223,9 +222,9 @@ class _TrainingPass:
         self.model = model
         self.side = SideStream(images.device, used=model.has_bottlenecks)
         weights = [layer.weight for layer in layers]
-        targets = [_GradientTarget(weight, model.gradient_slots.get(weight)) for weight in weights]
+        targets = [GradientTarget(weight, model.gradient_slots.get(weight)) for weight in weights]
         cast = None if dtype == torch.float32 else model.cast_of(weights)
-        self.weights = dict(zip(layers, _CastWeights.apply(dtype, self.side, targets, cast, *weights), strict=True))
+        self.weights = dict(zip(layers, CastWeights.apply(dtype, self.side, targets, cast, *weights), strict=True))
 
     def block(self, block: Any, x: Activation) -> Activation:
         """Compute a residual block."""
@@ -286,9 +285,9 @@ class _TrainingPass:
         if deferred is not None and first:
             if is_gemm and support.conv1x1_backward and conv1x1.fits_back(x, weight):
                 defer = deferred.defer_gemm
-        elif deferred is not None and (stride := _stride_of_1x1(geometry, weight)) > 1:
+        elif deferred is not None and (stride := stride_of_1x1(geometry, weight)) > 1:
             defer = partial(deferred.store_strided, stride)
-        y, statistics = _Convolution.apply(x, weight, geometry, self.side, with_statistics, defer)
+        y, statistics = Convolution.apply(x, weight, geometry, self.side, with_statistics, defer)
         return y.contiguous(memory_format=torch.channels_last), statistics  # a copy only without cuDNN
 
     def norm(
@@ -360,7 +359,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class _GradientTarget(NamedTuple):
+class GradientTarget(NamedTuple):
     """A weight, and the slot for its gradient, if it has one."""
 
     weight: Tensor
@@ -373,12 +372,12 @@ class _GradientTarget(NamedTuple):
         return self.slot.view_as(self.slot)  # a new tensor: autograd keeps a gradient that has no other owner
 
 
-class _CastWeights(torch.autograd.Function):
+class CastWeights(torch.autograd.Function):
     """Cast weights to low precision and their gradients to float32, one kernel each."""
 
     @staticmethod
     def forward(
-        ctx: Any, dtype: torch.dtype, side: SideStream, targets: list[_GradientTarget], cast: WeightCast | None,
+        ctx: Any, dtype: torch.dtype, side: SideStream, targets: list[GradientTarget], cast: WeightCast | None,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.side, ctx.targets = side, targets
@@ -397,7 +396,7 @@ class _CastWeights(torch.autograd.Function):
         return None, None, None, None, *copies
 
 
-class _Convolution(torch.autograd.Function):
+class Convolution(torch.autograd.Function):
     """A convolution that computes both gradients in parallel, and statistics for a batch norm if one is given."""
 
     @staticmethod
@@ -533,7 +532,7 @@ def _is_1x1(weight: Tensor) -> bool:
     return weight.shape[2:] == (1, 1)
 
 
-def _stride_of_1x1(geometry: tuple[Any, ...], weight: Tensor) -> int:
+def stride_of_1x1(geometry: tuple[Any, ...], weight: Tensor) -> int:
     """Return the stride of a 1 x 1 convolution, 1 for any other convolution."""
     (down, across), *rest = geometry
     return down if down == across and _is_1x1(weight) and rest == [(0, 0), (1, 1), 1] else 1

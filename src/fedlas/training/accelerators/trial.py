@@ -7,13 +7,14 @@ kernel is launched.
 import warnings
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedlas.training.accelerators import batch_norm, conv1x1, stem
 from fedlas.training.accelerators.batch_norm import CHANNEL_MULTIPLE
-from fedlas.training.accelerators.resnet import FusedResNet, Support
+from fedlas.training.accelerators.resnet import Support, has_bottlenecks
 from fedlas.training.compilation import first_line, ran_out_of_memory
 
 
@@ -39,18 +40,19 @@ def batch_norm_failure(device: torch.device) -> str | None:
     return run_trial(trial)
 
 
-def resnet_support(model: FusedResNet, device: torch.device) -> Support:
+def resnet_support(model: Any, device: torch.device) -> Support:
     """Return which optional kernels of a network run on a device; warn once about each that does not."""
-    has_stem, has_conv1x1 = model.conv1.weight.shape[1:] == stem.FILTER_SHAPE, model.has_bottlenecks
+    has_stem, has_conv1x1 = model.conv1.weight.shape[1:] == stem.FILTER_SHAPE, has_bottlenecks(model)
     return Support(
-        stem=has_stem and _runs("the first layer is", _try_stem, device),
-        conv1x1=has_conv1x1 and _runs("1x1 convolutions are", _try_conv1x1, device),
-        conv1x1_backward=has_conv1x1 and _runs("gradients of 1x1 convolutions are", _try_conv1x1_backward, device),
+        stem=has_stem and runs("the first layer is", _try_stem, device),
+        conv1x1=has_conv1x1 and runs("1x1 convolutions are", _try_conv1x1, device),
+        conv1x1_backward=has_conv1x1 and runs("gradients of 1x1 convolutions are", _try_conv1x1_backward, device),
     )
 
 
 @cache
-def _runs(layers: str, trial: Callable[[torch.device], None], device: torch.device) -> bool:
+def runs(layers: str, trial: Callable[[torch.device], None], device: torch.device) -> bool:
+    """Return whether the kernels of some layers run on a device; warn if they do not."""
     reason = run_trial(lambda: trial(device))
     if reason is not None:
         warnings.warn(f"{layers} computed by cuDNN, custom kernels cannot be used: {reason}", stacklevel=3)
