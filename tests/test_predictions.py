@@ -361,3 +361,12 @@ def test_metadata_columns_are_stored(kind, tmp_path):
         kind(scores, LABELS, metadata={"site": ["a"]})
     with pytest.raises(TypeError, match="metadata"):
         kind(scores, LABELS, metadata=["a", "b"])
+
+
+@pytest.mark.parametrize(
+    "column", [torch.tensor([7, 7, 9]), np.array([7, 7, 9]), [7, 7, 9]], ids=["torch", "numpy", "list"]
+)
+def test_ids_and_metadata_of_any_array_type_are_plain_values(column):
+    predictions = Predictions(torch.zeros(3, 2), [0, 1, 0], ids=column, metadata={"camera": column})
+    assert predictions.ids == ("7", "7", "9")
+    assert len(set(predictions.metadata["camera"])) == 2

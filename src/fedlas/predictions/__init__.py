@@ -7,7 +7,7 @@ enter by `Predictions(logits=...)`, probabilities by `Predictions.from_probs`.
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -502,17 +502,24 @@ def _check_samples(fields: OptionalFields, n: int, other: str) -> dict[str, Any]
     index, ids, paths = fields.get("index"), fields.get("ids"), fields.get("paths")
     samples = {
         "index": None if index is None else as_tensor(index, "index").long(),
-        "ids": None if ids is None else tuple(map(str, ids)),
+        "ids": None if ids is None else tuple(map(str, _plain_values(ids))),
         "paths": None if paths is None else tuple(map(str, paths)),
     }
     metadata = fields.get("metadata")
     if metadata is not None and not isinstance(metadata, Mapping):
         raise UserTypeError(f"metadata is {type(metadata).__name__}; a column for each name is expected")
-    columns = None if metadata is None else {str(name): tuple(values) for name, values in metadata.items()}
+    columns = (
+        None if metadata is None else {str(name): tuple(_plain_values(values)) for name, values in metadata.items()}
+    )
     for name, rows in {**samples, **(columns or {})}.items():
         if rows is not None and len(rows) != n:
             raise UserError(f"{name} has {len(rows)} rows, {other} {n}")
     return {**samples, "metadata": columns}
+
+
+def _plain_values(column: Iterable[object]) -> Iterable[object]:
+    """Return the elements of a column; those of a tensor as numbers, which are equal where their values are."""
+    return column.tolist() if isinstance(column, Tensor) else column
 
 
 def _selection(rows: Any, n: int) -> slice | Tensor:
