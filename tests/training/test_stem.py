@@ -30,10 +30,8 @@ SMALL = (3, 5, 7, 64)  # images, height, width and channels: a part of a tile
 MORE_TILES = (3, 11, 13, 128)  # than programs
 ONE_PIXEL = (9, 1, 1, 64)
 LARGE = SMALL, (64, 32, 32, 64), (40, 31, 33, 128)
-LOW_PRECISION = (
-    torch.bfloat16,
-    torch.float16,
-)  # Triton's interpreter multiplies bits of bfloat16 as if they were integers
+# On a GPU alone: Triton's interpreter multiplies bits of bfloat16 as if they were integers.
+LOW_PRECISION = torch.bfloat16, torch.float16
 
 
 def layer(device: str, shape: tuple[int, ...], mean: float = 1.0) -> Tensors:
