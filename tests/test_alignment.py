@@ -19,34 +19,45 @@ def with_metadata(predictions, **metadata):
     return Predictions(predictions.logits, predictions.labels, **metadata)
 
 
-def test_equal_ids_and_labels_with_different_logits_are_not_overlap():
+@pytest.mark.parametrize("field", ["ids", "index"])
+def test_equal_ids_and_labels_with_different_logits_are_not_overlap(field):
     """Regression: splits of equal size, sorted by class, with equal file names gave a false warning."""
-    labels, names = torch.arange(600) // 200, [f"img_{i:04}.png" for i in range(600)]
+    labels = torch.arange(600) // 200
+    names = [f"img_{i:04}.png" for i in range(600)] if field == "ids" else torch.arange(600)
     for scale in (1.0, 5.0, 30.0):  # with the last one, most confidences are 1 and therefore equal
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(2, 600, 3, generator=generator) + torch.eye(3)[labels]
-        evaluated, other = (Predictions(scale * logits, labels, ids=names) for logits in noise)
+        evaluated, other = (Predictions(scale * logits, labels, **{field: names}) for logits in noise)
         assert samples_in_both(evaluated, other) == 0
+        rounded = evaluated.probs.double().round(decimals=4)
+        copied = Predictions.from_probs(rounded, labels, **{field: names})
+        assert samples_in_both(evaluated, copied) == 600
+        assert samples_in_both(copied, evaluated) == 600
 
 
-def test_partial_overlap_is_counted():
+@pytest.mark.parametrize("field", ["ids", "index", None])
+def test_partial_overlap_is_counted(field):
     """Regression: with one corrected label or additional samples, the overlap was not detected."""
-    evaluated, additional = make_predictions(200), make_predictions(100, seed=1)
-    labels = evaluated.labels.clone()
-    labels[7] = (labels[7] + 1) % evaluated.num_classes
-    assert samples_in_both(evaluated, Predictions(evaluated.logits, labels)) == 199
+    predictions, additional = make_predictions(200), make_predictions(100, seed=1)
+    names = [f"image {i}" for i in range(200)] if field == "ids" else torch.arange(200)
+    metadata = {} if field is None else {field: names}
+    labels = predictions.labels.clone()
+    labels[7] = (labels[7] + 1) % predictions.num_classes
+    evaluated = with_metadata(predictions, **metadata)
+    assert samples_in_both(evaluated, Predictions(predictions.logits, labels, **metadata)) == 199
     logits, labels = (
-        torch.cat([evaluated.logits[:100], additional.logits]),
-        torch.cat([evaluated.labels[:100], additional.labels]),
+        torch.cat([predictions.logits[:100], additional.logits]),
+        torch.cat([predictions.labels[:100], additional.labels]),
     )
-    assert samples_in_both(evaluated, Predictions(logits, labels)) == 100
+    assert samples_in_both(evaluated, Predictions(logits, labels, **metadata)) == 100
 
 
-def test_equal_rows_with_different_ids_are_counted_as_overlap():
+@pytest.mark.parametrize("field", ["ids", "index"])
+def test_equal_rows_with_different_ids_are_counted_as_overlap(field):
     predictions = make_predictions(200)
-    evaluated = with_metadata(predictions, ids=range(200))
-    assert samples_in_both(evaluated, with_metadata(predictions[:100], ids=range(200, 300))) == 100
-    assert samples_in_both(evaluated, with_metadata(predictions[:100], ids=range(199, 99, -1))) == 100
+    evaluated = with_metadata(predictions, **{field: range(200)})
+    assert samples_in_both(evaluated, with_metadata(predictions[:100], **{field: range(200, 300)})) == 100
+    assert samples_in_both(evaluated, with_metadata(predictions[:100], **{field: range(199, 99, -1)})) == 100
 
 
 def test_overlap_compares_soft_labels():

@@ -262,11 +262,18 @@ def test_a_fitted_calibrator_knows_its_samples(tmp_path):
         assert evaluate(samples, posthoc=[loaded], intervals=False).after["isotonic"].leaked == 0
 
 
-def test_overlap_of_calibration_and_test_samples_warns():
-    evaluated, other = (with_metadata(make_predictions(200, seed=seed)) for seed in (0, 1))
+@pytest.mark.parametrize("field", ["ids", "index"])
+def test_ids_detect_overlap_of_calibration_and_test_samples(field):
+    predictions = make_predictions(200)
+    names = [f"image {i}" for i in range(300)] if field == "ids" else torch.arange(300)
+    rounded = Predictions.from_probs(predictions.probs.double().round(decimals=4), predictions.labels)
+    evaluated = with_metadata(predictions, **{field: names[:200]})
+    other = with_metadata(rounded[150:], **{field: names[150:200]})
     with pytest.warns(UserWarning, match=r"temperature.*50.*samples"):
-        assert evaluate_after(evaluated, evaluated[150:]).leaked == 50
-    assert evaluate_after(evaluated, other).leaked == 0
+        assert evaluate_after(evaluated, other).leaked == 50
+    # Two splits whose samples are both counted from zero have no sample in common.
+    assert evaluate_after(evaluated, with_metadata(make_predictions(200, seed=1), **{field: names[:200]})).leaked == 0
+    assert evaluate_after(evaluated, with_metadata(make_predictions(100, seed=2), **{field: names[200:]})).leaked == 0
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from fedlas.errors import UserError, short_list
@@ -22,7 +22,9 @@ from fedlas.predictions.probabilities import slices_of
 
 SAMPLE_NAMES = ("ids", "index")  # fields that identify samples, the more reliable first
 SPLIT_PREFIXES = ("train", "val", "test")
+NEAR = 1e-3  # largest difference of probabilities of the same sample, one of them rounded to three digits
 CHANCE = 0.01  # fraction of equal rows that two different splits may have
+INFORMATIVE = 0.2  # a row that agrees with a larger fraction of the rows of its label is no evidence
 
 
 def warn_about_repeated_samples(predictions: AnyPredictions) -> None:
@@ -189,15 +191,81 @@ def _common_numbers(labels: Sequence[Tensor], names: Sequence[Sequence[str]]) ->
 
 
 def samples_in_both(evaluated: Predictions, calibration: Predictions) -> int:
-    """Count rows of equal scores and labels in both, if there are more than by chance: metrics on these are too good.
+    """Count the calibration samples that are evaluated too, as far as that is known: metrics on these are too good.
 
-    Rows may agree by chance if there are few classes or few digits. How often that happens is estimated within the
-    evaluated samples; only a larger number counts.
+    Samples of the same `ids` or `index` are the same if label, predicted class and confidence agree up to rounding. The
+    names alone prove little: two splits may both have an `img_0000.png`, or be numbered from zero and sorted by class.
+    Without names, or if these find nothing, rows of equal scores and labels are counted.
+
+    Rows may agree by chance if there are few classes or few digits, or if the confidence is one. How often that happens
+    is estimated within the evaluated samples; only a larger number counts.
     """
     if calibration is evaluated:
         return len(calibration)
     if calibration.num_classes != evaluated.num_classes:
         return 0
+    count = 0
+    if evaluated.ids is not None and calibration.ids is not None:
+        rows = dict(zip(evaluated.ids, range(len(evaluated)), strict=True))
+        count = _count_named(evaluated, calibration, torch.tensor([rows.get(name, -1) for name in calibration.ids]))
+    if not count and evaluated.index is not None and calibration.index is not None:
+        count = _count_named(evaluated, calibration, _find_rows(evaluated.index.cpu(), calibration.index.cpu()))
+    return count or _count_equal_rows(evaluated, calibration)
+
+
+def _find_rows(index: Int64[Tensor, " n"], numbers: Int64[Tensor, " m"]) -> Int64[Tensor, " m"]:
+    """Return the row of each wanted number; -1 if there is none."""
+    order = index.argsort()
+    ordered = index[order]
+    position = torch.searchsorted(ordered, numbers).clamp_max(len(ordered) - 1)
+    return torch.where(ordered[position] == numbers, order[position], -1)
+
+
+def _count_named(evaluated: Predictions, calibration: Predictions, rows: Int64[Tensor, " m"]) -> int:
+    """Count samples of the same name that also agree in label, class and confidence, if more do than by chance.
+
+    Args:
+        evaluated: predictions that are evaluated.
+        calibration: predictions that a calibrator was fitted on.
+        rows: for each calibration sample, the evaluated sample of the same name; -1 if there is none.
+    """
+    calibration_rows = (rows >= 0).nonzero()[:, 0]
+    if not len(calibration_rows):
+        return 0
+    evaluated_rows = rows[calibration_rows]
+    first, second = evaluated.confidence.cpu().double(), calibration.confidence.cpu().double()[calibration_rows]
+    equal = (first[evaluated_rows] - second).abs() <= NEAR
+    equal &= evaluated.prediction.cpu()[evaluated_rows] == calibration.prediction.cpu()[calibration_rows]
+    equal &= _equal_labels(evaluated.labels.cpu()[evaluated_rows], calibration.labels.cpu()[calibration_rows])
+    probability = _agreement_by_chance(evaluated, first)[evaluated_rows]
+    informative = probability <= INFORMATIVE
+    expected = float(probability[informative].sum())
+    threshold = 1 + expected + 3 * math.sqrt(expected) + CHANCE * int(informative.sum())
+    return int(equal.sum()) if int((equal & informative).sum()) > threshold else 0
+
+
+def _equal_labels(first: Tensor, second: Tensor) -> Bool[Tensor, " n"]:
+    if first.shape != second.shape:
+        return torch.zeros(len(first), dtype=torch.bool)
+    return first == second if first.ndim == 1 else ((first - second).abs() <= NEAR).all(1)
+
+
+def _agreement_by_chance(evaluated: Predictions, confidence: Float64[Tensor, " n"]) -> Float64[Tensor, " n"]:
+    """Return the fraction of the rows of its label, itself included, that each row agrees with in class and confidence.
+
+    Itself is included because a label with few rows does not show that the next one would differ.
+    """
+    labels = evaluated.labels.cpu()
+    classes = labels if labels.ndim == 1 else labels.argmax(1)
+    # Sort by label, predicted class and confidence; confidences of different groups are never near each other.
+    group = 2.0 * (classes * evaluated.num_classes + evaluated.prediction.cpu())
+    key, order = (group + confidence).sort()
+    agreeing = torch.searchsorted(key, key + NEAR, right=True) - torch.searchsorted(key, key - NEAR)
+    return torch.empty_like(key).index_copy_(0, order, agreeing.double()) / torch.bincount(classes)[classes]
+
+
+def _count_equal_rows(evaluated: Predictions, calibration: Predictions) -> int:
+    """Count rows of equal scores and labels, if there are more than by chance."""
     evaluated_hashes, calibration_hashes = (
         row_hashes(predictions.scores, predictions.labels) for predictions in (evaluated, calibration)
     )
