@@ -172,7 +172,9 @@ def load(path: Path) -> dict[str, Any]:
         raise RunError(f"{path} is not a checkpoint that fedlas wrote")
     for name, kind in ENTRIES.items():
         if not isinstance(content.get(name), kind):
-            raise invalid_checkpoint(path, f"{name!r} is missing, or no {kind.__name__}")
+            raise invalid_checkpoint(path, f"{name!r} is missing or not of type {kind.__name__}")
+    if not 0 <= content["best_epoch"] <= content["epoch"] or not content["random"]:
+        raise invalid_checkpoint(path, "its epochs are impossible, or it has no random state")
     if content["epoch"] and not content["best"]:
         raise invalid_checkpoint(path, f"'best' has no weights after epoch {content['epoch']}, unlike 'model'")
     return content

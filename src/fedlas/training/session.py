@@ -250,6 +250,8 @@ class Session:
             self._load_step(state["step"])
         except RunError:
             raise
+        except (LookupError, TypeError, AttributeError) as error:
+            raise invalid_checkpoint(name, f"{type(error).__name__}: {error}") from error
         except RESTORE_ERRORS as error:
             if ran_out_of_memory(error):
                 raise
