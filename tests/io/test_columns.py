@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from fedlas.cli.commands import app
+from fedlas.errors import UserError
 from fedlas.io import as_predictions, read_predictions, require_labels
 from fedlas.io.columns import LABEL_NAMES, UNDECLARED
 from fedlas.predictions import Predictions, TopLabelPredictions
@@ -78,6 +79,14 @@ def test_columns_of_soft_labels_are_among_those_that_were_read(tmp_path):
     assert str(read.columns).endswith("; not read: label_source")
     with_label = class_columns("prob_") | {"label": NAMED_LABELS, "label_source": ["web", "shop"] * 6}
     assert set(read_predictions(write_table(tmp_path / "m.csv", with_label)).metadata) == {"label_source"}
+
+
+def test_a_misspelt_soft_label_column_is_named(tmp_path):
+    soft = {f"label_{name}": [1 / len(NAMES)] * len(LABELS) for name in NAMES[1:]} | {
+        "label_mispelt": [0.5] * len(LABELS)
+    }
+    with pytest.raises(UserError, match="label_mispelt"):
+        read_predictions(write_table(tmp_path / "p.csv", class_columns("prob_") | soft))
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "json"])

@@ -141,8 +141,10 @@ def find_roles(columns: Mapping[str, Any], options: ReadOptions, path: object) -
         names |= _find_scores(columns, names, options, path)
     exact = {name for name in columns if name in OTHERS or name.startswith(("feature_", "label_"))}
     classes = {role.partition("_")[2] for role in names.values() if role.startswith(("prob_", "logit_"))}
-    if len(classes) > 1:  # label_source is no soft label
-        exact -= {name for name in exact if name.startswith("label_") and name.removeprefix("label_") not in classes}
+    label_columns = {name for name in exact if name.startswith("label_")}
+    soft_labels = {name for name in label_columns if name.removeprefix("label_") in classes}
+    if len(classes) > 1 and len(soft_labels) in {0, len(classes)}:  # in between, a name is probably misspelt
+        exact -= label_columns - soft_labels
     unread = [name for name in columns if name not in names and name not in exact and name.casefold() not in ROW_NAMES]
     return ColumnRoles({name: role for name, role in names.items() if name in columns}, unread)
 
