@@ -8,6 +8,7 @@
 because Triton selects it on import. Without `parametrize`, a test runs on both devices.
 """
 
+import faulthandler
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -22,6 +23,7 @@ import torch
 import shape_checks
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used, for equal bits
+DEADLINE = 300  # seconds of an interpreted call
 CUDA_MARKS = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -68,7 +70,16 @@ class Device:
         """Call a function with the device of its tensors and the arguments; it returns plain values."""
         if self.interpreter is None:
             return function("cuda", *args)
-        return self.interpreter.submit(function, "cpu", *args).result(timeout=300)
+        return self.interpreter.submit(call_with_deadline, function, "cpu", *args).result()
+
+
+def call_with_deadline(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function; a kernel that hangs ends the process, after a traceback."""
+    faulthandler.dump_traceback_later(DEADLINE, exit=True)
+    try:
+        return function(*args)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def enable_shape_checks() -> None:

@@ -76,8 +76,8 @@ def error(value: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def largest_error(values: Tensors, expected: Tensors) -> float:
-    """Return the largest relative difference of any tensor."""
-    return max(error(values[name], expected[name]) for name in expected)
+    """Return the largest relative difference of any tensor, NaN if one is NaN."""
+    return torch.tensor([error(values[name], expected[name]) for name in expected]).max().item()
 
 
 def total_error(values: Tensors, expected: Tensors) -> float:

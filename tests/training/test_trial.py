@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def forget():
     """Forget the results of earlier trials."""
-    trial.runs.cache_clear()
+    trial.can_run.cache_clear()
     trial.batch_norm_failure.cache_clear()
 
 
