@@ -164,7 +164,10 @@ def score_of(predictions: AnyPredictions, name: str) -> Tensor:
 def missing(predictions: AnyPredictions, name: str) -> str | None:
     """Return what predictions lack for a score, or None."""
     if name not in score_names():
-        raise UserError(f"there is no score {name!r}; there are {', '.join(score_names())}")
+        raise UserError(
+            f"there is no score {name!r} of predictions; there are {', '.join(score_names())}; detect_scores evaluates "
+            "other scores, such as those of fedlas.ood.knn"
+        )
     if name in OF_LOGITS:
         if not predictions.has_all_classes:
             lack = "the probabilities of all classes, and these predictions hold only the top confidence"

@@ -90,13 +90,13 @@ def fit(
     with ExitStack() as stack:
         stack.enter_context(process_group(chosen))
         if decide_on_rank_zero(lambda: run.holds_finished_run(recipe)):  # no lock: the folder may be read-only
-            _skip_finished_run(run, recipe)
+            _report_finished_run(run, recipe)
             return run
         check_parts(recipe)  # before a folder is created; every rank raises alike
         decide_on_rank_zero(lambda: stack.enter_context(locked(run.folder)))
         if not decide_on_rank_zero(partial(run.check, recipe, resume=resume)):  # finished, also by another process
             decide_on_rank_zero(partial(run.update_evaluated, recipe))
-            _skip_finished_run(run, recipe)
+            _report_finished_run(run, recipe)
             return run
         if is_rank_zero():
             _warn_about_recipe(recipe, chosen)
@@ -154,8 +154,8 @@ def fit_many(
     return (fit(recipe, out=run_in(folder, recipe).folder, **shared) for recipe in recipes)
 
 
-def _skip_finished_run(run: Run, recipe: Recipe) -> None:
-    """Say that a run is finished, and write the TensorBoard file that its recipe asks for."""
+def _report_finished_run(run: Run, recipe: Recipe) -> None:
+    """Log that a run is finished, and write the TensorBoard file if the recipe asks for it."""
     if not is_rank_zero():
         return
     if recipe.tensorboard:

@@ -489,7 +489,7 @@ class GradientSums(NamedTuple):
 
 
 class BackwardLaunch(NamedTuple):
-    """What both kernels of the first backward pass share: grid, arguments after the gradient of z, and constants."""
+    """Grid, arguments after the gradient of z, constants and results of both kernels of the first backward pass."""
 
     grid: tuple[int, int]
     arguments: tuple[Any, ...]

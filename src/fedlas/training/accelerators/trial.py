@@ -44,14 +44,14 @@ def resnet_support(model: Any, device: torch.device) -> Support:
     """Return which optional kernels of a network run on a device; warn once about each that does not."""
     has_stem, has_conv1x1 = model.conv1.weight.shape[1:] == stem.FILTER_SHAPE, has_bottlenecks(model)
     return Support(
-        stem=has_stem and runs("the first layer is", _try_stem, device),
-        conv1x1=has_conv1x1 and runs("1x1 convolutions are", _try_conv1x1, device),
-        conv1x1_backward=has_conv1x1 and runs("gradients of 1x1 convolutions are", _try_conv1x1_backward, device),
+        stem=has_stem and can_run("the first layer is", _try_stem, device),
+        conv1x1=has_conv1x1 and can_run("1x1 convolutions are", _try_conv1x1, device),
+        conv1x1_backward=has_conv1x1 and can_run("gradients of 1x1 convolutions are", _try_conv1x1_backward, device),
     )
 
 
 @cache
-def runs(layers: str, trial: Callable[[torch.device], None], device: torch.device) -> bool:
+def can_run(layers: str, trial: Callable[[torch.device], None], device: torch.device) -> bool:
     """Return whether the kernels of some layers run on a device; warn if they do not."""
     reason = run_trial(lambda: trial(device))
     if reason is not None:
