@@ -20,7 +20,7 @@ from fedlas.errors import UserError
 from fedlas.io.columns import ReadOptions, find_roles, header_advice
 from fedlas.io.labels import is_number_text
 from fedlas.io.table import Table, to_columns
-from fedlas.io.texts import text_array
+from fedlas.io.texts import EncodedTexts, text_array
 from fedlas.io.untrusted import check_file, open_text, read_batches
 from fedlas.predictions import Predictions
 from fedlas.predictions.arrays import RowLimits
@@ -83,8 +83,9 @@ def read(path: Path, options: ReadOptions, progress: Progress | None = None) -> 
         first = cells.first if len(cells.first) == len(header) else ["0"] * len(header)
         numeric = _numeric_columns(header, first, options, path)
         others = sorted(set(range(len(header))) - set(numeric.positions))
-        texts: dict[int, list[str]] = {i: [] for i in others}
-        known: dict[str, str] = {}  # equal cells become one text
+        texts: dict[int, list[str] | EncodedTexts] = {
+            i: [] if header[i] in MOSTLY_UNIQUE else EncodedTexts() for i in others
+        }
         values, limits, lines = array("d"), array("d"), array("q")
         not_numeric: set[str] = set()
         for batch in cells.batches:
@@ -102,14 +103,11 @@ def read(path: Path, options: ReadOptions, progress: Progress | None = None) -> 
             if numeric.probs:
                 limits.frombytes(_row_limits(part, numbers, numeric.probs).tobytes())
             for i, column in texts.items():
-                column_cells = batch.columns[i]
-                column.extend(
-                    column_cells if header[i] in MOSTLY_UNIQUE else map(known.setdefault, column_cells, column_cells)
-                )
+                column.extend(batch.columns[i])
     table = np.frombuffer(values, dtype=np.float64).reshape(len(lines), len(numeric.positions))
     columns: dict[str, Any] = dict.fromkeys(header, ())
     columns |= {header[i]: table[:, position] for position, i in enumerate(numeric.positions)}
-    columns |= {header[i]: text_array(column) for i, column in texts.items()}
+    columns |= {header[i]: text_array(column) if isinstance(column, list) else column for i, column in texts.items()}
     columns |= dict.fromkeys(not_numeric, ())
     by_row = np.frombuffer(limits, dtype=np.float64).reshape(-1, 3)
     return Table(columns, lines=lines, limits=RowLimits(*torch.from_numpy(by_row).T) if len(by_row) else None)

@@ -98,7 +98,7 @@ def class_numbers(labels: Any, names: Sequence[str] | None, path: str | Path, *,
         if set(unknown.values()) == {str(classes)} and set(texts) <= set(map(str, range(1, classes + 1))):
             expected += "; these labels count from 1: subtract 1"
         raise RowError(f"{path}: ", row, f" has label {unknown[row][:80]!r}, expected {expected}")
-    return torch.as_tensor(numbers)[torch.from_numpy(distinct.codes)]
+    return torch.as_tensor(numbers)[torch.from_numpy(distinct.codes.astype(np.int64, copy=False))]
 
 
 def _expected_label(label: str, names: Sequence[str], named: bool) -> str:

@@ -211,7 +211,7 @@ def _repeats_outcome(groups: Distinct, predictions: AnyPredictions) -> bool:
     texts = [normalize_label(value) for value in groups.values]
     numbers = {name: number for number, name in enumerate(predictions.class_names or ())}
     numbers |= {text: int(text) for text in texts if text not in numbers and text.isdecimal() and len(text) < 10}
-    return bool((torch.tensor([numbers.get(text, -1) for text in texts])[codes] == labels.cpu()).all())
+    return bool((torch.tensor([numbers.get(text, -1) for text in texts])[codes.long()] == labels.cpu()).all())
 
 
 def _is_missing(value: object) -> bool:
